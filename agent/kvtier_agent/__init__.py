@@ -1,0 +1,1 @@
+"""The node process around the core: servicers, registration, telemetry, command line."""

@@ -1,0 +1,1 @@
+"""The engine core, a library without clock, socket or Kubernetes."""

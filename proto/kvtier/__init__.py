@@ -1,0 +1,1 @@
+"""The wire: generated protocol stubs. Knows no cache, no cluster and no tensor."""

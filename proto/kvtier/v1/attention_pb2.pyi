@@ -1,0 +1,259 @@
+from kvtier.v1 import common_pb2 as _common_pb2
+from kvtier.v1 import evidence_pb2 as _evidence_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Arm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ARM_UNSPECIFIED: _ClassVar[Arm]
+    ARM_BASELINE: _ClassVar[Arm]
+    ARM_CANDIDATE: _ClassVar[Arm]
+
+class ExactnessClass(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EXACTNESS_UNSPECIFIED: _ClassVar[ExactnessClass]
+    EXACT: _ClassVar[ExactnessClass]
+    APPROXIMATE: _ClassVar[ExactnessClass]
+    EXACT_OVER_APPROXIMATE_HISTORY: _ClassVar[ExactnessClass]
+ARM_UNSPECIFIED: Arm
+ARM_BASELINE: Arm
+ARM_CANDIDATE: Arm
+EXACTNESS_UNSPECIFIED: ExactnessClass
+EXACT: ExactnessClass
+APPROXIMATE: ExactnessClass
+EXACT_OVER_APPROXIMATE_HISTORY: ExactnessClass
+
+class Geometry(_message.Message):
+    __slots__ = ("layers", "query_heads", "kv_heads", "head_dim", "dtype")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    QUERY_HEADS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    def __init__(self, layers: _Optional[int] = ..., query_heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class DescribeCacheRequest(_message.Message):
+    __slots__ = ("cache",)
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    cache: _common_pb2.CacheRef
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ...) -> None: ...
+
+class DescribeCacheResponse(_message.Message):
+    __slots__ = ("cache", "boot_id", "baseline_digest", "candidate_digest", "stage", "attempt", "window", "geometry", "chunk_tokens", "page_tokens", "model_fingerprint")
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    BASELINE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    cache: _common_pb2.CacheRef
+    boot_id: str
+    baseline_digest: str
+    candidate_digest: str
+    stage: str
+    attempt: int
+    window: _evidence_pb2.WindowKey
+    geometry: Geometry
+    chunk_tokens: int
+    page_tokens: int
+    model_fingerprint: str
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., boot_id: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., candidate_digest: _Optional[str] = ..., stage: _Optional[str] = ..., attempt: _Optional[int] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., page_tokens: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("cache", "model_fingerprint", "geometry", "score_scale", "tenant", "request_class", "session_root_id", "probe", "forced_arm", "max_tokens", "traceparent")
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    SCORE_SCALE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_CLASS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ROOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    cache: _common_pb2.CacheRef
+    model_fingerprint: str
+    geometry: Geometry
+    score_scale: float
+    tenant: str
+    request_class: str
+    session_root_id: str
+    probe: bool
+    forced_arm: Arm
+    max_tokens: int
+    traceparent: str
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., score_scale: _Optional[float] = ..., tenant: _Optional[str] = ..., request_class: _Optional[str] = ..., session_root_id: _Optional[str] = ..., probe: _Optional[bool] = ..., forced_arm: _Optional[_Union[Arm, str]] = ..., max_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ("session_id", "generation", "boot_id", "arm", "manifest_digest", "baseline_digest", "sampled", "window", "chunk_tokens", "query_block_tokens", "cache")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    ARM_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BASELINE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUERY_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    generation: int
+    boot_id: str
+    arm: Arm
+    manifest_digest: str
+    baseline_digest: str
+    sampled: bool
+    window: _evidence_pb2.WindowKey
+    chunk_tokens: int
+    query_block_tokens: int
+    cache: _common_pb2.CacheRef
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., sampled: _Optional[bool] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., query_block_tokens: _Optional[int] = ..., cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ...) -> None: ...
+
+class AttendFrame(_message.Message):
+    __slots__ = ("session_id", "generation", "boot_id", "tenant", "step", "layer", "first_row_position", "k", "v", "first_query_position", "q", "committed_frontier", "deadline_ms", "sequence")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_POSITION_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    V_FIELD_NUMBER: _ClassVar[int]
+    FIRST_QUERY_POSITION_FIELD_NUMBER: _ClassVar[int]
+    Q_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    generation: int
+    boot_id: str
+    tenant: str
+    step: int
+    layer: int
+    first_row_position: int
+    k: bytes
+    v: bytes
+    first_query_position: int
+    q: bytes
+    committed_frontier: int
+    deadline_ms: int
+    sequence: int
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., tenant: _Optional[str] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., first_row_position: _Optional[int] = ..., k: _Optional[bytes] = ..., v: _Optional[bytes] = ..., first_query_position: _Optional[int] = ..., q: _Optional[bytes] = ..., committed_frontier: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended", "bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest", "estimated_omitted_mass", "fallback", "snapshot_generation")
+    class BytesByTierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    ARM_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SUPPORT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FRONTIER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_ATTENDED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    SIMULATED_FIELD_NUMBER: _ClassVar[int]
+    STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATED_OMITTED_MASS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    exactness: ExactnessClass
+    arm: Arm
+    manifest_digest: str
+    support_digest: str
+    frontier: int
+    rows_attended: int
+    bytes_by_tier: _containers.ScalarMap[str, int]
+    plan: _containers.RepeatedScalarFieldContainer[str]
+    simulated: bool
+    stall_seconds: float
+    producer_digest: str
+    estimated_omitted_mass: float
+    fallback: str
+    snapshot_generation: int
+    def __init__(self, exactness: _Optional[_Union[ExactnessClass, str]] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., support_digest: _Optional[str] = ..., frontier: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Iterable[str]] = ..., simulated: _Optional[bool] = ..., stall_seconds: _Optional[float] = ..., producer_digest: _Optional[str] = ..., estimated_omitted_mass: _Optional[float] = ..., fallback: _Optional[str] = ..., snapshot_generation: _Optional[int] = ...) -> None: ...
+
+class AttendAnswer(_message.Message):
+    __slots__ = ("sequence", "step", "layer", "out", "receipt", "error")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    OUT_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    step: int
+    layer: int
+    out: bytes
+    receipt: Receipt
+    error: _common_pb2.ErrorDetail
+    def __init__(self, sequence: _Optional[int] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., out: _Optional[bytes] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session_id", "generation", "tenant")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    generation: int
+    tenant: str
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class CloseSessionResponse(_message.Message):
+    __slots__ = ("rows_released",)
+    ROWS_RELEASED_FIELD_NUMBER: _ClassVar[int]
+    rows_released: int
+    def __init__(self, rows_released: _Optional[int] = ...) -> None: ...
+
+class ReportOutcomeRequest(_message.Message):
+    __slots__ = ("session_id", "generation", "tenant", "output_tokens", "first_token_seconds", "last_token_seconds", "cancelled", "probe")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LAST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    generation: int
+    tenant: str
+    output_tokens: int
+    first_token_seconds: float
+    last_token_seconds: float
+    cancelled: bool
+    probe: _evidence_pb2.ProbePair
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., tenant: _Optional[str] = ..., output_tokens: _Optional[int] = ..., first_token_seconds: _Optional[float] = ..., last_token_seconds: _Optional[float] = ..., cancelled: _Optional[bool] = ..., probe: _Optional[_Union[_evidence_pb2.ProbePair, _Mapping]] = ...) -> None: ...
+
+class ReportOutcomeResponse(_message.Message):
+    __slots__ = ("counted", "why_not")
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_FIELD_NUMBER: _ClassVar[int]
+    counted: bool
+    why_not: str
+    def __init__(self, counted: _Optional[bool] = ..., why_not: _Optional[str] = ...) -> None: ...

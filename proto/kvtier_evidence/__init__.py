@@ -1,0 +1,1 @@
+"""What both ends of the wire compute alike: counts, windows, assignment, e-values and verdicts."""
