@@ -1,0 +1,91 @@
+"""The operator's own measurements, with units in their names and bounded labels.
+
+No label ever holds an object's name or uid: a cluster with many caches must not blow up its time series.
+The registry is passed in, so two operators in one process do not share counters.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Metrics:
+    """Implements `kvtier_operator.ports.RpcMetrics`; also what queue, API client and election report."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self._queue_depth = Gauge(
+            "kvtier_operator_queue_depth", "Keys waiting to be reconciled.", ["kind"], registry=registry
+        )
+        self._queue_wait = Histogram(
+            "kvtier_operator_queue_wait_seconds",
+            "From the moment a key was due until its reconcile began.",
+            ["kind"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._queue_refused = Counter(
+            "kvtier_operator_queue_refused_total", "Keys not taken: queue full.", ["kind"], registry=registry
+        )
+        self._reconcile = Histogram(
+            "kvtier_operator_reconcile_duration_seconds",
+            "One reconcile.",
+            ["kind", "result"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._writes = Counter(
+            "kvtier_operator_api_writes_total",
+            "Writes sent to the API server, refused ones included.",
+            ["kind", "verb"],
+            registry=registry,
+        )
+        self._requests = Histogram(
+            "kvtier_operator_api_request_duration_seconds",
+            "One request to the API server.",
+            ["verb", "code"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._rpc = Histogram(
+            "kvtier_operator_agent_rpc_duration_seconds",
+            "One call to an agent.",
+            ["method", "code"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._leader = Gauge(
+            "kvtier_operator_leader", "1 while this process holds the operator's Lease.", registry=registry
+        )
+        self._watched = Gauge(
+            "kvtier_operator_watched_objects", "Objects in the read cache.", ["kind"], registry=registry
+        )
+
+    def queue_depth(self, kind: str, depth: int) -> None:
+        self._queue_depth.labels(kind).set(depth)
+
+    def queue_wait(self, kind: str, seconds: float) -> None:
+        self._queue_wait.labels(kind).observe(seconds)
+
+    def queue_refused(self, kind: str) -> None:
+        self._queue_refused.labels(kind).inc()
+
+    def reconciled(self, kind: str, result: str, seconds: float) -> None:
+        self._reconcile.labels(kind, result).observe(seconds)
+
+    def api_write(self, kind: str, verb: str) -> None:
+        self._writes.labels(kind, verb).inc()
+
+    def api_request(self, verb: str, code: str, seconds: float) -> None:
+        self._requests.labels(verb, code).observe(seconds)
+
+    def observe_rpc(self, method: str, code: str, seconds: float) -> None:
+        self._rpc.labels(method, code).observe(seconds)
+
+    def leader(self, leading: bool) -> None:
+        self._leader.set(1 if leading else 0)
+
+    def watched(self, kind: str, objects: int) -> None:
+        self._watched.labels(kind).set(objects)
