@@ -1,0 +1,204 @@
+"""Runs one reconciler over one queue: a few workers, a deadline for each run, a span and a measurement.
+
+Lives in the operator's own event loop. Workers stand still while this process does not lead. This module
+must not know any kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from kvtier_operator.ports import Clock, Conflict, NotLeader, ObjectKey, Reconciler, Requeue, TelemetryPort
+from kvtier_operator.queue import Added, Backoff, QueueState
+
+_log = logging.getLogger(__name__)
+
+MAX_IDLE_SECONDS = 5.0
+
+
+class Result(StrEnum):
+    """How a run ended; the label of its duration."""
+
+    DONE = "done"
+    REQUEUE = "requeue"
+    CONFLICT = "conflict"
+    NOT_LEADER = "notLeader"
+    DEADLINE = "deadline"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+
+
+class ControllerMetrics(Protocol):
+    def queue_depth(self, kind: str, depth: int) -> None: ...
+
+    def queue_wait(self, kind: str, seconds: float) -> None: ...
+
+    def queue_refused(self, kind: str) -> None: ...
+
+    def reconciled(self, kind: str, result: str, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one controller. `deadline_seconds` bounds one run; `bound` the keys waiting and running."""
+
+    workers: int = 2
+    deadline_seconds: float = 60.0
+    bound: int = 10_000
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+class Controller:
+    """Create, `wake` from any thread once `run` has started, cancel `run` to stop."""
+
+    def __init__(
+        self,
+        reconciler: Reconciler,
+        *,
+        limits: Limits,
+        clock: Clock,
+        randomness: Callable[[], float],
+        telemetry: TelemetryPort,
+        metrics: ControllerMetrics,
+        on_overflow: Callable[[], None],
+    ) -> None:
+        self._reconciler = reconciler
+        self._limits = limits
+        self._clock = clock
+        self._telemetry = telemetry
+        self._metrics = metrics
+        self._on_overflow = on_overflow
+        self._kind = reconciler.kind.value
+        self._state = QueueState(bound=limits.bound, backoff=limits.backoff, randomness=randomness)
+        self._changed = asyncio.Event()
+        self._leading = asyncio.Event()
+        self._in_flight: set[asyncio.Task[Result]] = set()
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing runs and nothing is due now."""
+        due = self._state.next_due()
+        return not self._state.running and (due is None or due > self._clock.monotonic())
+
+    def add(self, key: ObjectKey, after_seconds: float = 0.0) -> None:
+        """In the loop's thread only."""
+        if self._state.add(key, self._clock.monotonic(), after_seconds) is Added.REFUSED:
+            self._metrics.queue_refused(self._kind)
+            self._on_overflow()
+            return
+        self._metrics.queue_depth(self._kind, len(self._state))
+        self._changed.set()
+
+    def lead(self) -> None:
+        self._leading.set()
+        self._changed.set()
+
+    def stand_by(self) -> None:
+        """Stops taking keys and cancels what runs: this process may not write any more."""
+        self._leading.clear()
+        for task in self._in_flight:
+            task.cancel()
+
+    async def run(self) -> None:
+        """Until cancelled. A worker that raises (a defect) ends all of them, so that it is seen."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._limits.workers):
+                group.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            await self._leading.wait()
+            taken = self._state.take(self._clock.monotonic())
+            if taken is None:
+                await self._wait_for_work()
+                continue
+            self._metrics.queue_depth(self._kind, len(self._state))
+            self._metrics.queue_wait(self._kind, taken.waited_seconds)
+            task = asyncio.ensure_future(self._run_once(taken.key))
+            self._in_flight.add(task)
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                # Either stand_by() cancelled the run, or the worker itself is being stopped.
+                current = asyncio.current_task()
+                if current is not None and current.cancelling():
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+                    raise
+            finally:
+                self._in_flight.discard(task)
+
+    async def _wait_for_work(self) -> None:
+        due = self._state.next_due()
+        self._changed.clear()
+        idle = MAX_IDLE_SECONDS
+        if due is not None:
+            idle = min(idle, max(0.0, due - self._clock.monotonic()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), idle)
+
+    async def _run_once(self, key: ObjectKey) -> Result:
+        started = self._clock.monotonic()
+        result = Result.CANCELLED
+        requeue: float | None = None
+        try:
+            result, requeue = await self._traced(key)
+        finally:
+            now = self._clock.monotonic()
+            self._metrics.reconciled(self._kind, result.value, now - started)
+            if result in (Result.DONE, Result.REQUEUE):
+                self._state.succeeded(key, now, requeue)
+            elif result in (Result.CANCELLED, Result.NOT_LEADER):
+                self._state.succeeded(key, now, 0.0)
+            else:
+                self._state.failed(key, now)
+            self._metrics.queue_depth(self._kind, len(self._state))
+            self._changed.set()
+        return result
+
+    async def _traced(self, key: ObjectKey) -> tuple[Result, float | None]:
+        attributes = {
+            "kvtier.resource.kind": self._kind,
+            "kvtier.resource.namespace": key.namespace,
+            "kvtier.resource.name": key.name,
+        }
+        result = Result.DONE
+        requeue: float | None = None
+        try:
+            with self._telemetry.span(f"reconcile {self._kind}", attributes) as span:
+                try:
+                    async with asyncio.timeout(self._limits.deadline_seconds):
+                        outcome = await self._reconciler.reconcile(key)
+                    if isinstance(outcome, Requeue):
+                        result, requeue = Result.REQUEUE, outcome.after_seconds
+                except Exception as error:
+                    result = _classify(error)
+                    raise
+                finally:
+                    span.set_attribute("kvtier.reconcile.result", result.value)
+        except (NotLeader, Conflict) as error:
+            _log.debug("reconcile again", extra={"object": str(key), "error": str(error)})
+        except TimeoutError:
+            _log.warning("reconcile passed its deadline", extra={"object": str(key)})
+        except Exception:
+            _log.exception("reconcile failed", extra={"object": str(key)})
+        return result, requeue
+
+
+def _classify(error: Exception) -> Result:
+    match error:
+        case NotLeader():
+            return Result.NOT_LEADER
+        case Conflict():
+            return Result.CONFLICT
+        case TimeoutError():
+            return Result.DEADLINE
+        case _:
+            return Result.ERROR

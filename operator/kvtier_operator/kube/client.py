@@ -1,0 +1,294 @@
+"""Typed verbs over `kubernetes.aio`, whose job here is authentication, TLS and pooling.
+
+Every call has a deadline; every write passes the gate and is counted before it is sent, also when it is
+refused. This module must not know which objects are worth writing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import aiohttp
+from kubernetes.aio import client as aio_client
+from kubernetes.aio import config as aio_config
+
+from kvtier_operator.kube.errors import error_for
+from kvtier_operator.kube.resources import RESOURCES, key_of
+from kvtier_operator.ports import (
+    FIELD_MANAGER,
+    AlreadyExists,
+    ApiError,
+    Clock,
+    EventType,
+    JsonObject,
+    Kind,
+    NotFound,
+    ObjectKey,
+    PatchOp,
+)
+
+_log = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 10.0
+LIST_PAGE = 500
+EVENT_REPEAT_SECONDS = 3600.0
+EVENT_MEMORY = 4096
+APPLY_PATCH = "application/apply-patch+yaml"
+JSON_PATCH = "application/json-patch+json"
+
+
+class ApiMetrics(Protocol):
+    def api_write(self, kind: str, verb: str) -> None: ...
+
+    def api_request(self, verb: str, code: str, seconds: float) -> None: ...
+
+
+async def load_configuration(kubeconfig: str | None) -> Any:
+    """A kubernetes.aio Configuration from a kubeconfig file, or from the pod's service account when None."""
+    configuration = aio_client.Configuration()
+    if kubeconfig is None:
+        aio_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    else:
+        await aio_config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=kubeconfig, client_configuration=configuration, persist_config=False
+        )
+    configuration.connection_pool_maxsize = 32
+    return configuration
+
+
+async def connect(kubeconfig: str | None) -> Any:
+    """An ApiClient; the caller closes it."""
+    return aio_client.ApiClient(configuration=await load_configuration(kubeconfig))
+
+
+class KubeClient:
+    """Implements `kvtier_operator.ports.KubeApi`. `gate` raises NotLeader when writing is not allowed."""
+
+    def __init__(
+        self,
+        transport: Any,
+        *,
+        gate: Callable[[], None],
+        metrics: ApiMetrics,
+        clock: Clock,
+        instance: str,
+    ) -> None:
+        self._transport = transport
+        self._gate = gate
+        self._metrics = metrics
+        self._clock = clock
+        self._instance = instance
+        self._posted: OrderedDict[str, float] = OrderedDict()
+
+    async def get(self, key: ObjectKey) -> JsonObject:
+        return await self._request("GET", self._path(key))
+
+    async def list_all(self, kind: Kind, namespace: str = "", label_selector: str = "") -> list[JsonObject]:
+        resource = RESOURCES[kind]
+        objects: list[JsonObject] = []
+        query: list[tuple[str, str]] = [("limit", str(LIST_PAGE))]
+        if label_selector:
+            query.append(("labelSelector", label_selector))
+        resume = ""
+        while True:
+            page = await self._request(
+                "GET",
+                resource.collection_path(namespace),
+                query=[*query, *([("continue", resume)] if resume else [])],
+            )
+            for item in page["items"]:
+                # Items of a list carry neither, and callers want whole objects.
+                item.setdefault("apiVersion", resource.api_version)
+                item.setdefault("kind", kind.value)
+                objects.append(item)
+            resume = page["metadata"].get("continue") or ""
+            if not resume:
+                return objects
+
+    async def apply(
+        self, manifest: JsonObject, *, manager: str = FIELD_MANAGER, force: bool = True
+    ) -> JsonObject:
+        key = key_of(manifest)
+        return await self._write(
+            key.kind,
+            "apply",
+            "PATCH",
+            self._path(key),
+            body=manifest,
+            content_type=APPLY_PATCH,
+            query=[("fieldManager", manager), ("force", "true" if force else "false")],
+        )
+
+    async def patch_status(
+        self, key: ObjectKey, status: JsonObject, *, uid: str = "", manager: str = FIELD_MANAGER
+    ) -> JsonObject:
+        metadata: JsonObject = {"name": key.name}
+        if key.namespace:
+            metadata["namespace"] = key.namespace
+        if uid:
+            metadata["uid"] = uid
+        body = {
+            "apiVersion": RESOURCES[key.kind].api_version,
+            "kind": key.kind.value,
+            "metadata": metadata,
+            "status": status,
+        }
+        return await self._write(
+            key.kind,
+            "apply-status",
+            "PATCH",
+            f"{self._path(key)}/status",
+            body=body,
+            content_type=APPLY_PATCH,
+            query=[("fieldManager", manager), ("force", "true")],
+        )
+
+    async def compare_and_swap(
+        self, key: ObjectKey, ops: Sequence[PatchOp], *, subresource: str = "status"
+    ) -> JsonObject:
+        path = self._path(key) + (f"/{subresource}" if subresource else "")
+        return await self._write(
+            key.kind,
+            "compare-and-swap",
+            "PATCH",
+            path,
+            body=[op.to_json() for op in ops],
+            content_type=JSON_PATCH,
+            query=[("fieldManager", f"{FIELD_MANAGER}-cas")],
+        )
+
+    async def create(self, manifest: JsonObject) -> JsonObject:
+        key = key_of(manifest)
+        return await self._write(
+            key.kind,
+            "create",
+            "POST",
+            RESOURCES[key.kind].collection_path(key.namespace),
+            body=manifest,
+            query=[("fieldManager", FIELD_MANAGER)],
+        )
+
+    async def replace(self, manifest: JsonObject) -> JsonObject:
+        """A PUT; with metadata.resourceVersion it is a compare-and-swap. The election's verb."""
+        key = key_of(manifest)
+        return await self._write(
+            key.kind,
+            "replace",
+            "PUT",
+            self._path(key),
+            body=manifest,
+            query=[("fieldManager", FIELD_MANAGER)],
+        )
+
+    async def delete(self, key: ObjectKey, *, uid: str = "") -> None:
+        body: JsonObject = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+        }
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        try:
+            await self._write(key.kind, "delete", "DELETE", self._path(key), body=body)
+        except NotFound:
+            return
+
+    async def event(self, regarding: JsonObject, type: EventType, reason: str, message: str) -> None:
+        metadata = regarding["metadata"]
+        uid = metadata.get("uid", "")
+        now = self._clock.now()
+        token = hashlib.sha256(f"{uid}|{reason}|{message}".encode()).hexdigest()[:16]
+        last = self._posted.get(token)
+        if last is not None and self._clock.monotonic() - last < EVENT_REPEAT_SECONDS:
+            return
+        self._posted[token] = self._clock.monotonic()
+        while len(self._posted) > EVENT_MEMORY:
+            self._posted.popitem(last=False)
+        # The hour is in the name: a restarted operator posts the same thing once an hour, too.
+        name = f"{metadata['name'][:200]}.{token}{int(now.timestamp() // EVENT_REPEAT_SECONDS) % 65536:04x}"
+        namespace = metadata.get("namespace") or "default"
+        reference = {
+            "apiVersion": regarding["apiVersion"],
+            "kind": regarding["kind"],
+            "name": metadata["name"],
+            "uid": uid,
+        }
+        if metadata.get("namespace"):
+            reference["namespace"] = metadata["namespace"]
+        body = {
+            "apiVersion": RESOURCES[Kind.EVENT].api_version,
+            "kind": Kind.EVENT.value,
+            "metadata": {"name": name, "namespace": namespace},
+            "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "type": type.value,
+            "reason": reason,
+            "action": "Reconcile",
+            "note": message[:1000],
+            "reportingController": "kvtier.dev/operator",
+            "reportingInstance": self._instance[:120],
+            "regarding": reference,
+        }
+        try:
+            await self.create(body)
+        except AlreadyExists:
+            return
+        except ApiError as error:
+            _log.warning("event not posted", extra={"reason": reason, "error": str(error)})
+
+    def _path(self, key: ObjectKey) -> str:
+        return RESOURCES[key.kind].object_path(key.namespace, key.name)
+
+    async def _write(
+        self,
+        kind: Kind,
+        verb: str,
+        method: str,
+        path: str,
+        *,
+        body: Any,
+        content_type: str = "application/json",
+        query: Sequence[tuple[str, str]] = (),
+    ) -> JsonObject:
+        self._gate()
+        self._metrics.api_write(kind.value, verb)
+        return await self._request(method, path, body=body, content_type=content_type, query=query)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        content_type: str = "application/json",
+        query: Sequence[tuple[str, str]] = (),
+    ) -> JsonObject:
+        started = self._clock.monotonic()
+        code = "none"
+        try:
+            _, url, headers, payload, _ = await self._transport.param_serialize(
+                method=method,
+                resource_path=path,
+                query_params=list(query),
+                header_params={"Accept": "application/json", "Content-Type": content_type},
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            response = await self._transport.call_api(
+                method, url, headers, payload, _request_timeout=REQUEST_SECONDS
+            )
+            data = await response.read()
+            code = str(response.status)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise ApiError(0, "Unreachable", f"{method} {path}: {type(error).__name__}: {error}") from error
+        finally:
+            self._metrics.api_request(method, code, self._clock.monotonic() - started)
+        if not 200 <= response.status <= 299:
+            wait = response.getheader("Retry-After")
+            raise error_for(response.status, data, creating=method == "POST", retry_after=wait)
+        answer: JsonObject = json.loads(data)
+        return answer

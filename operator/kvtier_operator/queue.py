@@ -1,0 +1,153 @@
+"""The work queue as a value: which key is due, which is running, which failed how often.
+
+A pure state machine over an injected time, so that its promises can be tested as properties: a key runs at
+most once at a time; a key that was added while it ran runs again; nothing that was accepted is lost; due
+keys leave in the order in which they became due; the number of keys is bounded. It must not know asyncio,
+Kubernetes or what a reconcile does; `kvtier_operator.controller` drives it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvtier_operator.ports import ObjectKey
+
+
+class Added(StrEnum):
+    """What became of an `add`."""
+
+    QUEUED = "queued"
+    MERGED = "merged"  # the key was waiting or running already
+    REFUSED = "refused"  # the queue is full; the caller must arrange a relist
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Delay after the n-th failure in a row: base * 2^(n-1), at most `limit`, times a jitter in [1/2, 1)."""
+
+    base_seconds: float = 0.2
+    limit_seconds: float = 60.0
+
+    def delay(self, failures: int, randomness: float) -> float:
+        raw = min(self.limit_seconds, self.base_seconds * 2.0 ** min(failures - 1, 30))
+        return raw * (0.5 + randomness / 2)
+
+
+@dataclass(frozen=True)
+class Taken:
+    key: ObjectKey
+    waited_seconds: float
+
+
+class QueueState:
+    """Keys of one kind. Times are seconds on one monotonic clock; calls must not go back in time."""
+
+    def __init__(
+        self, *, bound: int, backoff: Backoff, randomness: Callable[[], float], settle_seconds: float = 0.05
+    ) -> None:
+        """`settle_seconds`: a key that has just failed is not run again sooner than this, whatever arrives;
+        an event may cut a long backoff short, but cannot turn it into a hot loop."""
+        if bound < 1:
+            raise ValueError("the bound must be positive")
+        self._bound = bound
+        self._backoff = backoff
+        self._randomness = randomness
+        self._settle = settle_seconds
+        self._due: dict[ObjectKey, float] = {}
+        self._order: dict[ObjectKey, int] = {}
+        self._heap: list[tuple[float, int, ObjectKey]] = []
+        self._sequence = 0
+        self._running: dict[ObjectKey, float | None] = {}
+        self._failures: dict[ObjectKey, int] = {}
+        self._not_before: dict[ObjectKey, float] = {}
+
+    def __len__(self) -> int:
+        """Waiting keys, running ones not included."""
+        return len(self._due)
+
+    @property
+    def running(self) -> frozenset[ObjectKey]:
+        return frozenset(self._running)
+
+    def failures(self, key: ObjectKey) -> int:
+        return self._failures.get(key, 0)
+
+    def add(self, key: ObjectKey, now: float, after_seconds: float = 0.0) -> Added:
+        """Makes `key` due at `now + after_seconds` at the latest."""
+        when = max(now + after_seconds, self._not_before.get(key, 0.0))
+        if key in self._running:
+            again = self._running[key]
+            self._running[key] = when if again is None else min(again, when)
+            return Added.MERGED
+        waiting = self._due.get(key)
+        if waiting is not None:
+            if when < waiting:
+                self._schedule(key, when)
+            return Added.MERGED
+        if len(self._due) + len(self._running) >= self._bound:
+            return Added.REFUSED
+        self._schedule(key, when)
+        return Added.QUEUED
+
+    def take(self, now: float) -> Taken | None:
+        """The key that has been due for longest, now running; None when nothing is due."""
+        while self._heap:
+            when, order, key = self._heap[0]
+            if self._order.get(key) != order:
+                heapq.heappop(self._heap)  # rescheduled since
+                continue
+            if when > now:
+                return None
+            heapq.heappop(self._heap)
+            del self._due[key], self._order[key]
+            self._running[key] = None
+            return Taken(key, now - when)
+        return None
+
+    def next_due(self) -> float | None:
+        """When `take` will have something, if nothing is added."""
+        while self._heap:
+            when, order, key = self._heap[0]
+            if self._order.get(key) == order:
+                return when
+            heapq.heappop(self._heap)
+        return None
+
+    def succeeded(self, key: ObjectKey, now: float, requeue_after_seconds: float | None) -> None:
+        """Ends a run. Forgets failures; runs again after the delay, or sooner if it was added meanwhile."""
+        self._failures.pop(key, None)
+        self._not_before.pop(key, None)
+        again = self._running.pop(key)
+        wanted = [again] if again is not None else []
+        if requeue_after_seconds is not None:
+            wanted.append(now + max(0.0, requeue_after_seconds))
+        if wanted:
+            self._schedule(key, min(wanted))
+
+    def failed(self, key: ObjectKey, now: float) -> float:
+        """Ends a run that failed; returns the delay in seconds until the next."""
+        count = self._failures[key] = self._failures.get(key, 0) + 1
+        again = self._running.pop(key)
+        delay = self._backoff.delay(count, self._randomness())
+        floor = now + min(delay, self._settle * count)
+        self._not_before[key] = floor
+        when = now + delay
+        if again is not None:
+            when = max(min(again, when), floor)
+        self._schedule(key, when)
+        return when - now
+
+    def forget(self, key: ObjectKey) -> None:
+        """Drops the failure memory of a key that is waiting or unknown, e.g. of a deleted object."""
+        if key not in self._running:
+            self._failures.pop(key, None)
+            self._not_before.pop(key, None)
+
+    def _schedule(self, key: ObjectKey, when: float) -> None:
+        self._sequence += 1
+        self._due[key] = when
+        self._order[key] = self._sequence
+        heapq.heappush(self._heap, (when, self._sequence, key))
