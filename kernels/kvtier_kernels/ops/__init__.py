@@ -1,0 +1,1 @@
+"""Operations on tensors, one module or folder each."""

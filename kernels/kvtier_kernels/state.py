@@ -1,0 +1,114 @@
+"""Attention states: what every attention operation returns and how two of them become one.
+
+A state is a softmax that has not been divided yet. It exists so that rows may be attended where
+they are and joined afterwards. It must not know which rows it came from, nor where they live.
+
+For one query and head over rows ``i`` with logits ``s_i`` (already scaled) and values ``v_i``:
+
+    m = max s_i        l = sum exp(s_i - m)        u = sum exp(s_i - m) v_i
+
+``log`` is natural at every boundary. No rows means ``(-inf, 0, 0)`` and nothing else, so that two
+empty states merge without ever evaluating ``-inf - (-inf)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_LOWEST = torch.finfo(torch.float32).min
+
+
+class FrameMismatch(ValueError):
+    """Two states whose logits mean different things were about to be merged."""
+
+
+class LogitFrame(NamedTuple):
+    """What a logit means. States merge only when all three agree.
+
+    scale: factor on q.k. key_shift_id: 0 for raw keys, else names the vector subtracted from each
+    key (softmax ignores the shift, ``l`` and ``m`` do not). rope_epoch: grows when rows are
+    re-positioned.
+    """
+
+    scale: float
+    key_shift_id: int = 0
+    rope_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionState:
+    """m, l: float32 [..., Hq]; u: float32 [..., Hq, d]."""
+
+    m: Tensor
+    l: Tensor
+    u: Tensor
+    frame: LogitFrame
+
+    def __post_init__(self) -> None:
+        if self.m.shape != self.l.shape or self.u.shape[:-1] != self.m.shape:
+            raise ValueError(
+                f"state shapes disagree: m {tuple(self.m.shape)}, l {tuple(self.l.shape)}, "
+                f"u {tuple(self.u.shape)}"
+            )
+        if not (self.m.dtype == self.l.dtype == self.u.dtype == torch.float32):
+            raise ValueError(f"a state is float32, got {self.m.dtype}, {self.l.dtype}, {self.u.dtype}")
+
+
+def identity(
+    lead: Sequence[int], head_dim: int, frame: LogitFrame, *, device: torch.device | str = "cpu"
+) -> AttentionState:
+    """The state of no rows; ``lead`` is the shape before the head dimension, e.g. (Nq, Hq)."""
+    shape = tuple(lead)
+    return AttentionState(
+        m=torch.full(shape, -torch.inf, dtype=torch.float32, device=device),
+        l=torch.zeros(shape, dtype=torch.float32, device=device),
+        u=torch.zeros((*shape, head_dim), dtype=torch.float32, device=device),
+        frame=frame,
+    )
+
+
+def merge(a: AttentionState, b: AttentionState) -> AttentionState:
+    """The state of the union of two disjoint supports.
+
+    Formula: m = max(m_a, m_b); w_x = exp(m_x - m), with m replaced by the lowest finite number when
+    both are empty; l = w_a l_a + w_b l_b; u likewise. Merging with the identity changes no bit.
+    Raises FrameMismatch.
+    """
+    if a.frame != b.frame:
+        raise FrameMismatch(f"{a.frame} and {b.frame} do not merge")
+    m = torch.maximum(a.m, b.m)
+    anchor = m.clamp_min(_LOWEST)
+    wa = torch.exp(a.m - anchor)
+    wb = torch.exp(b.m - anchor)
+    return AttentionState(
+        m=m,
+        l=torch.addcmul(wa * a.l, wb, b.l),
+        u=torch.addcmul(wa.unsqueeze(-1) * a.u, wb.unsqueeze(-1), b.u),
+        frame=a.frame,
+    )
+
+
+def merge_ascending(states: Iterable[AttentionState]) -> AttentionState:
+    """Left fold of `merge`. Callers pass chunks in ascending order of their rows.
+
+    Merging is associative only up to rounding, so this order is part of the numerics version.
+    Raises ValueError for an empty sequence, since the shapes would be a guess.
+    """
+    total: AttentionState | None = None
+    for state in states:
+        total = state if total is None else merge(total, state)
+    if total is None:
+        raise ValueError("nothing to merge; use identity() for a query without rows")
+    return total
+
+
+def finalize(state: AttentionState) -> tuple[Tensor, Tensor]:
+    """Returns (o, lse): o = u / l, or 0 where there are no rows; lse = m + ln l, -inf there."""
+    empty = state.l == 0
+    o = state.u / torch.where(empty, 1.0, state.l).unsqueeze(-1)
+    return o, state.m + torch.log(state.l)
