@@ -1,0 +1,215 @@
+"""What an agent process was told at its start: checked once, then immutable.
+
+Every refusal names the flag, so that a person can act on the message. Knows no socket and no cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from kvtier_crds.quantity import QuantityError, parse_bytes
+
+_NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+SIMULATED_DEVICE_KIND = "simulated"
+
+
+class ConfigError(Exception):
+    """A start-up argument that cannot be used; the text names the flag and the legal values."""
+
+
+class Medium(StrEnum):
+    GPU = "gpu"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+class KubernetesMode(StrEnum):
+    NONE = "none"
+    IN_CLUSTER = "inCluster"
+    KUBECONFIG = "kubeconfig"
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """One `--tier`: the devices behind one TierClass on this node. Sizes in bytes."""
+
+    class_name: str
+    medium: Medium
+    device_kind: str
+    capacity_bytes: int
+    reserve_bytes: int
+    path: Path | None
+    cuda_index: int | None
+
+    @property
+    def simulated(self) -> bool:
+        """A GPU tier that runs on the CPU device."""
+        return self.medium is Medium.GPU and self.device_kind == SIMULATED_DEVICE_KIND
+
+    @classmethod
+    def parse(cls, text: str) -> TierConfig:
+        """Reads {"className","medium","deviceKind","capacity","device":{"path"|"cudaIndex"},"reserve"}."""
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--tier is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ConfigError("--tier must be a JSON object")
+        known = {"className", "medium", "deviceKind", "capacity", "device", "reserve"}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise ConfigError(f"--tier: unknown fields {unknown}; legal are {sorted(known)}")
+        name = fields.get("className")
+        if not isinstance(name, str) or not _NODE_NAME.fullmatch(name):
+            raise ConfigError(f"--tier: className {name!r} must be the name of a TierClass")
+        legal = [medium.value for medium in Medium]
+        if fields.get("medium") not in legal:
+            raise ConfigError(f"--tier {name}: medium {fields.get('medium')!r} must be one of {legal}")
+        medium = Medium(fields["medium"])
+        device = fields.get("device") or {}
+        if not isinstance(device, dict) or set(device) - {"path", "cudaIndex"}:
+            raise ConfigError(f"--tier {name}: device must hold path or cudaIndex")
+        path = device.get("path")
+        if medium is Medium.NVME and not (isinstance(path, str) and path.startswith("/")):
+            raise ConfigError(f"--tier {name}: an nvme tier needs device.path, an absolute path")
+        cuda_index = device.get("cudaIndex")
+        if cuda_index is not None and (not isinstance(cuda_index, int) or cuda_index < 0):
+            raise ConfigError(f"--tier {name}: device.cudaIndex {cuda_index!r} must be a number from 0")
+        kind = fields.get("deviceKind") or (SIMULATED_DEVICE_KIND if medium is Medium.GPU else "")
+        if not isinstance(kind, str):
+            raise ConfigError(f"--tier {name}: deviceKind must be text")
+        return cls(
+            class_name=name,
+            medium=medium,
+            device_kind=kind,
+            capacity_bytes=_size(f"--tier {name}: capacity", fields.get("capacity"), minimum=1),
+            reserve_bytes=_size(f"--tier {name}: reserve", fields.get("reserve") or 0, minimum=0),
+            path=Path(path) if isinstance(path, str) else None,
+            cuda_index=cuda_index,
+        )
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    certificate: Path
+    key: Path
+    ca: Path
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds and deadlines; all of them can be met by the tests in seconds."""
+
+    max_sessions: int = 512
+    stream_in_flight: int = 64
+    agent_in_flight: int = 512
+    frame_deadline_seconds: float = 60.0
+    control_deadline_seconds: float = 30.0
+    session_idle_seconds: float = 600.0
+    drain_seconds: float = 20.0
+    max_message_bytes: int = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Everything of the command line."""
+
+    node_name: str
+    node_uid: str
+    pool_namespace: str
+    pool_name: str
+    state_dir: Path
+    run_dir: Path
+    listen: str
+    advertise: str
+    tls: TlsFiles
+    tiers: tuple[TierConfig, ...]
+    kubernetes: KubernetesMode
+    kubeconfig: Path | None
+    otlp_endpoint: str
+    metrics_port: int
+    log_level: str
+    limits: Limits
+
+    @property
+    def socket_path(self) -> Path:
+        return self.run_dir / self.node_name / "engine.sock"
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> AgentConfig:
+        """Raises ConfigError naming the flag."""
+        if not _NODE_NAME.fullmatch(arguments.node_name):
+            raise ConfigError(f"--node-name {arguments.node_name!r} is not a DNS subdomain name")
+        if not _UID.fullmatch(arguments.node_uid):
+            raise ConfigError(f"--node-uid {arguments.node_uid!r} is not a uid")
+        namespace, slash, pool = arguments.pool.partition("/")
+        if not (slash and namespace and pool):
+            raise ConfigError(f"--pool {arguments.pool!r} must be NAMESPACE/NAME")
+        _check_address("--listen", arguments.listen)
+        advertise = arguments.advertise or arguments.listen
+        _check_address("--advertise", advertise)
+        tls = TlsFiles(Path(arguments.tls_cert), Path(arguments.tls_key), Path(arguments.tls_ca))
+        for flag, file in (("--tls-cert", tls.certificate), ("--tls-key", tls.key), ("--tls-ca", tls.ca)):
+            if not file.is_file():
+                raise ConfigError(f"{flag} {file}: no such file")
+        tiers = tuple(TierConfig.parse(text) for text in arguments.tier)
+        names = [tier.class_name for tier in tiers]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ConfigError(f"--tier: className {repeated} given twice")
+        if not 0 <= arguments.metrics_port <= 65535:
+            raise ConfigError(f"--metrics-port {arguments.metrics_port} must be in [0, 65535]")
+        socket_path = Path(arguments.run_dir) / arguments.node_name / "engine.sock"
+        if len(str(socket_path).encode()) > 100:
+            raise ConfigError(f"--run-dir: the socket path {socket_path} is longer than 100 bytes")
+        mode = KubernetesMode.IN_CLUSTER
+        if arguments.no_kubernetes:
+            mode = KubernetesMode.NONE
+        elif arguments.kubeconfig:
+            mode = KubernetesMode.KUBECONFIG
+            if not Path(arguments.kubeconfig).is_file():
+                raise ConfigError(f"--kubeconfig {arguments.kubeconfig}: no such file")
+        for flag, seconds in (("--session-idle", arguments.session_idle), ("--drain", arguments.drain)):
+            if seconds <= 0:
+                raise ConfigError(f"{flag} {seconds} must be above 0 seconds")
+        return cls(
+            node_name=arguments.node_name,
+            node_uid=arguments.node_uid,
+            pool_namespace=namespace,
+            pool_name=pool,
+            state_dir=Path(arguments.state_dir),
+            run_dir=Path(arguments.run_dir),
+            listen=arguments.listen,
+            advertise=advertise,
+            tls=tls,
+            tiers=tiers,
+            kubernetes=mode,
+            kubeconfig=Path(arguments.kubeconfig) if arguments.kubeconfig else None,
+            otlp_endpoint=arguments.otlp_endpoint,
+            metrics_port=arguments.metrics_port,
+            log_level=arguments.log_level,
+            limits=Limits(session_idle_seconds=arguments.session_idle, drain_seconds=arguments.drain),
+        )
+
+
+def _check_address(flag: str, address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(f"{flag} {address!r} must be HOST:PORT")
+
+
+def _size(where: str, value: Any, minimum: int) -> int:
+    try:
+        size = parse_bytes(value if isinstance(value, int) else str(value), where)
+    except QuantityError as error:
+        raise ConfigError(f"{where} {value!r} is not a quantity such as 64Mi") from error
+    if size < minimum:
+        raise ConfigError(f"{where} {value!r} must be at least {minimum} bytes")
+    return size

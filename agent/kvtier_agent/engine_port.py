@@ -1,0 +1,211 @@
+"""What the process needs of a cache engine, and the thread it runs in.
+
+The servicers code against `EnginePort`, so they are tested with a small fake and know no tensor. Compute
+never runs on the event loop: each engine has one thread and a bounded queue. This module knows no RPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.leases import GrantTerms
+from kvtier_crds.manifest import RuntimeManifest
+
+T = TypeVar("T")
+
+
+class ExactnessClass(StrEnum):
+    EXACT = "EXACT"
+    APPROXIMATE = "APPROXIMATE"
+    EXACT_OVER_APPROXIMATE_HISTORY = "EXACT_OVER_APPROXIMATE_HISTORY"
+
+
+@dataclass(frozen=True)
+class SessionTerms:
+    """A new session; its model, geometry and tenant were checked. `candidate` prepares indexes for it."""
+
+    tenant: str
+    score_scale: float
+    max_tokens: int
+    candidate: GrantTerms | None
+
+
+@dataclass(frozen=True)
+class SessionHandle:
+    session_id: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class FrameInput:
+    """One layer of one step: float32 k, v [rows, kvHeads, headDim] and q [queries, queryHeads, headDim]."""
+
+    session_id: str
+    generation: int
+    step: int
+    layer: int
+    first_row_position: int
+    k: bytes
+    v: bytes
+    first_query_position: int
+    q: bytes
+    committed_frontier: int
+
+
+@dataclass(frozen=True)
+class FrameMode:
+    """How to compute it. `may_publish` is asked in the engine's thread when a candidate's answer is ready;
+    when it says no, the exact answer is published."""
+
+    publish_candidate: bool
+    compare: bool
+    candidate: GrantTerms | None
+    may_publish: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class FrameReceipt:
+    """Facts of one answer; field meanings as in the wire's Receipt. Times in seconds, sizes in bytes."""
+
+    exactness: ExactnessClass
+    manifest_digest: str
+    support_digest: str
+    frontier: int
+    rows_attended: int
+    bytes_by_tier: Mapping[str, int]
+    plan: Sequence[str]
+    simulated: bool
+    stall_seconds: float
+    producer_digest: str
+    estimated_omitted_mass: float
+    fallback: str
+    snapshot_generation: int
+
+
+@dataclass(frozen=True)
+class FrameComparison:
+    """Norms over all heads of the layer, fp32 accumulation: candidate minus exact, and exact."""
+
+    diff_norm: float
+    exact_norm: float
+
+
+@dataclass(frozen=True)
+class FrameResult:
+    """`out`: float32 bytes [queries, queryHeads, headDim]. `from_candidate`: whose answer `out` is."""
+
+    out: bytes
+    receipt: FrameReceipt
+    comparison: FrameComparison | None
+    from_candidate: bool
+
+
+@dataclass(frozen=True)
+class TierReport:
+    """One tier as this node sees it. Bandwidths in bytes per second, 0: not measured."""
+
+    class_name: str
+    medium: str
+    simulated: bool
+    capacity_bytes: int
+    used_bytes: int = 0
+    pinned_bytes: int = 0
+    read_bytes_per_second: float = 0.0
+    write_bytes_per_second: float = 0.0
+    probes: Mapping[str, str] = field(default_factory=dict)
+    condition: str = "Ready"
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    layer: int
+    chunk: int
+    generation: int
+    tier_class: str
+    rows: int
+    size_bytes: int
+    checksum: str
+    producer_digest: str
+    sealed: bool
+
+
+class EnginePort(Protocol):
+    """One cache on one node. Synchronous, thread-safe, typed refusals (CoreError)."""
+
+    def open_session(self, terms: SessionTerms) -> SessionHandle: ...
+
+    def close_session(self, session_id: str, generation: int) -> int:
+        """Rows released."""
+
+    def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
+        """Raises CoreError, and then the session is unchanged."""
+
+    def live_manifest(self) -> RuntimeManifest:
+        """Rebuilt from the live objects, not from stored bytes."""
+
+    def tiers(self) -> Sequence[TierReport]: ...
+
+    def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]: ...
+
+    def read_block(
+        self, session_id: str, generation: int, layer: int, chunk: int, block_generation: int
+    ) -> tuple[BlockFacts, bytes]:
+        """Verified bytes of a published chunk."""
+
+    def close(self) -> None: ...
+
+
+class EngineRunner:
+    """Runs one engine's calls in one thread, with at most `max_queued` waiting or running."""
+
+    def __init__(self, engine: EnginePort, name: str, max_queued: int) -> None:
+        self.engine = engine
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
+        self._max_queued = max_queued
+        self._pending = 0
+        self._lock = threading.Lock()
+
+    @property
+    def pending(self) -> int:
+        return self._pending
+
+    async def call(self, function: Callable[[], T], *, bounded: bool = True) -> T:
+        """Awaits the function's result; raises QUEUE_FULL when `bounded` and the queue is full.
+
+        If the caller is cancelled while the function runs, the function still finishes.
+        """
+        with self._lock:
+            if bounded and self._pending >= self._max_queued:
+                raise CoreError(
+                    Reason.QUEUE_FULL,
+                    f"{self._pending} calls wait for this cache's engine; the bound is {self._max_queued}",
+                    {"bound": str(self._max_queued)},
+                )
+            self._pending += 1
+        try:
+            future = self._pool.submit(function)
+        except RuntimeError as error:
+            self._done(None)
+            raise CoreError(Reason.CACHE_UNKNOWN, "the cache was removed", {}) from error
+        future.add_done_callback(self._done)
+        return await asyncio.wrap_future(future)
+
+    def _done(self, _future: Future[T] | None) -> None:
+        with self._lock:
+            self._pending -= 1
+
+    async def close(self) -> None:
+        """Waits for the running call, then closes the engine."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._shut_down)
+
+    def _shut_down(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.engine.close()

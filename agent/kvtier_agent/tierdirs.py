@@ -1,0 +1,117 @@
+"""The devices behind this node's tiers: claimed once, exclusively, and reported when they cannot be used.
+
+An nvme tier uses `<path>/<node uid>/` under a lock, so two agents on one machine never share files. A folder
+that cannot be written does not stop the agent: its condition says so and caches that need it are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier_agent.config import SIMULATED_DEVICE_KIND, ConfigError, Medium, TierConfig
+from kvtier_agent.engine_port import TierReport
+from kvtier_agent.statedir import DirectoryLock
+from kvtier_core.errors import CoreError, Reason
+from kvtier_crds.manifest import RuntimeManifest
+
+READY = "Ready"
+
+
+@dataclass(frozen=True)
+class NodeTier:
+    """A claimed tier. `directory` is this agent's own; `fault` is empty when the tier can be used."""
+
+    config: TierConfig
+    directory: Path | None
+    fault: str
+
+    @property
+    def usable_bytes(self) -> int:
+        return max(0, self.config.capacity_bytes - self.config.reserve_bytes)
+
+    def report(self) -> TierReport:
+        return TierReport(
+            class_name=self.config.class_name,
+            medium=self.config.medium.value,
+            simulated=self.config.simulated,
+            capacity_bytes=self.config.capacity_bytes,
+            condition=self.fault or READY,
+        )
+
+
+class NodeTiers:
+    """All tiers of this node, by class name."""
+
+    def __init__(self, configs: Sequence[TierConfig], node_uid: str) -> None:
+        """Raises ConfigError when another agent holds a tier's folder."""
+        self._locks: list[DirectoryLock] = []
+        self._by_name = {config.class_name: self._claim(config, node_uid) for config in configs}
+
+    def all(self) -> Sequence[NodeTier]:
+        return tuple(self._by_name.values())
+
+    def for_manifest(self, manifest: RuntimeManifest) -> Sequence[NodeTier]:
+        """The manifest's tiers in its order; raises TIER_INCAPABLE, NUMERICS_MISMATCH, STORAGE_UNAVAILABLE
+        or NO_DESTINATION_CAPACITY naming the tier class."""
+        chosen = []
+        for wanted in manifest.tiers:
+            name = wanted.tier_class_name
+            tier = self._by_name.get(name)
+            if tier is None:
+                message = f"this node has no tier of class {name}; it has {sorted(self._by_name)}"
+                raise CoreError(Reason.TIER_INCAPABLE, message, {"tier_class": name})
+            if tier.config.medium.value != wanted.medium.value:
+                message = f"tier class {name} is {tier.config.medium.value} here, not {wanted.medium.value}"
+                raise CoreError(Reason.TIER_INCAPABLE, message, {"tier_class": name})
+            if wanted.medium.value == Medium.GPU.value and tier.config.device_kind != manifest.device_kind:
+                message = f"deviceKind {manifest.device_kind} is not {tier.config.device_kind} of {name}"
+                raise CoreError(Reason.NUMERICS_MISMATCH, message, {"tier_class": name})
+            if tier.fault:
+                raise CoreError(
+                    Reason.STORAGE_UNAVAILABLE, f"tier {name}: {tier.fault}", {"tier_class": name}
+                )
+            if wanted.budget_bytes > tier.usable_bytes:
+                message = f"budget {wanted.budget_bytes} of tier {name} is over its {tier.usable_bytes} bytes"
+                raise CoreError(Reason.NO_DESTINATION_CAPACITY, message, {"tier_class": name})
+            chosen.append(tier)
+        return tuple(chosen)
+
+    def device_kind(self) -> str:
+        """Of the gpu tier; `simulated` when there is none."""
+        for tier in self._by_name.values():
+            if tier.config.medium is Medium.GPU:
+                return tier.config.device_kind
+        return SIMULATED_DEVICE_KIND
+
+    def close(self) -> None:
+        for lock in self._locks:
+            lock.release()
+
+    def _claim(self, config: TierConfig, node_uid: str) -> NodeTier:
+        if config.path is None:
+            return NodeTier(config, None, "")
+        directory = config.path / node_uid
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._locks.append(DirectoryLock(directory))
+            _probe_write(directory)
+        except BlockingIOError as error:
+            raise ConfigError(f"--tier {config.class_name}: another agent holds {directory}") from error
+        except OSError as error:
+            return NodeTier(config, None, f"StorageUnavailable: {directory}: {error.strerror or error}")
+        return NodeTier(config, directory, "")
+
+
+def _probe_write(directory: Path) -> None:
+    """Raises OSError when a file cannot be written and synced here."""
+    path = directory / ".probe"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, b"kvtier")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+        path.unlink(missing_ok=True)
