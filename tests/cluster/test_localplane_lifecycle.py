@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,7 +55,9 @@ def _plane_in_another_process() -> Iterator[tuple[subprocess.Popen[str], dict[st
     try:
         assert holder.stdout is not None
         facts = json.loads(holder.stdout.readline())
-        yield holder, facts["pids"], Path(facts["folder"])
+        folder = Path(facts["folder"])
+        yield holder, facts["pids"], folder
+        shutil.rmtree(folder, ignore_errors=True)
     finally:
         holder.kill()
         holder.wait(10)
@@ -97,7 +100,7 @@ def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> 
     broken.chmod(0o755)
     real = build.find_binaries()
     with (
-        pytest.raises(StartError),
+        pytest.raises(StartError, match=r"(?s)kube-apiserver ended with 3.*cannot go on"),
         LocalControlPlane(binaries=ControlPlaneBinaries(real.etcd, broken, "assets"), ready_deadline_s=20),
     ):
         pass

@@ -201,7 +201,9 @@ class LocalControlPlane:
     def _ended_early(self, port: int) -> StartError:
         assert self._running is not None and self._running.supervisor.stdout is not None
         line = self._running.supervisor.stdout.readline()
-        event = json.loads(line) if line else {"name": "the supervisor", "rc": None, "log": ""}
+        event: dict[str, Any] = {"name": "the supervisor", "rc": None, "log": ""}
+        if line:
+            event = json.loads(line)
         if "address already in use" in event["log"]:
             return PortTaken(f"port {port} is taken")
         return StartError(f"{event['name']} ended with {event['rc']} while it started:\n{event['log']}")
