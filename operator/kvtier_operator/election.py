@@ -1,0 +1,214 @@
+"""One leader by a Lease, and the gate that every write and every agent call passes.
+
+The holder renews long before its Lease ends and closes the gate by its own monotonic clock while there is
+still time, so that a paused or cut-off process stops writing before another may begin. Other processes judge
+the Lease by how long they have seen it unchanged, not by its timestamps: clocks of two nodes may differ. The
+fence of each cache (compare-and-swap) covers what a clock cannot. This module must not know a reconcile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtier_operator.fleet import format_micro_time
+from kvtier_operator.ports import (
+    AlreadyExists,
+    ApiError,
+    Clock,
+    Conflict,
+    JsonObject,
+    Kind,
+    NotFound,
+    NotLeader,
+)
+from kvtier_operator.ports import ObjectKey as Key
+
+_log = logging.getLogger(__name__)
+
+LEASE_NAME = "kvtier-operator"
+
+
+class LeaseApi(Protocol):
+    """What the election needs of an API client; its writes pass no gate."""
+
+    async def get(self, key: Key) -> JsonObject: ...
+
+    async def create(self, manifest: JsonObject) -> JsonObject: ...
+
+    async def replace(self, manifest: JsonObject) -> JsonObject: ...
+
+
+@dataclass(frozen=True)
+class Timing:
+    """All in seconds. The gate closes `margin` before the Lease ends for others: an answer to a write that
+    was sent just before is then still inside."""
+
+    duration: float = 15.0
+    renew: float = 5.0
+    retry: float = 2.0
+    margin: float = 5.0
+    jitter: float = 0.2
+
+
+@dataclass
+class _Seen:
+    version: str = ""
+    since: float = 0.0
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Called in the loop's thread, each change once."""
+
+    started: Callable[[], None] = field(default=lambda: None)
+    stopped: Callable[[], None] = field(default=lambda: None)
+
+
+class LeaseElection:
+    """Implements `kvtier_operator.ports.Leader`. `run` until cancelled; then `release`."""
+
+    def __init__(
+        self,
+        api: LeaseApi,
+        *,
+        namespace: str,
+        identity: str,
+        clock: Clock,
+        randomness: Callable[[], float],
+        callbacks: Callbacks,
+        timing: Timing | None = None,
+        name: str = LEASE_NAME,
+    ) -> None:
+        self._api = api
+        self._key = Key(Kind.LEASE, namespace, name)
+        self._identity = identity
+        self._clock = clock
+        self._randomness = randomness
+        self._callbacks = callbacks
+        self._timing = timing or Timing()
+        self._held_until = 0.0
+        self._since: float | None = None
+        self._seen = _Seen()
+
+    def check(self) -> None:
+        if self._since is None or self._clock.monotonic() >= self._held_until:
+            raise NotLeader(f"{self._identity} does not hold the Lease {self._key}")
+
+    def leading_since(self) -> float | None:
+        try:
+            self.check()
+        except NotLeader:
+            return None
+        return self._since
+
+    async def run(self) -> None:
+        """Tries for ever; a failed request is a try that did not succeed."""
+        while True:
+            renewed = await self.step()
+            wait = self._timing.renew if renewed else self._timing.retry
+            wait *= 1.0 + self._timing.jitter * self._randomness()
+            if self._since is not None:
+                wait = min(wait, max(0.0, self._held_until - self._clock.monotonic()))
+            await self._clock.sleep(wait)
+
+    async def step(self) -> bool:
+        """One try to take or renew, and the consequences. True when the Lease is ours by this try."""
+        asked = self._clock.monotonic()
+        try:
+            async with asyncio.timeout(self._timing.duration - self._timing.margin):
+                held = await self._acquire()
+        except (ApiError, TimeoutError) as error:
+            _log.warning("election try failed", extra={"error": str(error)})
+            held = False
+            if self._since is not None and self._clock.monotonic() < self._held_until:
+                return False  # still ours by what was granted before
+        if held:
+            # Counted from before the request: the server's renewTime cannot be earlier.
+            self._held_until = asked + self._timing.duration - self._timing.margin
+            if self._since is None:
+                self._since = self._clock.monotonic()
+                _log.info("leading", extra={"identity": self._identity})
+                self._callbacks.started()
+        else:
+            self._lose()
+        return held
+
+    async def release(self) -> None:
+        """Gives the Lease back, so that the next leader need not wait for it to end."""
+        held = self._since is not None
+        self._lose()
+        if not held:
+            return
+        with contextlib.suppress(ApiError, TimeoutError):
+            async with asyncio.timeout(2.0):
+                lease = await self._api.get(self._key)
+                if (lease["spec"].get("holderIdentity") or "") == self._identity:
+                    lease["spec"]["holderIdentity"] = ""
+                    lease["spec"]["leaseDurationSeconds"] = 1
+                    await self._api.replace(lease)
+
+    def _lose(self) -> None:
+        if self._since is None:
+            return
+        self._since = None
+        self._held_until = 0.0
+        _log.warning("not leading any more", extra={"identity": self._identity})
+        self._callbacks.stopped()
+
+    async def _acquire(self) -> bool:
+        now = format_micro_time(self._clock.now())
+        try:
+            lease = await self._api.get(self._key)
+        except NotFound:
+            return await self._create(now)
+        spec = lease.setdefault("spec", {})
+        holder = spec.get("holderIdentity") or ""
+        if holder not in ("", self._identity) and not self._has_ended(lease):
+            return False
+        if holder != self._identity:
+            spec["acquireTime"] = now
+            spec["leaseTransitions"] = int(spec.get("leaseTransitions") or 0) + 1
+        elif self._since is None and not self._has_ended(lease):
+            # Our own name from an earlier life of this process: take it over, but say so.
+            spec["acquireTime"] = now
+            spec["leaseTransitions"] = int(spec.get("leaseTransitions") or 0) + 1
+        spec["holderIdentity"] = self._identity
+        spec["renewTime"] = now
+        spec["leaseDurationSeconds"] = int(self._timing.duration)
+        try:
+            await self._api.replace(lease)
+        except Conflict:
+            return False
+        return True
+
+    async def _create(self, now: str) -> bool:
+        lease: JsonObject = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": Kind.LEASE.value,
+            "metadata": {"name": self._key.name, "namespace": self._key.namespace},
+            "spec": {
+                "holderIdentity": self._identity,
+                "acquireTime": now,
+                "renewTime": now,
+                "leaseDurationSeconds": int(self._timing.duration),
+                "leaseTransitions": 0,
+            },
+        }
+        try:
+            await self._api.create(lease)
+        except AlreadyExists:
+            return False
+        return True
+
+    def _has_ended(self, lease: JsonObject) -> bool:
+        version = str(lease["metadata"].get("resourceVersion", ""))
+        now = self._clock.monotonic()
+        if version != self._seen.version:
+            self._seen = _Seen(version, now)
+        duration = float(lease["spec"].get("leaseDurationSeconds") or self._timing.duration)
+        return now - self._seen.since >= duration

@@ -1,0 +1,174 @@
+"""kopf, for what it does best: watching, reconnecting, authenticating. Nothing else of it is used.
+
+Its handlers are `on.event` only, so it stores nothing on objects and sets no finalizer. It has a thread and
+a loop of its own, since at its end it cancels every task in its loop. A watch that breaks for good ends kopf;
+the supervisor here starts it again, and says how long the watches have been down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import kopf
+
+from kvtier_operator.kube import RESOURCES, load_configuration
+from kvtier_operator.ports import Clock, JsonObject, Kind, ObjectKey
+from kvtier_operator.store import WatchStore
+from kvtier_operator.watch.triggers import WATCHED, affected, relevant
+
+_log = logging.getLogger(__name__)
+
+OnKeys = Callable[[set[ObjectKey]], None]
+STOP_SECONDS = 8.0
+RELOGIN = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class WatchDeps:
+    """`on_keys` is called in kopf's thread. `kubeconfig` None: the pod's service account."""
+
+    store: WatchStore
+    on_keys: OnKeys
+    kubeconfig: str | None
+    clock: Clock
+
+
+def register(registry: kopf.OperatorRegistry, deps: WatchDeps) -> None:
+    """Adds one login and one event handler per watched kind; called once for each start of kopf."""
+
+    @kopf.on.login(registry=registry, id="login")
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        return await connection_info(deps.kubeconfig)
+
+    for kind in WATCHED:
+        resource = RESOURCES[kind]
+        kopf.on.event(
+            resource.group,
+            resource.version,
+            resource.plural,
+            registry=registry,
+            id=f"watch-{resource.plural}",
+            param=kind,
+        )(_handler(deps))
+
+
+def _handler(deps: WatchDeps) -> Callable[..., Any]:
+    async def observe(event: Any, param: Kind, **_: Any) -> None:
+        accept(deps, param, event["type"] == "DELETED", dict(event["object"]))
+
+    return observe
+
+
+def accept(deps: WatchDeps, kind: Kind, deleted: bool, obj: JsonObject) -> None:
+    """Takes one event of a watch into the store and passes on the keys it concerns."""
+    key = ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+    if not relevant(key):
+        return
+    before = deps.store.remove(key) if deleted else deps.store.put(key, obj)
+    keys = affected(key, before, None if deleted else obj, deps.store)
+    if keys:
+        deps.on_keys(keys)
+
+
+async def connection_info(kubeconfig: str | None) -> kopf.ConnectionInfo:
+    """What `kubernetes.aio` found, in kopf's terms. It ends after some minutes, so that a rotated token is
+    read again."""
+    configuration = await load_configuration(kubeconfig)
+    authorization = (configuration.api_key or {}).get("BearerToken") or ""
+    scheme, _, token = authorization.partition(" ")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert or None,
+        insecure=not configuration.verify_ssl,
+        scheme=scheme.capitalize() if token else None,
+        token=token.strip() or None,
+        certificate_path=configuration.cert_file or None,
+        private_key_path=configuration.key_file or None,
+        expiration=datetime.datetime.now(datetime.UTC) + RELOGIN,
+    )
+
+
+def settings() -> kopf.OperatorSettings:
+    made = kopf.OperatorSettings()
+    made.process.ultimate_exiting_timeout = None
+    made.posting.enabled = False
+    made.posting.loggers = False
+    made.peering.standalone = True
+    made.scanning.disabled = True
+    made.persistence.finalizer = "kvtier.dev/kopf-is-not-used-for-finalizers"
+    made.watching.server_timeout = 300
+    made.watching.client_timeout = 330
+    made.watching.connect_timeout = 10
+    made.watching.chunk_size = 500
+    made.networking.request_timeout = 30
+    made.networking.connect_timeout = 10
+    made.networking.error_backoffs = (0.2, 0.5, 1, 2, 4)
+    made.queueing.exit_timeout = 1.0
+    return made
+
+
+class KopfThread:
+    """Starts kopf, and again whenever it ends by itself, until `stop`."""
+
+    def __init__(self, deps: WatchDeps, *, restart_seconds: tuple[float, ...] = (0.5, 1, 2, 5, 10)) -> None:
+        self._deps = deps
+        self._restart_seconds = restart_seconds
+        self._stop = threading.Event()
+        self._down_since: float | None = deps.clock.monotonic()
+        self._thread = threading.Thread(target=self._supervise, name="kopf", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def down_seconds(self) -> float:
+        """How long kopf has not been running; 0 while it is."""
+        down = self._down_since
+        return 0.0 if down is None else self._deps.clock.monotonic() - down
+
+    def stop(self) -> bool:
+        """Blocks for at most STOP_SECONDS. False: the thread is still there (it is a daemon)."""
+        self._stop.set()
+        self._thread.join(STOP_SECONDS)
+        return not self._thread.is_alive()
+
+    def _supervise(self) -> None:
+        failures = 0
+        while not self._stop.is_set():
+            started = self._deps.clock.monotonic()
+            try:
+                asyncio.run(self._run())
+            except BaseException as error:
+                _log.warning("watching ended", extra={"error": f"{type(error).__name__}: {error}"})
+            if self._stop.is_set():
+                return
+            now = self._deps.clock.monotonic()
+            if self._down_since is None:
+                self._down_since = now
+            failures = 0 if now - started > 60 else failures + 1
+            self._stop.wait(self._restart_seconds[min(failures, len(self._restart_seconds) - 1)])
+
+    async def _run(self) -> None:
+        registry = kopf.OperatorRegistry()
+        register(registry, self._deps)
+        ready = asyncio.Event()
+        watcher = asyncio.ensure_future(self._note_ready(ready))
+        try:
+            await kopf.operator(
+                registry=registry,
+                settings=settings(),
+                clusterwide=True,
+                ready_flag=ready,
+                stop_flag=self._stop,
+            )
+        finally:
+            watcher.cancel()
+
+    async def _note_ready(self, ready: asyncio.Event) -> None:
+        await ready.wait()
+        self._down_since = None

@@ -1,0 +1,78 @@
+"""Every few minutes: list everything, repair the read cache, look at everything again.
+
+After an expired watch, kopf lists what exists and never reports what vanished meanwhile; this does. The
+moment is jittered, so that several operators and kinds do not list at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtier_operator.kube.resources import key_of
+from kvtier_operator.ports import ApiError, Clock, JsonObject, Kind
+from kvtier_operator.store import WatchStore
+from kvtier_operator.watch.triggers import WATCHED, relevant
+
+_log = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 300.0
+SOONEST_SECONDS = 5.0
+
+
+class Lister(Protocol):
+    async def list_all(
+        self, kind: Kind, namespace: str = "", label_selector: str = ""
+    ) -> list[JsonObject]: ...
+
+
+class Relist:
+    """`on_done` is called after each full pass, in the loop's thread."""
+
+    def __init__(
+        self,
+        api: Lister,
+        store: WatchStore,
+        clock: Clock,
+        randomness: Callable[[], float],
+        on_done: Callable[[], None],
+    ) -> None:
+        self._api = api
+        self._store = store
+        self._clock = clock
+        self._randomness = randomness
+        self._on_done = on_done
+        self._requested = asyncio.Event()
+
+    def request(self) -> None:
+        """Asks for a pass soon, because a queue had to refuse a key."""
+        self._requested.set()
+
+    async def run(self) -> None:
+        while True:
+            wait = INTERVAL_SECONDS * (0.8 + 0.4 * self._randomness())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._requested.wait(), wait)
+                await self._clock.sleep(SOONEST_SECONDS * (1 + self._randomness()))
+            self._requested.clear()
+            await self.everything()
+
+    async def everything(self) -> None:
+        """One pass; a kind that cannot be listed keeps what it had."""
+        for kind in WATCHED:
+            try:
+                await self.one(kind)
+            except ApiError as error:
+                _log.warning("relist failed", extra={"kind": kind.value, "error": str(error)})
+        self._on_done()
+
+    async def one(self, kind: Kind) -> None:
+        """Raises ApiError, and then changes nothing."""
+        since = self._store.moment()
+        listed = [(key_of(obj), obj) for obj in await self._api.list_all(kind)]
+        repaired = self._store.repair(kind, [item for item in listed if relevant(item[0])], since)
+        if repaired.vanished:
+            _log.info("repaired", extra={"kind": kind.value, "vanished": len(repaired.vanished)})

@@ -1,0 +1,142 @@
+"""Which keys must be looked at again when an object changes. Pure, over the read cache.
+
+A missing entry here is repaired by the relist, minutes late; an entry too many costs one reconcile that
+writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtier_operator.fleet import condition_of, pool_of
+from kvtier_operator.ports import LEASE_PREFIX, JsonObject, Kind, ObjectKey, Store
+
+RECONCILED = (
+    Kind.TIER_CLASS,
+    Kind.KV_SELECTOR,
+    Kind.AGENT_POOL,
+    Kind.KV_NODE,
+    Kind.KV_CACHE,
+    Kind.KV_ROLLOUT,
+)
+_SpecTest = Callable[[JsonObject], bool]
+
+WATCHED = (*RECONCILED, Kind.NODE, Kind.LEASE, Kind.DAEMON_SET)
+
+
+def relevant(key: ObjectKey) -> bool:
+    """False for objects of a watched kind that are not ours: other Leases."""
+    return key.kind is not Kind.LEASE or key.name.startswith(LEASE_PREFIX)
+
+
+def affected(
+    key: ObjectKey, before: JsonObject | None, after: JsonObject | None, store: Store
+) -> set[ObjectKey]:
+    """Keys to reconcile when `key` went from `before` to `after` (None: did not, does not exist)."""
+    obj = after or before
+    if obj is None:
+        return set()
+    keys: set[ObjectKey] = {key} if key.kind in RECONCILED else set()
+    match key.kind:
+        case Kind.TIER_CLASS:
+            keys |= _caches(store, "", lambda spec: key.name in _tier_names(spec))
+        case Kind.KV_SELECTOR:
+            keys |= _caches(
+                store, key.namespace, lambda spec: (spec.get("selectorRef") or {}).get("name") == key.name
+            )
+            keys |= _rollouts(
+                store,
+                key.namespace,
+                lambda spec: ((spec.get("candidate") or {}).get("selectorRef") or {}).get("name") == key.name,
+            )
+        case Kind.AGENT_POOL:
+            keys |= _of_pool(store, key.namespace, key.name)
+            keys |= {_key(Kind.AGENT_POOL, pool) for pool in store.list_all(Kind.AGENT_POOL)}
+        case Kind.KV_NODE:
+            for version in (before, after):
+                if version is not None:
+                    keys |= _of_pool(store, *pool_of(version))
+        case Kind.LEASE:
+            node = key.name.removeprefix(LEASE_PREFIX)
+            if _holder(before) != _holder(after) or before is None or after is None:
+                keys.add(ObjectKey(Kind.KV_NODE, "", node))
+                kv_node = store.get(ObjectKey(Kind.KV_NODE, "", node))
+                if kv_node is not None:
+                    keys |= _of_pool(store, *pool_of(kv_node))
+        case Kind.NODE:
+            if before is None or after is None or _node_facts(before) != _node_facts(after):
+                kv_node = store.get(ObjectKey(Kind.KV_NODE, "", key.name))
+                if kv_node is not None:
+                    keys |= _of_pool(store, *pool_of(kv_node))
+                keys |= {_key(Kind.AGENT_POOL, pool) for pool in store.list_all(Kind.AGENT_POOL)}
+        case Kind.DAEMON_SET:
+            for owner in obj["metadata"].get("ownerReferences") or []:
+                if owner.get("kind") == Kind.AGENT_POOL.value:
+                    keys.add(ObjectKey(Kind.AGENT_POOL, key.namespace, owner["name"]))
+        case Kind.KV_CACHE:
+            keys |= _rollouts(store, key.namespace, lambda spec: _cache_name(spec) == key.name)
+        case Kind.KV_ROLLOUT:
+            cache = _cache_name(obj.get("spec") or {})
+            keys |= _rollouts(store, key.namespace, lambda spec: _cache_name(spec) == cache)
+            if cache and (before is None or after is None or _stage(before) != _stage(after)):
+                keys.add(ObjectKey(Kind.KV_CACHE, key.namespace, cache))
+        case _:
+            pass
+    return keys
+
+
+def _key(kind: Kind, obj: JsonObject) -> ObjectKey:
+    return ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+
+
+def _tier_names(spec: JsonObject) -> set[str]:
+    return {tier.get("tierClassName", "") for tier in spec.get("tiers") or []}
+
+
+def _cache_name(rollout_spec: JsonObject) -> str:
+    return str((rollout_spec.get("cacheRef") or {}).get("name", ""))
+
+
+def _stage(rollout: JsonObject) -> tuple[str, str]:
+    status = rollout.get("status") or {}
+    return str(status.get("phase")), str(status.get("stage"))
+
+
+def _holder(lease: JsonObject | None) -> str:
+    return str(((lease or {}).get("spec") or {}).get("holderIdentity") or "")
+
+
+def _node_facts(node: JsonObject) -> tuple[object, ...]:
+    ready = condition_of(node, "Ready") or {}
+    return (
+        (node.get("spec") or {}).get("unschedulable", False),
+        node["metadata"].get("labels"),
+        (node.get("spec") or {}).get("taints"),
+        ready.get("status"),
+    )
+
+
+def _caches(store: Store, namespace: str, wanted: _SpecTest) -> set[ObjectKey]:
+    return {
+        _key(Kind.KV_CACHE, cache)
+        for cache in store.list_all(Kind.KV_CACHE, namespace)
+        if wanted(cache.get("spec") or {})
+    }
+
+
+def _rollouts(store: Store, namespace: str, wanted: _SpecTest) -> set[ObjectKey]:
+    return {
+        _key(Kind.KV_ROLLOUT, rollout)
+        for rollout in store.list_all(Kind.KV_ROLLOUT, namespace)
+        if wanted(rollout.get("spec") or {})
+    }
+
+
+def _of_pool(store: Store, namespace: str, name: str) -> set[ObjectKey]:
+    """The pool itself, the caches that live on it, and the rollouts of those."""
+    if not name:
+        return set()
+    keys = {ObjectKey(Kind.AGENT_POOL, namespace, name)}
+    caches = _caches(store, namespace, lambda spec: (spec.get("poolRef") or {}).get("name") == name)
+    names = {key.name for key in caches}
+    return keys | caches | _rollouts(store, namespace, lambda spec: _cache_name(spec) in names)
