@@ -26,13 +26,17 @@ from kvtier.v1 import common_pb2 as kvtier_dot_v1_dot_common__pb2
 from kvtier.v1 import evidence_pb2 as kvtier_dot_v1_dot_evidence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/control.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/common.proto\x1a\x18kvtier/v1/evidence.proto\"\x11\n\x0fGetStateRequest\"\xdd\x01\n\x10GetStateResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x15\n\ragent_version\x18\x03 \x01(\t\x12\x18\n\x10numerics_version\x18\x04 \x01(\t\x12\x1b\n\x13manifest_set_digest\x18\x05 \x01(\t\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12%\n\x06\x63\x61\x63hes\x18\x07 \x03(\x0b\x32\x15.kvtier.v1.CacheState\x12#\n\x05tiers\x18\x08 \x03(\x0b\x32\x14.kvtier.v1.TierState\"\xef\x01\n\nCacheState\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x15\n\rhighest_fence\x18\x02 \x01(\x03\x12\x17\n\x0f\x62\x61seline_digest\x18\x03 \x01(\t\x12,\n\tcandidate\x18\x04 \x01(\x0b\x32\x19.kvtier.v1.CandidateState\x12\x10\n\x08sessions\x18\x05 \x01(\x03\x12\x17\n\x0freturned_reason\x18\x06 \x01(\t\x12\x16\n\x0ereturned_fence\x18\x07 \x01(\x03\x12\x1c\n\x14returned_rollout_uid\x18\x08 \x01(\t\"W\n\x0e\x43\x61ndidateState\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x14\n\x0cremaining_ms\x18\x03 \x01(\x03\"\xb7\x02\n\tTierState\x12\x12\n\ntier_class\x18\x01 \x01(\t\x12\x0e\n\x06medium\x18\x02 \x01(\t\x12\x11\n\tsimulated\x18\x03 \x01(\x08\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x03\x12\x12\n\nused_bytes\x18\x05 \x01(\x03\x12\x14\n\x0cpinned_bytes\x18\x06 \x01(\x03\x12\x1d\n\x15read_bytes_per_second\x18\x07 \x01(\x01\x12\x1e\n\x16write_bytes_per_second\x18\x08 \x01(\x01\x12\x30\n\x06probes\x18\t \x03(\x0b\x32 .kvtier.v1.TierState.ProbesEntry\x12\x11\n\tcondition\x18\n \x01(\t\x1a-\n\x0bProbesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8e\x01\n\x14\x41pplyBaselineRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x10\n\x08manifest\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"@\n\x15\x41pplyBaselineResponse\x12\x16\n\x0erunning_digest\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"j\n\x12RemoveCacheRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\"-\n\x13RemoveCacheResponse\x12\x16\n\x0esessions_ended\x18\x01 \x01(\x03\"7\n\x0b\x42lastRadius\x12\x0f\n\x07tenants\x18\x01 \x03(\t\x12\x17\n\x0frequest_classes\x18\x02 \x03(\t\"J\n\tGateLimit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06metric\x18\x02 \x01(\t\x12\x10\n\x08quantile\x18\x03 \x01(\x01\x12\r\n\x05limit\x18\x04 \x01(\t\"\xa2\x03\n\x0cGrantRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x10\n\x08manifest\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x17\n\x0f\x62\x61seline_digest\x18\x06 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x07 \x01(\x03\x12\x18\n\x10traffic_fraction\x18\x08 \x01(\t\x12\x17\n\x0fsample_fraction\x18\t \x01(\t\x12,\n\x0c\x62last_radius\x18\n \x01(\x0b\x32\x16.kvtier.v1.BlastRadius\x12$\n\x06window\x18\x0b \x01(\x0b\x32\x14.kvtier.v1.WindowKey\x12#\n\x05gates\x18\x0c \x03(\x0b\x32\x14.kvtier.v1.GateLimit\x12\x11\n\tsettle_ms\x18\r \x01(\x03\x12\x11\n\twarmup_ms\x18\x0e \x01(\x03\x12\r\n\x05nonce\x18\x0f \x01(\x0c\x12\x10\n\x08\x61pproved\x18\x10 \x01(\x08\"P\n\rGrantResponse\x12\x18\n\x10\x63\x61ndidate_digest\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x14\n\x0cremaining_ms\x18\x03 \x01(\x03\"D\n\x0cRenewRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12#\n\x05items\x18\x02 \x03(\x0b\x32\x14.kvtier.v1.RenewItem\"p\n\tRenewItem\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\x03\"I\n\rRenewResponse\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.RenewResult\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x7f\n\x0bRenewResult\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x0f\n\x07renewed\x18\x02 \x01(\x08\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.kvtier.v1.ErrorDetail\x12\x14\n\x0cremaining_ms\x18\x04 \x01(\x03\"\x84\x01\n\rRevokeRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05nonce\x18\x05 \x01(\x0c\"1\n\x0eRevokeResponse\x12\x1f\n\x05proof\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.Proof\"s\n\x0cProveRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"0\n\rProveResponse\x12\x1f\n\x05proof\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.Proof\"\xa3\x01\n\x05Proof\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x17\n\x0f\x62\x61seline_digest\x18\x03 \x01(\t\x12\x18\n\x10\x63\x61ndidate_digest\x18\x04 \x01(\t\x12\x1b\n\x13in_flight_candidate\x18\x05 \x01(\x03\x12\x15\n\rhighest_fence\x18\x06 \x01(\x03\x12\x14\n\x0cnonce_digest\x18\x07 \x01(\x0c\"\xa0\x01\n\x13ReadEvidenceRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12$\n\x06window\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.WindowKey\x12\r\n\x05\x65poch\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x63k_seq\x18\x05 \x01(\x03\"\xc7\x01\n\x14ReadEvidenceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x03\x12\x0e\n\x06to_seq\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ull\x18\x04 \x01(\x08\x12+\n\nincrements\x18\x05 \x01(\x0b\x32\x17.kvtier.v1.WindowCounts\x12\x13\n\x0btotal_units\x18\x06 \x01(\x03\x12\x16\n\x0esettled_cohort\x18\x07 \x01(\x03\x12\x16\n\x0e\x61ssigned_units\x18\x08 \x01(\x03\x32\xb4\x04\n\x07\x43ontrol\x12\x43\n\x08GetState\x12\x1a.kvtier.v1.GetStateRequest\x1a\x1b.kvtier.v1.GetStateResponse\x12R\n\rApplyBaseline\x12\x1f.kvtier.v1.ApplyBaselineRequest\x1a .kvtier.v1.ApplyBaselineResponse\x12L\n\x0bRemoveCache\x12\x1d.kvtier.v1.RemoveCacheRequest\x1a\x1e.kvtier.v1.RemoveCacheResponse\x12:\n\x05Grant\x12\x17.kvtier.v1.GrantRequest\x1a\x18.kvtier.v1.GrantResponse\x12:\n\x05Renew\x12\x17.kvtier.v1.RenewRequest\x1a\x18.kvtier.v1.RenewResponse\x12=\n\x06Revoke\x12\x18.kvtier.v1.RevokeRequest\x1a\x19.kvtier.v1.RevokeResponse\x12:\n\x05Prove\x12\x17.kvtier.v1.ProveRequest\x1a\x18.kvtier.v1.ProveResponse\x12O\n\x0cReadEvidence\x12\x1e.kvtier.v1.ReadEvidenceRequest\x1a\x1f.kvtier.v1.ReadEvidenceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/control.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/common.proto\x1a\x18kvtier/v1/evidence.proto\"\x11\n\x0fGetStateRequest\"\xdd\x01\n\x10GetStateResponse\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x15\n\ragent_version\x18\x03 \x01(\t\x12\x18\n\x10numerics_version\x18\x04 \x01(\t\x12\x1b\n\x13manifest_set_digest\x18\x05 \x01(\t\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12%\n\x06\x63\x61\x63hes\x18\x07 \x03(\x0b\x32\x15.kvtier.v1.CacheState\x12#\n\x05tiers\x18\x08 \x03(\x0b\x32\x14.kvtier.v1.TierState\"\xd5\x03\n\nCacheState\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x15\n\rhighest_fence\x18\x02 \x01(\x03\x12\x17\n\x0f\x62\x61seline_digest\x18\x03 \x01(\t\x12,\n\tcandidate\x18\x04 \x01(\x0b\x32\x19.kvtier.v1.CandidateState\x12\x10\n\x08sessions\x18\x05 \x01(\x03\x12\x17\n\x0freturned_reason\x18\x06 \x01(\t\x12\x16\n\x0ereturned_fence\x18\x07 \x01(\x03\x12\x1c\n\x14returned_rollout_uid\x18\x08 \x01(\t\x12;\n\x0cused_by_tier\x18\t \x03(\x0b\x32%.kvtier.v1.CacheState.UsedByTierEntry\x12?\n\x0epinned_by_tier\x18\n \x03(\x0b\x32\'.kvtier.v1.CacheState.PinnedByTierEntry\x1a\x31\n\x0fUsedByTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x33\n\x11PinnedByTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"W\n\x0e\x43\x61ndidateState\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x14\n\x0cremaining_ms\x18\x03 \x01(\x03\"\xb7\x02\n\tTierState\x12\x12\n\ntier_class\x18\x01 \x01(\t\x12\x0e\n\x06medium\x18\x02 \x01(\t\x12\x11\n\tsimulated\x18\x03 \x01(\x08\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x03\x12\x12\n\nused_bytes\x18\x05 \x01(\x03\x12\x14\n\x0cpinned_bytes\x18\x06 \x01(\x03\x12\x1d\n\x15read_bytes_per_second\x18\x07 \x01(\x01\x12\x1e\n\x16write_bytes_per_second\x18\x08 \x01(\x01\x12\x30\n\x06probes\x18\t \x03(\x0b\x32 .kvtier.v1.TierState.ProbesEntry\x12\x11\n\tcondition\x18\n \x01(\t\x1a-\n\x0bProbesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8e\x01\n\x14\x41pplyBaselineRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x10\n\x08manifest\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"@\n\x15\x41pplyBaselineResponse\x12\x16\n\x0erunning_digest\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"j\n\x12RemoveCacheRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\"-\n\x13RemoveCacheResponse\x12\x16\n\x0esessions_ended\x18\x01 \x01(\x03\"7\n\x0b\x42lastRadius\x12\x0f\n\x07tenants\x18\x01 \x03(\t\x12\x17\n\x0frequest_classes\x18\x02 \x03(\t\"J\n\tGateLimit\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06metric\x18\x02 \x01(\t\x12\x10\n\x08quantile\x18\x03 \x01(\x01\x12\r\n\x05limit\x18\x04 \x01(\t\"\xa2\x03\n\x0cGrantRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x10\n\x08manifest\x18\x04 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x17\n\x0f\x62\x61seline_digest\x18\x06 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x07 \x01(\x03\x12\x18\n\x10traffic_fraction\x18\x08 \x01(\t\x12\x17\n\x0fsample_fraction\x18\t \x01(\t\x12,\n\x0c\x62last_radius\x18\n \x01(\x0b\x32\x16.kvtier.v1.BlastRadius\x12$\n\x06window\x18\x0b \x01(\x0b\x32\x14.kvtier.v1.WindowKey\x12#\n\x05gates\x18\x0c \x03(\x0b\x32\x14.kvtier.v1.GateLimit\x12\x11\n\tsettle_ms\x18\r \x01(\x03\x12\x11\n\twarmup_ms\x18\x0e \x01(\x03\x12\r\n\x05nonce\x18\x0f \x01(\x0c\x12\x10\n\x08\x61pproved\x18\x10 \x01(\x08\"P\n\rGrantResponse\x12\x18\n\x10\x63\x61ndidate_digest\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x14\n\x0cremaining_ms\x18\x03 \x01(\x03\"D\n\x0cRenewRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12#\n\x05items\x18\x02 \x03(\x0b\x32\x14.kvtier.v1.RenewItem\"p\n\tRenewItem\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\x03\"I\n\rRenewResponse\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.RenewResult\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\"\x7f\n\x0bRenewResult\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x0f\n\x07renewed\x18\x02 \x01(\x08\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.kvtier.v1.ErrorDetail\x12\x14\n\x0cremaining_ms\x18\x04 \x01(\x03\"\x84\x01\n\rRevokeRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\r\n\x05nonce\x18\x05 \x01(\x0c\"1\n\x0eRevokeResponse\x12\x1f\n\x05proof\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.Proof\"s\n\x0cProveRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"0\n\rProveResponse\x12\x1f\n\x05proof\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.Proof\"\xa3\x01\n\x05Proof\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x17\n\x0f\x62\x61seline_digest\x18\x03 \x01(\t\x12\x18\n\x10\x63\x61ndidate_digest\x18\x04 \x01(\t\x12\x1b\n\x13in_flight_candidate\x18\x05 \x01(\x03\x12\x15\n\rhighest_fence\x18\x06 \x01(\x03\x12\x14\n\x0cnonce_digest\x18\x07 \x01(\x0c\"\xa0\x01\n\x13ReadEvidenceRequest\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x1f\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Fence\x12$\n\x06window\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.WindowKey\x12\r\n\x05\x65poch\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x63k_seq\x18\x05 \x01(\x03\"\xc7\x01\n\x14ReadEvidenceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x10\n\x08\x66rom_seq\x18\x02 \x01(\x03\x12\x0e\n\x06to_seq\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ull\x18\x04 \x01(\x08\x12+\n\nincrements\x18\x05 \x01(\x0b\x32\x17.kvtier.v1.WindowCounts\x12\x13\n\x0btotal_units\x18\x06 \x01(\x03\x12\x16\n\x0esettled_cohort\x18\x07 \x01(\x03\x12\x16\n\x0e\x61ssigned_units\x18\x08 \x01(\x03\x32\xb4\x04\n\x07\x43ontrol\x12\x43\n\x08GetState\x12\x1a.kvtier.v1.GetStateRequest\x1a\x1b.kvtier.v1.GetStateResponse\x12R\n\rApplyBaseline\x12\x1f.kvtier.v1.ApplyBaselineRequest\x1a .kvtier.v1.ApplyBaselineResponse\x12L\n\x0bRemoveCache\x12\x1d.kvtier.v1.RemoveCacheRequest\x1a\x1e.kvtier.v1.RemoveCacheResponse\x12:\n\x05Grant\x12\x17.kvtier.v1.GrantRequest\x1a\x18.kvtier.v1.GrantResponse\x12:\n\x05Renew\x12\x17.kvtier.v1.RenewRequest\x1a\x18.kvtier.v1.RenewResponse\x12=\n\x06Revoke\x12\x18.kvtier.v1.RevokeRequest\x1a\x19.kvtier.v1.RevokeResponse\x12:\n\x05Prove\x12\x17.kvtier.v1.ProveRequest\x1a\x18.kvtier.v1.ProveResponse\x12O\n\x0cReadEvidence\x12\x1e.kvtier.v1.ReadEvidenceRequest\x1a\x1f.kvtier.v1.ReadEvidenceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CACHESTATE_USEDBYTIERENTRY']._loaded_options = None
+  _globals['_CACHESTATE_USEDBYTIERENTRY']._serialized_options = b'8\001'
+  _globals['_CACHESTATE_PINNEDBYTIERENTRY']._loaded_options = None
+  _globals['_CACHESTATE_PINNEDBYTIERENTRY']._serialized_options = b'8\001'
   _globals['_TIERSTATE_PROBESENTRY']._loaded_options = None
   _globals['_TIERSTATE_PROBESENTRY']._serialized_options = b'8\001'
   _globals['_GETSTATEREQUEST']._serialized_start=88
@@ -40,51 +44,55 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATERESPONSE']._serialized_start=108
   _globals['_GETSTATERESPONSE']._serialized_end=329
   _globals['_CACHESTATE']._serialized_start=332
-  _globals['_CACHESTATE']._serialized_end=571
-  _globals['_CANDIDATESTATE']._serialized_start=573
-  _globals['_CANDIDATESTATE']._serialized_end=660
-  _globals['_TIERSTATE']._serialized_start=663
-  _globals['_TIERSTATE']._serialized_end=974
-  _globals['_TIERSTATE_PROBESENTRY']._serialized_start=929
-  _globals['_TIERSTATE_PROBESENTRY']._serialized_end=974
-  _globals['_APPLYBASELINEREQUEST']._serialized_start=977
-  _globals['_APPLYBASELINEREQUEST']._serialized_end=1119
-  _globals['_APPLYBASELINERESPONSE']._serialized_start=1121
-  _globals['_APPLYBASELINERESPONSE']._serialized_end=1185
-  _globals['_REMOVECACHEREQUEST']._serialized_start=1187
-  _globals['_REMOVECACHEREQUEST']._serialized_end=1293
-  _globals['_REMOVECACHERESPONSE']._serialized_start=1295
-  _globals['_REMOVECACHERESPONSE']._serialized_end=1340
-  _globals['_BLASTRADIUS']._serialized_start=1342
-  _globals['_BLASTRADIUS']._serialized_end=1397
-  _globals['_GATELIMIT']._serialized_start=1399
-  _globals['_GATELIMIT']._serialized_end=1473
-  _globals['_GRANTREQUEST']._serialized_start=1476
-  _globals['_GRANTREQUEST']._serialized_end=1894
-  _globals['_GRANTRESPONSE']._serialized_start=1896
-  _globals['_GRANTRESPONSE']._serialized_end=1976
-  _globals['_RENEWREQUEST']._serialized_start=1978
-  _globals['_RENEWREQUEST']._serialized_end=2046
-  _globals['_RENEWITEM']._serialized_start=2048
-  _globals['_RENEWITEM']._serialized_end=2160
-  _globals['_RENEWRESPONSE']._serialized_start=2162
-  _globals['_RENEWRESPONSE']._serialized_end=2235
-  _globals['_RENEWRESULT']._serialized_start=2237
-  _globals['_RENEWRESULT']._serialized_end=2364
-  _globals['_REVOKEREQUEST']._serialized_start=2367
-  _globals['_REVOKEREQUEST']._serialized_end=2499
-  _globals['_REVOKERESPONSE']._serialized_start=2501
-  _globals['_REVOKERESPONSE']._serialized_end=2550
-  _globals['_PROVEREQUEST']._serialized_start=2552
-  _globals['_PROVEREQUEST']._serialized_end=2667
-  _globals['_PROVERESPONSE']._serialized_start=2669
-  _globals['_PROVERESPONSE']._serialized_end=2717
-  _globals['_PROOF']._serialized_start=2720
-  _globals['_PROOF']._serialized_end=2883
-  _globals['_READEVIDENCEREQUEST']._serialized_start=2886
-  _globals['_READEVIDENCEREQUEST']._serialized_end=3046
-  _globals['_READEVIDENCERESPONSE']._serialized_start=3049
-  _globals['_READEVIDENCERESPONSE']._serialized_end=3248
-  _globals['_CONTROL']._serialized_start=3251
-  _globals['_CONTROL']._serialized_end=3815
+  _globals['_CACHESTATE']._serialized_end=801
+  _globals['_CACHESTATE_USEDBYTIERENTRY']._serialized_start=699
+  _globals['_CACHESTATE_USEDBYTIERENTRY']._serialized_end=748
+  _globals['_CACHESTATE_PINNEDBYTIERENTRY']._serialized_start=750
+  _globals['_CACHESTATE_PINNEDBYTIERENTRY']._serialized_end=801
+  _globals['_CANDIDATESTATE']._serialized_start=803
+  _globals['_CANDIDATESTATE']._serialized_end=890
+  _globals['_TIERSTATE']._serialized_start=893
+  _globals['_TIERSTATE']._serialized_end=1204
+  _globals['_TIERSTATE_PROBESENTRY']._serialized_start=1159
+  _globals['_TIERSTATE_PROBESENTRY']._serialized_end=1204
+  _globals['_APPLYBASELINEREQUEST']._serialized_start=1207
+  _globals['_APPLYBASELINEREQUEST']._serialized_end=1349
+  _globals['_APPLYBASELINERESPONSE']._serialized_start=1351
+  _globals['_APPLYBASELINERESPONSE']._serialized_end=1415
+  _globals['_REMOVECACHEREQUEST']._serialized_start=1417
+  _globals['_REMOVECACHEREQUEST']._serialized_end=1523
+  _globals['_REMOVECACHERESPONSE']._serialized_start=1525
+  _globals['_REMOVECACHERESPONSE']._serialized_end=1570
+  _globals['_BLASTRADIUS']._serialized_start=1572
+  _globals['_BLASTRADIUS']._serialized_end=1627
+  _globals['_GATELIMIT']._serialized_start=1629
+  _globals['_GATELIMIT']._serialized_end=1703
+  _globals['_GRANTREQUEST']._serialized_start=1706
+  _globals['_GRANTREQUEST']._serialized_end=2124
+  _globals['_GRANTRESPONSE']._serialized_start=2126
+  _globals['_GRANTRESPONSE']._serialized_end=2206
+  _globals['_RENEWREQUEST']._serialized_start=2208
+  _globals['_RENEWREQUEST']._serialized_end=2276
+  _globals['_RENEWITEM']._serialized_start=2278
+  _globals['_RENEWITEM']._serialized_end=2390
+  _globals['_RENEWRESPONSE']._serialized_start=2392
+  _globals['_RENEWRESPONSE']._serialized_end=2465
+  _globals['_RENEWRESULT']._serialized_start=2467
+  _globals['_RENEWRESULT']._serialized_end=2594
+  _globals['_REVOKEREQUEST']._serialized_start=2597
+  _globals['_REVOKEREQUEST']._serialized_end=2729
+  _globals['_REVOKERESPONSE']._serialized_start=2731
+  _globals['_REVOKERESPONSE']._serialized_end=2780
+  _globals['_PROVEREQUEST']._serialized_start=2782
+  _globals['_PROVEREQUEST']._serialized_end=2897
+  _globals['_PROVERESPONSE']._serialized_start=2899
+  _globals['_PROVERESPONSE']._serialized_end=2947
+  _globals['_PROOF']._serialized_start=2950
+  _globals['_PROOF']._serialized_end=3113
+  _globals['_READEVIDENCEREQUEST']._serialized_start=3116
+  _globals['_READEVIDENCEREQUEST']._serialized_end=3276
+  _globals['_READEVIDENCERESPONSE']._serialized_start=3279
+  _globals['_READEVIDENCERESPONSE']._serialized_end=3478
+  _globals['_CONTROL']._serialized_start=3481
+  _globals['_CONTROL']._serialized_end=4045
 # @@protoc_insertion_point(module_scope)

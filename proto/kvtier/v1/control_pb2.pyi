@@ -33,7 +33,21 @@ class GetStateResponse(_message.Message):
     def __init__(self, node: _Optional[str] = ..., boot_id: _Optional[str] = ..., agent_version: _Optional[str] = ..., numerics_version: _Optional[str] = ..., manifest_set_digest: _Optional[str] = ..., draining: _Optional[bool] = ..., caches: _Optional[_Iterable[_Union[CacheState, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid")
+    __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid", "used_by_tier", "pinned_by_tier")
+    class UsedByTierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class PinnedByTierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     CACHE_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_FENCE_FIELD_NUMBER: _ClassVar[int]
     BASELINE_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +56,8 @@ class CacheState(_message.Message):
     RETURNED_REASON_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FENCE_FIELD_NUMBER: _ClassVar[int]
     RETURNED_ROLLOUT_UID_FIELD_NUMBER: _ClassVar[int]
+    USED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     cache: _common_pb2.CacheRef
     highest_fence: int
     baseline_digest: str
@@ -50,7 +66,9 @@ class CacheState(_message.Message):
     returned_reason: str
     returned_fence: int
     returned_rollout_uid: str
-    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ...) -> None: ...
+    used_by_tier: _containers.ScalarMap[str, int]
+    pinned_by_tier: _containers.ScalarMap[str, int]
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ..., used_by_tier: _Optional[_Mapping[str, int]] = ..., pinned_by_tier: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class CandidateState(_message.Message):
     __slots__ = ("digest", "fence", "remaining_ms")
