@@ -99,7 +99,7 @@ class StoreFleet:
                 name=metadata["name"],
                 uid=metadata.get("uid", ""),
                 address=spec.get("address", ""),
-                boot_id=lease_spec.get("holderIdentity") or status.get("bootId", ""),
+                boot_id=lease_spec.get("holderIdentity") or status.get("bootID", ""),
             ),
             live=end is not None and self._clock.now() < end and bool(lease_spec.get("holderIdentity")),
             draining=draining is not None and draining.get("status") == "True",

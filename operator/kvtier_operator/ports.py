@@ -12,6 +12,7 @@ leader, telemetry, metrics)`, which is an `Agents`, with `tls: AgentTls`; and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -429,13 +430,8 @@ class SpanPort(Protocol):
     ) -> object: ...
 
 
-class SpanScope(Protocol):
-    """A context manager around a span. A normal exception type (Conflict, NotLeader) does not mark it as an
-    error."""
-
-    def __enter__(self) -> SpanPort: ...
-
-    def __exit__(self, *exc: object) -> bool | None: ...
+SpanScope = AbstractContextManager[SpanPort]
+"""A span around a block. A normal exception (Conflict, NotLeader) does not mark it as an error."""
 
 
 class TelemetryPort(Protocol):
