@@ -1,0 +1,238 @@
+"""Wires the operator together and runs it: election, watches, one controller per kind, health, clean end.
+
+The only place that knows every part. It must hold no rule of its own about any kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from kvtier_operator.agents import GrpcAgents
+from kvtier_operator.clock import SystemClock
+from kvtier_operator.controller import Controller, Limits
+from kvtier_operator.election import Callbacks, LeaseElection, Timing
+from kvtier_operator.fleet import StoreFleet
+from kvtier_operator.health import Health, HealthServer
+from kvtier_operator.kube import KubeClient, connect
+from kvtier_operator.metrics import Metrics
+from kvtier_operator.ports import AgentTls, ApiError, Deps, Kind, ObjectKey, Reconciler
+from kvtier_operator.reconcile import build_reconcilers
+from kvtier_operator.store import WatchStore
+from kvtier_operator.telemetry import Telemetry
+from kvtier_operator.watch.kopf_thread import KopfThread, WatchDeps
+from kvtier_operator.watch.relist import Relist
+from kvtier_operator.watch.triggers import RECONCILED, WATCHED
+
+_log = logging.getLogger(__name__)
+
+WATCH_DOWN_SECONDS = 60.0
+DRAIN_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says. Paths and addresses are not checked here."""
+
+    kubeconfig: str | None
+    namespace: str
+    identity: str
+    tls: AgentTls
+    metrics_port: int | None = None
+    liveness_port: int | None = None
+    election: Timing = field(default_factory=Timing)
+    limits: dict[Kind, Limits] = field(default_factory=dict)
+
+
+class Operator:
+    """One operator process (or, in tests, one of several in a process)."""
+
+    def __init__(self, options: Options, telemetry: Telemetry, metrics: Metrics | None = None) -> None:
+        self._options = options
+        self._telemetry = telemetry
+        self.metrics = metrics or Metrics(CollectorRegistry())
+        self.clock = SystemClock()
+        self.store = WatchStore(self.metrics.watched)
+        self._controllers: dict[Kind, Controller] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._random = random.Random()
+        self.election: LeaseElection | None = None
+        self.ready = asyncio.Event()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set, or a part fails for good (then it raises, and the process should end)."""
+        self._loop = asyncio.get_running_loop()
+        async with contextlib.AsyncExitStack() as stack:
+            transport = await connect(self._options.kubeconfig)
+            stack.push_async_callback(transport.close)
+            await self._run(stop, stack, transport)
+
+    async def _run(self, stop: asyncio.Event, stack: contextlib.AsyncExitStack, transport: object) -> None:
+        options, clock = self._options, self.clock
+        ungated = KubeClient(
+            transport, gate=lambda: None, metrics=self.metrics, clock=clock, instance=options.identity
+        )
+        election = LeaseElection(
+            ungated,
+            namespace=options.namespace,
+            identity=options.identity,
+            clock=clock,
+            randomness=self._random.random,
+            callbacks=Callbacks(self._started_leading, self._stopped_leading),
+            timing=options.election,
+        )
+        self.election = election
+        api = KubeClient(
+            transport, gate=election.check, metrics=self.metrics, clock=clock, instance=options.identity
+        )
+        agents = GrpcAgents(options.tls, election, self._telemetry, self.metrics)
+        stack.push_async_callback(agents.close)
+        deps = Deps(
+            api=api,
+            store=self.store,
+            fleet=StoreFleet(self.store, clock),
+            agents=agents,
+            leader=election,
+            clock=clock,
+            wake=self.wake,
+            randomness=self._random.random,
+            nonce=lambda: os.urandom(16),
+            telemetry=self._telemetry,
+        )
+        relist = Relist(ungated, self.store, clock, self._random.random, self._enqueue_all)
+        self._build(build_reconcilers(deps), relist.request)
+        kopf_thread = KopfThread(WatchDeps(self.store, self._from_watch, options.kubeconfig, clock))
+        health = Health(
+            alive=lambda: kopf_thread.down_seconds() < WATCH_DOWN_SECONDS,
+            ready=lambda: self.ready.is_set(),
+            leading=lambda: election.leading_since() is not None,
+        )
+        server = HealthServer(health, self.metrics.registry, options.liveness_port, options.metrics_port)
+        await stack.enter_async_context(_serving(server))
+        await self._first_lists(relist, stop)
+        if stop.is_set():
+            return
+        kopf_thread.start()
+        stack.push_async_callback(_stop_thread, kopf_thread)
+        tasks = [
+            asyncio.create_task(election.run(), name="election"),
+            asyncio.create_task(relist.run(), name="relist"),
+            *(
+                asyncio.create_task(controller.run(), name=f"controller-{kind}")
+                for kind, controller in self._controllers.items()
+            ),
+        ]
+        self.ready.set()
+        try:
+            await _until(stop, tasks)
+        finally:
+            for controller in self._controllers.values():
+                controller.stand_by()
+            await _cancel(tasks)
+            await election.release()
+
+    def wake(self, key: ObjectKey) -> None:
+        """Puts one key into its queue; from any thread."""
+        self._from_watch({key})
+
+    def idle(self) -> bool:
+        """Nothing is running and nothing is due; for tests that wait for calm."""
+        return all(controller.idle for controller in self._controllers.values())
+
+    def _build(self, reconcilers: Sequence[Reconciler], on_overflow: Callable[[], None]) -> None:
+        for reconciler in reconcilers:
+            self._controllers[reconciler.kind] = Controller(
+                reconciler,
+                limits=self._options.limits.get(reconciler.kind, Limits()),
+                clock=self.clock,
+                randomness=self._random.random,
+                telemetry=self._telemetry,
+                metrics=self.metrics,
+                on_overflow=on_overflow,
+            )
+
+    async def _first_lists(self, relist: Relist, stop: asyncio.Event) -> None:
+        """Before anything is decided, everything that exists has been seen once. Waits for CRDs that are
+        still being installed, and for an API server that is still starting."""
+        wait = 0.2
+        while not stop.is_set():
+            try:
+                for kind in WATCHED:
+                    await relist.one(kind)
+                return
+            except ApiError as error:
+                _log.warning("waiting for the API", extra={"error": str(error)})
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), wait)
+                wait = min(5.0, wait * 2)
+
+    def _started_leading(self) -> None:
+        self.metrics.leader(True)
+        for controller in self._controllers.values():
+            controller.lead()
+        self._enqueue_all()
+
+    def _stopped_leading(self) -> None:
+        self.metrics.leader(False)
+        for controller in self._controllers.values():
+            controller.stand_by()
+
+    def _enqueue_all(self) -> None:
+        for kind in RECONCILED:
+            for obj in self.store.list_all(kind):
+                self._add(ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"]))
+
+    def _from_watch(self, keys: set[ObjectKey]) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._add_all, keys)
+
+    def _add_all(self, keys: set[ObjectKey]) -> None:
+        for key in sorted(keys):
+            self._add(key)
+
+    def _add(self, key: ObjectKey) -> None:
+        controller = self._controllers.get(key.kind)
+        if controller is not None:
+            controller.add(key)
+
+
+async def _until(stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+    """Returns when `stop` is set; raises what the first task that ended raised."""
+    waiting = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if task is not waiting:
+                task.result()
+                raise RuntimeError(f"{task.get_name()} ended by itself")
+    finally:
+        await _cancel([waiting])
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[object]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=DRAIN_SECONDS)
+
+
+async def _stop_thread(thread: KopfThread) -> None:
+    if not await asyncio.to_thread(thread.stop):
+        _log.warning("kopf did not stop in time")
+
+
+@contextlib.asynccontextmanager
+async def _serving(server: HealthServer) -> AsyncIterator[None]:
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop()

@@ -1,0 +1,112 @@
+"""`kvtier-operator`: reads the command line, runs the operator, ends within seconds on SIGTERM.
+
+Prints one JSON line {"event": "ready", ...} on stdout when everything has been listed. Exit status 0 after a
+signal, 1 when a part failed for good (the kubelet starts it again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier_operator.app import Operator, Options
+from kvtier_operator.election import Timing
+from kvtier_operator.logs import configure
+from kvtier_operator.ports import AgentTls
+from kvtier_operator.telemetry import build_telemetry
+
+_log = logging.getLogger(__name__)
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="kvtier-operator", description=__doc__, allow_abbrev=False)
+    made.add_argument("--kubeconfig", default="", help="path; absent: the pod's service account")
+    made.add_argument("--namespace", required=True, help="the operator's own, for its Lease")
+    made.add_argument("--identity", default="", help="holder of the Lease; absent: host name and process id")
+    made.add_argument("--agent-tls-cert", type=Path, required=True, help="client certificate (PEM)")
+    made.add_argument("--agent-tls-key", type=Path, required=True, help="its private key (PEM)")
+    made.add_argument("--agent-tls-ca", type=Path, required=True, help="CA of the agents' certificates (PEM)")
+    made.add_argument("--otlp-endpoint", default="", help="host:port for spans; absent: none are sent")
+    made.add_argument("--metrics-port", type=int, default=None, help="absent: not served; 0: a free one")
+    made.add_argument("--liveness-port", type=int, default=None, help="absent: not served; 0: a free one")
+    made.add_argument(
+        "--election-lease-seconds", type=float, default=15.0, help="duration of the operator's Lease (>= 6)"
+    )
+    made.add_argument("--log-level", choices=LEVELS, default="info")
+    return made
+
+
+def options_from(arguments: argparse.Namespace) -> Options:
+    """Raises ValueError naming the argument that is wrong."""
+    duration = arguments.election_lease_seconds
+    if duration < 6:
+        raise ValueError(f"--election-lease-seconds: {duration:g}, must be at least 6")
+    for name in ("agent_tls_cert", "agent_tls_key", "agent_tls_ca"):
+        path: Path = getattr(arguments, name)
+        if not path.is_file():
+            raise ValueError(f"--{name.replace('_', '-')}: no such file: {path}")
+    return Options(
+        kubeconfig=arguments.kubeconfig or None,
+        namespace=arguments.namespace,
+        identity=arguments.identity or f"{socket.gethostname()}_{os.getpid()}",
+        tls=AgentTls(arguments.agent_tls_cert, arguments.agent_tls_key, arguments.agent_tls_ca),
+        metrics_port=arguments.metrics_port,
+        liveness_port=arguments.liveness_port,
+        election=Timing(
+            duration=duration, renew=duration / 3, retry=min(2.0, duration / 6), margin=duration / 3
+        ),
+    )
+
+
+async def serve(options: Options, otlp_endpoint: str) -> int:
+    """Runs until SIGTERM or SIGINT (0), or a failure (1)."""
+    telemetry = build_telemetry(
+        otlp_endpoint=otlp_endpoint,
+        instance=options.identity,
+        version=importlib.metadata.version("kvtier"),
+    )
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    operator = Operator(options, telemetry)
+    announcing = asyncio.create_task(_announce(operator, options))
+    try:
+        await operator.run(stop)
+    except Exception:
+        _log.exception("the operator failed")
+        return 1
+    finally:
+        announcing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await announcing
+        await asyncio.to_thread(telemetry.shutdown)
+    return 0
+
+
+async def _announce(operator: Operator, options: Options) -> None:
+    await operator.ready.wait()
+    print(json.dumps({"event": "ready", "identity": options.identity}), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    configure(arguments.log_level)
+    try:
+        options = options_from(arguments)
+    except ValueError as error:
+        print(f"kvtier-operator: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(serve(options, arguments.otlp_endpoint))
