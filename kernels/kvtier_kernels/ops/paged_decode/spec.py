@@ -1,0 +1,192 @@
+"""The registry entry of paged decode: its inputs, hostile ones included, its costs and its compilations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kvtier_kernels.ops.paged_decode.ref import paged_decode_ref
+from kvtier_kernels.ops.paged_decode.torch_impl import paged_decode_torch
+from kvtier_kernels.spec import AotVariant, Case, Implementation, KernelSpec
+
+_PAGE = 16
+_SPLIT = 256
+
+
+def _case(
+    id: str,
+    lens: tuple[int, ...],
+    *traits: str,
+    hq: int = 9,
+    hk: int = 3,
+    d: int = 64,
+    dtype: str = "float32",
+) -> Case:
+    axes = {"Hq": hq, "Hk": hk, "d": d, "P": _PAGE}
+    return Case(id, axes, lens, dtype, frozenset(traits), seed=len(id) + sum(lens) + d)
+
+
+def _cases() -> tuple[Case, ...]:
+    edges = (0, 1, _PAGE - 1, _PAGE, _PAGE + 1)
+    cases = [
+        _case("empty", (0,)),
+        _case("empty-beside-full", (0, 40, 0)),
+        _case("page-edges", edges),
+        _case("split-edges", (_SPLIT - 1, _SPLIT, _SPLIT + 1)),
+        _case("block-edges", (63, 64, 65)),
+        _case("three-splits", (2 * _SPLIT + 77,)),
+        _case("one-token", (1,)),
+        _case("huge-logits", (70, 300), "huge"),
+        _case("one-logit-minus-inf", (40,), "minus-inf-row"),
+        _case("all-logits-minus-inf", (20, 30), "minus-inf-all"),
+        _case("nan-beyond-the-length", (33, 257), "nan-tail"),
+        _case("nan-in-unmapped-pages", (48, 20), "nan-unmapped"),
+        _case("inf-v-visible", (40,), "inf-v"),
+        _case("duplicate-keys", (50,), "duplicate"),
+        _case("strided", (100, 31), "strided"),
+        _case("d128-gqa8", (130, 300), hq=8, hk=1, d=128),
+        _case("mha-d128", (40,), hq=4, hk=4, d=128),
+        _case("bf16", (257, 40), dtype="bfloat16"),
+        _case("bf16-d128", (300,), hq=8, hk=2, d=128, dtype="bfloat16"),
+        _case("f16", (257, 40), dtype="float16"),
+    ]
+    cases += [_case(f"gqa{g}", (37, 70), hq=g, hk=1) for g in (1, 2, 5, 7, 16)]
+    return tuple(cases)
+
+
+def make_inputs(case: Case) -> dict[str, Any]:
+    """Inputs of a case from its seed. Pages are permuted; page 0 is never mapped."""
+    g = torch.Generator().manual_seed(case.seed)
+    dtype = getattr(torch, case.dtype)
+    hq, hk, d, page = (case.axes[x] for x in ("Hq", "Hk", "d", "P"))
+    batch = len(case.seq_lens)
+    width = max(1, *(-(-n // page) for n in case.seq_lens)) + 1
+    total = batch * width + 1
+    wide = d + 16 if "strided" in case.traits else d
+    k = torch.randn(total, page, hk, wide, generator=g).to(dtype)[..., :d]
+    v = torch.randn(total, page, hk, wide, generator=g).to(dtype)[..., :d]
+    q = (torch.randn(batch, hq, d, generator=g) * 2).to(dtype)
+    table = (torch.randperm(total - 1, generator=g) + 1).to(torch.int32).view(batch, width)
+    lens = torch.tensor(case.seq_lens, dtype=torch.int32)
+    _poison(case, q, k, v, table)
+    return {
+        "q": q,
+        "k_cache": k,
+        "v_cache": v,
+        "page_table": table,
+        "seq_lens": lens,
+        "scale": 1 / math.sqrt(d),
+    }
+
+
+def _poison(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> None:
+    page = case.axes["P"]
+    if "huge" in case.traits:
+        q *= 1e4
+    if "duplicate" in case.traits:
+        k[:] = k[1, 0]
+    for b, n in enumerate(case.seq_lens):
+        if "minus-inf-row" in case.traits:
+            q[b] = q[b].abs()
+            k[int(table[b, 0]), 3] = -math.inf
+        if "minus-inf-all" in case.traits:
+            q[b] = q[b].abs() + 1
+            k[table[b].long()] = -math.inf
+        if "inf-v" in case.traits:
+            v[int(table[b, 0]), 2, 0, 5] = math.inf
+        if "nan-tail" in case.traits:
+            for x in (k, v):
+                x[int(table[b, n // page]), n % page :] = math.nan
+                x[table[b, n // page + 1 :].long()] = math.nan
+    if "nan-unmapped" in case.traits:
+        k[0] = math.nan
+        v[0] = math.inf
+
+
+def bytes_moved(inputs: Mapping[str, Any]) -> int:
+    """Bytes of K and V of every row read once, plus q in and the state out (float32 m, l, u)."""
+    q, k = inputs["q"], inputs["k_cache"]
+    batch, hq, d = q.shape
+    rows = int(inputs["seq_lens"].sum())
+    kv = 2 * rows * k.shape[2] * d * k.element_size()
+    return int(kv + q.numel() * q.element_size() + batch * hq * (d + 2) * 4)
+
+
+def flops(inputs: Mapping[str, Any]) -> int:
+    """4 d multiply-adds counted as two each per query head and row (QK and PV); softmax not counted."""
+    q = inputs["q"]
+    return int(4 * int(inputs["seq_lens"].sum()) * q.shape[1] * q.shape[2])
+
+
+def _triton() -> Implementation:
+    from kvtier_kernels.ops.paged_decode.triton_impl import paged_decode_triton
+
+    return paged_decode_triton
+
+
+def _torch() -> Implementation:
+    return paged_decode_torch
+
+
+_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_STRIDES = ("qb", "qh", "kp", "kt", "kh", "vp", "vt", "vh")
+
+
+def _split_variant(id: str, dtype: str, hq: int, hk: int, d: int) -> AotVariant:
+    t = _TYPES[dtype]
+    signature = {
+        "q_ptr": f"*{t}",
+        "k_ptr": f"*{t}",
+        "v_ptr": f"*{t}",
+        "table_ptr": "*i32",
+        "lens_ptr": "*i32",
+    }
+    signature |= {"m_ptr": "*fp32", "l_ptr": "*fp32", "u_ptr": "*fp32", "qk_scale": "fp32"}
+    signature |= {f"stride_{s}": "i32" for s in _STRIDES} | {"stride_tb": "i32"}
+    constants = {"HK": hk, "G": hq // hk, "PAGE": _PAGE, "D": d, "SPLIT": _SPLIT, "BM": 16, "BN": 64}
+    aligned = frozenset(x for x in signature if x not in ("qk_scale", "stride_tb"))
+    return AotVariant(id, "split_kernel", signature, constants, aligned, 4, 5, ("cp.async",))
+
+
+def _merge_variant(hq: int, d: int) -> AotVariant:
+    names = ("m_ptr", "l_ptr", "u_ptr", "m_out", "l_out", "u_out")
+    signature = dict.fromkeys(names, "*fp32") | {"splits": "i32"}
+    return AotVariant(
+        f"merge-h{hq}-d{d}", "merge_kernel", signature, {"HQ": hq, "D": d}, frozenset(names), 1, 3
+    )
+
+
+def paged_decode_spec() -> KernelSpec:
+    """Everything about paged decode that a test, a bench or a gate needs."""
+    implementations: dict[str, Callable[[], Implementation]] = {"torch": _torch, "triton": _triton}
+    return KernelSpec(
+        name="paged_decode",
+        axes={
+            "B": "requests",
+            "Hq": "query heads",
+            "Hk": "KV heads",
+            "d": "head dim",
+            "N": "pages of the pool",
+            "P": "tokens a page",
+            "X": "pages a table row",
+        },
+        dtypes=("float32", "float16", "bfloat16"),
+        cases=_cases(),
+        make_inputs=make_inputs,
+        reference=paged_decode_ref,
+        implementations=implementations,
+        bytes_moved=bytes_moved,
+        flops=flops,
+        aot_module="kvtier_kernels.ops.paged_decode.triton_impl",
+        aot=(
+            _split_variant("split-bf16-g8-d128", "bfloat16", 8, 1, 128),
+            _split_variant("split-bf16-g3-d64", "bfloat16", 9, 3, 64),
+            _split_variant("split-f32-g3-d64", "float32", 9, 3, 64),
+            _split_variant("split-f16-g8-d128", "float16", 64, 8, 128),
+            _merge_variant(9, 64),
+            _merge_variant(64, 128),
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Helpers for tests of kernels; nothing here runs in production."""
