@@ -1,0 +1,143 @@
+"""The parameter block of each selector family: typed and bounded, so that a spec means one thing.
+
+Only quest is implemented by the engine; the other ten are declared so that their objects can be written and
+checked, and the operator answers them Accepted=False. Values follow section D of the retrieval specification;
+settings reported by papers are never defaults.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from kvtier_crds.models.common import DecimalString, Fraction, Struct, cel, struct_config
+
+
+class Family(StrEnum):
+    """Each value is also the name of its parameter block."""
+
+    SPARQ = "sparq"
+    QUEST = "quest"
+    INFINIGEN = "infinigen"
+    PQCACHE = "pqcache"
+    RETRIEVAL_ATTENTION = "retrievalAttention"
+    SQUEEZED_ATTENTION = "squeezedAttention"
+    MAGIC_PIG = "magicPig"
+    INF_LLM = "infLlm"
+    EM_LLM = "emLlm"
+    CLUSTER_KV = "clusterKv"
+    CERTIFIED_SCAN = "certifiedScan"
+
+
+class QuestParameters(Struct):
+    """Page boxes: per page the minimum and maximum of each key channel; pages are ranked by the bound
+    U = sum of max(q*min, q*max). The last, mutable page is always read and takes one slot of the budget."""
+
+    page_tokens: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Rows of one box; absent: the cache's pageTokens. It must divide the cache's chunkTokens."""
+
+
+class SparqParameters(Struct):
+    """Rows ranked by the largest query channels only."""
+
+    dimensions: Annotated[int, Field(ge=1, le=1024)]
+    """Channels read of each key (r)."""
+    mean_reallocation: bool = True
+
+
+class InfinigenParameters(Struct):
+    """Rehearsal of the next layer in a rotated basis."""
+
+    partial_dimensions: Annotated[int, Field(ge=1, le=1024)]
+    alpha: DecimalString
+    """Scores within alpha of the largest are selected."""
+
+
+class PqcacheParameters(Struct):
+    """Product quantisation: subspaces must divide headDim."""
+
+    subspaces: Annotated[int, Field(ge=1, le=128)]
+    bits: Annotated[int, Field(ge=1, le=12)]
+    iterations: Annotated[int, Field(ge=1, le=1000)] = 25
+
+
+class RetrievalAttentionParameters(Struct):
+    """A key graph built from prefill queries."""
+
+    build_neighbours: Annotated[int, Field(ge=1, le=1024)]
+    search_width: Annotated[int, Field(ge=1, le=4096)]
+    out_degree: Annotated[int, Field(ge=1, le=512)]
+
+
+class SqueezedAttentionParameters(Struct):
+    """Offline centroids of a fixed context with a calibrated threshold."""
+
+    clusters: Annotated[int, Field(ge=1, le=65536)]
+    threshold: DecimalString
+    levels: Annotated[int, Field(ge=1, le=2)] = 1
+
+
+class MagicPigParameters(Struct):
+    """Importance sampling by hash collisions in at least minTables of `tables` tables."""
+
+    model_config = struct_config(
+        cel("self.minTables <= self.tables", "spec.magicPig.minTables must be at most spec.magicPig.tables")
+    )
+
+    hash_bits: Annotated[int, Field(ge=1, le=16)]
+    tables: Annotated[int, Field(ge=1, le=1024)]
+    min_tables: Annotated[int, Field(ge=1, le=1024)] = 2
+
+
+class InfLlmParameters(Struct):
+    """Fixed units with representative keys."""
+
+    model_config = struct_config(
+        cel(
+            "self.representatives <= self.unitTokens",
+            "spec.infLlm.representatives must be at most spec.infLlm.unitTokens",
+        )
+    )
+
+    unit_tokens: Annotated[int, Field(ge=1, le=4096)]
+    representatives: Annotated[int, Field(ge=1, le=4096)]
+
+
+class EmRefinement(StrEnum):
+    NONE = "none"
+    MODULARITY = "modularity"
+    CONDUCTANCE = "conductance"
+
+
+class EmLlmParameters(Struct):
+    """Events cut where surprise passes mean + gamma * deviation of a trailing window."""
+
+    model_config = struct_config(
+        cel(
+            "self.minEventTokens <= self.maxEventTokens",
+            "spec.emLlm.minEventTokens must be at most spec.emLlm.maxEventTokens",
+        )
+    )
+
+    window: Annotated[int, Field(ge=2, le=65536)]
+    gamma: DecimalString
+    refinement: EmRefinement = EmRefinement.NONE
+    contiguity_radius: Annotated[int, Field(ge=0, le=64)] = 0
+    min_event_tokens: Annotated[int, Field(ge=1, le=65536)] = 1
+    max_event_tokens: Annotated[int, Field(ge=1, le=65536)]
+
+
+class ClusterKvParameters(Struct):
+    """Online cosine K-means; the cluster that crosses the budget is trimmed."""
+
+    tokens_per_cluster: Annotated[int, Field(ge=1, le=4096)]
+    seal_tokens: Annotated[int, Field(ge=1, le=65536)]
+    clusters_per_seal: Annotated[int, Field(ge=1, le=4096)]
+
+
+class CertifiedScanParameters(Struct):
+    """A scan that reads pages until the omitted mass is provably below a bound."""
+
+    max_omitted_mass: Fraction

@@ -1,0 +1,314 @@
+"""KVCache: one model's cache: identity, geometry, tiers and budgets, contract, selector, sessions."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from kvtier_crds.manifest import Dtype, Exactness, Fallback, PositionContract, TierRole
+from kvtier_crds.models.common import (
+    AGE,
+    NAME_BECOMES_LABEL,
+    SET_LIST,
+    Column,
+    DecimalString,
+    DigestRef,
+    DnsName,
+    Duration,
+    Fraction,
+    Int64,
+    Json,
+    LocalRef,
+    Number,
+    Quantity,
+    Resource,
+    Scope,
+    Sha256,
+    Status,
+    Struct,
+    Timestamp,
+    Token,
+    cel,
+    condition_path,
+    map_list,
+    rules,
+    struct_config,
+)
+from kvtier_crds.models.stages import BlastRadius
+
+Parameters = Annotated[
+    dict[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=253)]], Field(max_length=16)
+]
+
+
+class Adapter(Struct):
+    name: Annotated[
+        str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")
+    ]
+    digest: Sha256
+
+
+class Geometry(Struct):
+    """Rows are [kvHeads, headDim] of dtype per layer, once for K and once for V."""
+
+    model_config = struct_config(
+        cel(
+            "self.queryHeads % self.kvHeads == 0",
+            "spec.model.geometry.queryHeads must be a multiple of spec.model.geometry.kvHeads",
+        )
+    )
+
+    layers: Annotated[int, Field(ge=1, le=512)]
+    query_heads: Annotated[int, Field(ge=1, le=1024)]
+    kv_heads: Annotated[int, Field(ge=1, le=1024)]
+    head_dim: Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
+    dtype: Dtype
+
+
+class RopeScaling(Struct):
+    type: Token
+    """As in the model's own configuration: linear, dynamic, yarn, llama3, ..."""
+    parameters: Parameters = Field(default={})
+    """Numbers as decimal strings."""
+
+
+class Rope(Struct):
+    theta: DecimalString
+    scaling: RopeScaling | None = None
+    interleaved: bool = False
+
+
+class Model(Struct):
+    """What produces the rows. Immutable: a different model is a different cache."""
+
+    artifact_digest: Sha256
+    checkpoint: Annotated[
+        str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$")
+    ]
+    adapters: Annotated[tuple[Adapter, ...], Field(max_length=16, json_schema_extra=map_list("name"))] = ()
+    geometry: Geometry
+    rope: Rope
+    position_contract: PositionContract
+
+
+class CacheTier(Struct):
+    model_config = struct_config(
+        cel(
+            "quantity(string(self.budget)).isGreaterThan(quantity('0'))",
+            "spec.tiers[].budget must be greater than 0",
+        )
+    )
+
+    tier_class_name: DnsName
+    budget: Quantity
+    """Bytes on each node; one open chunk per layer and session is reserved out of it."""
+    role: TierRole = TierRole.RESIDENT
+
+
+CacheTiers = Annotated[
+    tuple[CacheTier, ...], Field(min_length=1, max_length=8, json_schema_extra=map_list("tierClassName"))
+]
+
+
+class PlacementPolicy(StrEnum):
+    """recency: the newest chunks in the fastest tier that has room, older ones further down."""
+
+    RECENCY = "recency"
+
+
+class Placement(Struct):
+    policy: PlacementPolicy = PlacementPolicy.RECENCY
+    parameters: Parameters = Field(default={})
+
+
+class Contract(Struct):
+    """What an answer may be. exactFetch and reject are always allowed and never listed."""
+
+    model_config = struct_config(
+        cel(
+            "self.exactness == 'approximate' || !has(self.allowedFallbacks) || "
+            "!self.allowedFallbacks.exists(f, f == 'degrade')",
+            "spec.contract.allowedFallbacks may hold degrade only if spec.contract.exactness is approximate; "
+            "legal for exact: widen, recompute, postpone",
+        )
+    )
+
+    exactness: Exactness = Exactness.EXACT
+    allowed_fallbacks: Annotated[tuple[Fallback, ...], Field(max_length=4, json_schema_extra=SET_LIST)] = ()
+    tolerance: DecimalString = "0.001"
+    """Absolute difference of fp32 logits from the reference."""
+
+
+class AdmissionPolicy(StrEnum):
+    FIFO = "fifo"
+    EARLIEST_DEADLINE = "earliestDeadline"
+    EXACT_DEADLINE_COALESCING = "exactDeadlineCoalescing"
+
+
+class Admission(Struct):
+    """Credits per node; a transfer that finds none waits in the queue or takes its fallback."""
+
+    pinned: Quantity | None = None
+    """Bytes that may be pinned at once; absent: what the tiers allow."""
+    staging: Quantity | None = None
+    link: Quantity | None = None
+    """Bytes in flight between tiers."""
+    queue: Annotated[int, Field(ge=1, le=65536)] = 256
+    """Requests that may wait."""
+    policy: AdmissionPolicy = AdmissionPolicy.FIFO
+
+
+class IdlePolicy(StrEnum):
+    KEEP = "keep"
+    DEMOTE = "demote"
+    DROP = "drop"
+
+
+class InterruptionPolicy(StrEnum):
+    PRESERVE = "preserve"
+    DROP = "drop"
+
+
+class Sessions(Struct):
+    idle: IdlePolicy = IdlePolicy.DEMOTE
+    interruption: InterruptionPolicy = InterruptionPolicy.DROP
+    """preserve needs a tier whose persistence outlives the process."""
+    ttl: Duration = "1h"
+
+
+class DeletionPolicy(StrEnum):
+    DELETE = "delete"
+    RETAIN = "retain"
+
+
+class Deletion(Struct):
+    policy: DeletionPolicy = DeletionPolicy.DELETE
+    crypto_erase: bool = False
+
+
+class KVCacheSpec(Struct):
+    model_config = struct_config(
+        cel(
+            "!has(self.selectorRef) || self.contract.exactness == 'approximate'",
+            "spec.selectorRef needs spec.contract.exactness approximate",
+        ),
+        cel(
+            "self.chunkTokens % self.pageTokens == 0",
+            "spec.chunkTokens must be a multiple of spec.pageTokens",
+        ),
+        cel(
+            "self.tiers[0].role == 'resident'",
+            "spec.tiers[0].role must be resident: the first tier, the fastest, holds open chunks",
+        ),
+        cel(
+            "!self.deletion.cryptoErase || has(self.keySecretRef)",
+            "spec.deletion.cryptoErase needs spec.keySecretRef: erasing destroys that key",
+        ),
+    )
+
+    pool_ref: LocalRef
+    model: Annotated[
+        Model,
+        Field(
+            json_schema_extra=rules(
+                cel("self == oldSelf", "spec.model is immutable: a different model is a different KVCache")
+            )
+        ),
+    ]
+    page_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
+    chunk_tokens: Annotated[int, Field(ge=16, le=4096, multiple_of=16)] = 256
+    """Rows of one partial state; answers are merged per aligned chunk, so it is part of the numerics."""
+    tiers: CacheTiers
+    """Fastest first."""
+    placement: Placement = Placement()
+    selector_ref: LocalRef | None = None
+    """Absent: exact."""
+    contract: Contract = Contract()
+    admission: Admission = Admission()
+    sessions: Sessions = Sessions()
+    key_secret_ref: LocalRef | None = None
+    suspend: bool = False
+    deletion: Deletion = Deletion()
+
+
+class Approved(DigestRef):
+    """An approximate candidate that earned its release; the baseline beside it stays exact."""
+
+    rollout: Annotated[str, Field(max_length=253)] = ""
+    blast_radius: BlastRadius | None = None
+    holdback: Fraction | None = None
+    evidence: Annotated[str, Field(max_length=512)] | None = None
+    """Where the evidence is: rollout uid, attempt and the digest of its gates."""
+    grant_expires: Timestamp | None = None
+
+
+class LedgerTier(Struct):
+    """Bytes of this cache in one tier, over all serving nodes."""
+
+    tier_class_name: DnsName
+    budget: Int64 = 0
+    used: Int64 = 0
+    pinned: Int64 = 0
+
+
+class Plan(Struct):
+    """What arithmetic says of the spec on these nodes."""
+
+    kappa_crit: Number | None = None
+    predicted_stall: Number | None = None
+    """Seconds per token."""
+    inputs: Annotated[
+        dict[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=63)]], Field(max_length=16)
+    ] = Field(default={})
+
+
+class DigestBudget(Struct):
+    """Attempts that a candidate digest has spent on this cache, so that retries cannot farm luck."""
+
+    digest: Sha256
+    attempts: Annotated[int, Field(ge=0, le=1000)]
+
+
+class KVCacheStatus(Status):
+    """Conditions: Ready, Feasible, Servable, SpecApplied, BaselineVerified, Degraded."""
+
+    baseline: DigestRef | None = None
+    """Always exact."""
+    approved: Approved | None = None
+    fence: Int64 | None = None
+    """Written by compare-and-swap only."""
+    serving_nodes: Annotated[int, Field(ge=0)] | None = None
+    """Nodes that have proved the baseline."""
+    ledger: Annotated[
+        tuple[LedgerTier, ...], Field(max_length=8, json_schema_extra=map_list("tierClassName"))
+    ] = ()
+    plan: Plan | None = None
+    digest_budget: Annotated[
+        tuple[DigestBudget, ...], Field(max_length=32, json_schema_extra=map_list("digest"))
+    ] = ()
+
+
+class KVCache(Resource):
+    """One model's hierarchical cache on the nodes of one pool."""
+
+    KIND: ClassVar[str] = "KVCache"
+    PLURAL: ClassVar[str] = "kvcaches"
+    SHORT: ClassVar[str] = "kvc"
+    SCOPE: ClassVar[Scope] = Scope.NAMESPACED
+    COLUMNS: ClassVar[tuple[Column, ...]] = (
+        Column(name="Pool", path=".spec.poolRef.name"),
+        Column(name="Exactness", path=".spec.contract.exactness"),
+        Column(name="Baseline", path=".status.baseline.short", description="First 12 digits of the digest."),
+        Column(name="Approved", path=".status.approved.short"),
+        Column(name="Nodes", path=".status.servingNodes", type="integer"),
+        Column(name="Ready", path=condition_path("Ready")),
+        Column(name="SpecApplied", path=condition_path("SpecApplied", "reason"), wide=True),
+        Column(name="Fence", path=".status.fence", type="integer", wide=True),
+        AGE,
+    )
+    ROOT_RULES: ClassVar[tuple[Json, ...]] = (NAME_BECOMES_LABEL,)
+
+    spec: KVCacheSpec
+    status: KVCacheStatus | None = None

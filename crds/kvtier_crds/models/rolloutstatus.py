@@ -1,0 +1,173 @@
+"""The status of a KVRollout: what the operator reports, bounded so that it stays under 8 KiB.
+
+It must not know what a spec may declare: a status also speaks of built-in gates.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from kvtier_crds.manifest import Exactness
+from kvtier_crds.models.common import (
+    ATOMIC_LIST,
+    DigestRef,
+    Int64,
+    Number,
+    Sha256,
+    Status,
+    Struct,
+    Timestamp,
+    map_list,
+)
+from kvtier_crds.models.stages import StatusStage
+
+Short = Annotated[str, Field(max_length=64)]
+Step = Annotated[int, Field(ge=0, le=64)]
+
+
+class Phase(StrEnum):
+    PENDING = "Pending"
+    PROGRESSING = "Progressing"
+    PAUSED = "Paused"
+    COMPLETED = "Completed"
+    ROLLING_BACK = "RollingBack"
+    ROLLED_BACK = "RolledBack"
+    INVALID = "Invalid"
+
+
+class Verdict(StrEnum):
+    PASS = "Pass"
+    FAIL = "Fail"
+    INSUFFICIENT = "Insufficient"
+    PROVIDER_ERROR = "ProviderError"
+
+
+class RollbackCause(StrEnum):
+    GATE_FAILED = "GateFailed"
+    INTENT_ABORT = "IntentAbort"
+    AGENT_LOST = "AgentLost"
+    LEASE_EXPIRED = "LeaseExpired"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    INPUT_DRIFT = "InputDrift"
+    MANIFEST_MISMATCH = "ManifestMismatch"
+    INFEASIBLE_NODE = "InfeasibleNode"
+    OBJECT_DELETED = "ObjectDeleted"
+
+
+class IntentResult(StrEnum):
+    ACCEPTED = "Accepted"
+    REPLAYED = "Replayed"
+    WRONG_ATTEMPT = "WrongAttempt"
+    WRONG_STAGE = "WrongStage"
+    WRONG_STEP = "WrongStep"
+    NOT_APPLICABLE = "NotApplicable"
+
+
+class CandidateStatus(DigestRef):
+    candidate_class: Annotated[Exactness, Field(alias="class")]
+
+
+class GateStatus(Struct):
+    name: Short
+    metric: Short | None = None
+    verdict: Verdict
+    reason: Short
+    basis: Short | None = None
+    """What the verdict rests on: Anytime, Bracket, Point, GuardOnly."""
+    value: Number | None = None
+    bound: Number | None = None
+    """On the harmful side, printed rounded away from the limit's safe side."""
+    limit: Number | None = None
+    n: Int64 = 0
+    expected_n: Annotated[Int64 | None, Field(alias="expectedN")] = None
+    k: Number | None = None
+    """The design effect that divided the evidence."""
+    overridden: bool | None = None
+    """A person promoted past this verdict."""
+    stage: StatusStage | None = None
+    step: Step | None = None
+    message: Annotated[str, Field(max_length=160)] | None = None
+    at: Timestamp | None = None
+
+
+class Schedule(Struct):
+    due_at: Timestamp | None = None
+    ran_at: Timestamp | None = None
+    late_by: Annotated[str, Field(max_length=36)] | None = None
+    step_started_at: Timestamp | None = None
+    """When the current step's window was opened."""
+    attempt_started_at: Timestamp | None = None
+    deadline_at: Timestamp | None = None
+
+
+class Rollback(Struct):
+    cause: RollbackCause
+    message: Annotated[str, Field(max_length=512)] | None = None
+    gate: Short | None = None
+    from_stage: StatusStage | None = None
+    from_step: Step | None = None
+    target_digest: Sha256 | None = None
+    agents_restored: Annotated[int, Field(ge=0)] = 0
+    agents_total: Annotated[int, Field(ge=0)] = 0
+    missing: Annotated[
+        tuple[Annotated[str, Field(max_length=253)], ...], Field(max_length=16, json_schema_extra=ATOMIC_LIST)
+    ] = ()
+    """Agents that have not yet proved the digest; the first 16."""
+    in_flight: Annotated[int, Field(ge=0)] | None = None
+    """Requests still running on the candidate when the agents answered."""
+    started_at: Timestamp | None = None
+    verified_at: Timestamp | None = None
+
+
+class LastIntent(Struct):
+    seq: Int64
+    verb: Short | None = None
+    result: IntentResult
+    message: Annotated[str, Field(max_length=256)] | None = None
+
+
+class Window(Struct):
+    """The evidence window that is open: a change of any of these opens a new one."""
+
+    opening_fence: Int64
+    gates_digest: Annotated[str, Field(max_length=71)] | None = None
+
+
+class DigestBudgetStatus(Struct):
+    """How much of the candidate digest's false-promotion budget is spent."""
+
+    attempt_share: Number | None = None
+    attempts_used: Annotated[int, Field(ge=0, le=1000)] = 0
+
+
+class KVRolloutStatus(Status):
+    """Conditions: Feasible, Progressing, Servable, CandidateRevoked, BaselineRestored, Degraded."""
+
+    phase: Phase | None = None
+    stage: StatusStage | None = None
+    step: Step | None = None
+    attempt: Annotated[int, Field(ge=0, le=1000)] | None = None
+    resumes: Annotated[int, Field(ge=0, le=3)] | None = None
+    """How often this step was granted again after an expired lease; at most 3."""
+    fence: Int64 | None = None
+    verdict: Verdict | None = None
+    """The worst of the current step's gates."""
+    nodes: Annotated[int, Field(ge=0)] | None = None
+    """Agents that hold the candidate."""
+    baseline: DigestRef | None = None
+    candidate: CandidateStatus | None = None
+    digest_budget: DigestBudgetStatus | None = None
+    window: Window | None = None
+    gates: Annotated[tuple[GateStatus, ...], Field(max_length=32, json_schema_extra=map_list("name"))] = ()
+    schedule: Schedule | None = None
+    rollback: Rollback | None = None
+    last_intent: LastIntent | None = None
+    inputs_digest: Annotated[str, Field(max_length=71)] | None = None
+    """Of everything the candidate was compiled from; a change is drift."""
+    spec_digest: Annotated[str, Field(max_length=71)] | None = None
+    """Of the candidate, stages and gates this attempt follows."""
+    traceparent: Annotated[str, Field(max_length=64)] | None = None
+    trace_id: Annotated[Annotated[str, Field(max_length=32)] | None, Field(alias="traceID")] = None

@@ -1,0 +1,178 @@
+"""TierClass: what a kind of memory can do. A declared capability is a permission, not a measurement."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from kvtier_crds.manifest import Checksum, Medium
+from kvtier_crds.models.common import (
+    AGE,
+    SET_LIST,
+    Column,
+    DecimalString,
+    Fraction,
+    Quantity,
+    Resource,
+    Scope,
+    Status,
+    Struct,
+    Token,
+    cel,
+    map_list,
+    rules,
+    struct_config,
+)
+
+
+class Persistence(StrEnum):
+    """What a row in this tier outlives."""
+
+    EPHEMERAL = "ephemeral"
+    PROCESS = "process"
+    NODE = "node"
+    DURABLE = "durable"
+
+
+class TenantIsolation(StrEnum):
+    SHARED = "shared"
+    PER_TENANT = "perTenant"
+
+
+class Encryption(StrEnum):
+    NONE = "none"
+    AES256GCM = "aes256gcm"
+
+
+class Visibility(StrEnum):
+    """What must have happened before bytes written here may be read."""
+
+    STREAM_EVENT = "streamEvent"
+    HOST_FENCE = "hostFence"
+    FSYNC = "fsync"
+
+
+Alignment = Annotated[int, Field(json_schema_extra={"enum": [2**power for power in range(22)]})]
+"""A power of two up to 2 MiB; the server checks it."""
+
+
+class Codec(Struct):
+    name: Token
+    lossless: bool
+
+
+class Capabilities(Struct):
+    """An agent refuses every path that its class does not permit here."""
+
+    kernel_readable: bool = False
+    """An attention kernel may read rows in place (gpu and cpu only)."""
+    dma_source: bool = False
+    dma_destination: bool = False
+    partial_attention: bool = False
+    """Partial states (m, l, u) may be formed where the rows are (not on nvme)."""
+    codecs: Annotated[
+        tuple[Codec, ...], Field(min_length=1, max_length=16, json_schema_extra=map_list("name"))
+    ]
+    """How rows may be stored; the first lossless one is used for exact rows."""
+    layouts: Annotated[tuple[Token, ...], Field(min_length=1, max_length=16, json_schema_extra=SET_LIST)]
+    persistence: Persistence
+    tenant_isolation: TenantIsolation
+    encryption_at_rest: Encryption = Encryption.NONE
+    alignment_bytes: Alignment
+    """A power of two up to 2 MiB."""
+    checksum: Checksum
+    visibility: Visibility
+
+
+class Endurance(Struct):
+    """Bounds on what is written to flash."""
+
+    drive_writes_per_day: DecimalString
+    target_fraction: Fraction
+    """The share of that rate which the cache may use."""
+
+
+class TierLimits(Struct):
+    read_bytes_per_second: Quantity | None = None
+    write_bytes_per_second: Quantity | None = None
+    queue_depth: Annotated[int, Field(ge=1, le=65536)] | None = None
+    endurance: Endurance | None = None
+
+
+class TierClassSpec(Struct):
+    model_config = struct_config(
+        cel(
+            "(self.medium == 'gpu') == has(self.deviceKind)",
+            "spec.deviceKind is required when spec.medium is gpu (simulated, cuda-sm90, ...) and must be "
+            "absent for cpu, nvme and remote",
+        ),
+        cel(
+            "!self.capabilities.kernelReadable || self.medium in ['gpu', 'cpu']",
+            "spec.capabilities.kernelReadable may be true only for medium gpu or cpu",
+        ),
+        cel(
+            "!self.capabilities.partialAttention || self.medium != 'nvme'",
+            "spec.capabilities.partialAttention may be true only for medium gpu, cpu or remote",
+        ),
+        cel(
+            "self.capabilities.checksum != 'none' || self.medium == 'cpu'",
+            "spec.capabilities.checksum may be none only for medium cpu; use crc32c, xxh3 or blake3",
+        ),
+        cel(
+            "self.medium == 'gpu' ? self.capabilities.visibility in ['streamEvent', 'hostFence'] : "
+            "(self.medium == 'cpu' ? self.capabilities.visibility == 'hostFence' : "
+            "(self.medium == 'nvme' ? self.capabilities.visibility == 'fsync' : "
+            "self.capabilities.visibility in ['hostFence', 'fsync']))",
+            "spec.capabilities.visibility must be streamEvent or hostFence for gpu, hostFence for cpu, "
+            "fsync for nvme, hostFence or fsync for remote",
+        ),
+        cel(
+            "self.medium != 'gpu' || self.capabilities.persistence in ['ephemeral', 'process']",
+            "spec.capabilities.persistence must be ephemeral or process for medium gpu",
+        ),
+        cel(
+            "self.capabilities.codecs.exists(c, c.lossless)",
+            "spec.capabilities.codecs must have at least one with lossless true: exact rows need it",
+        ),
+        cel(
+            "!has(self.limits) || !has(self.limits.endurance) || self.medium == 'nvme'",
+            "spec.limits.endurance is only for medium nvme",
+        ),
+    )
+
+    medium: Medium
+    device_kind: (
+        Annotated[str, Field(min_length=1, max_length=32, pattern=r"^(simulated|cuda-sm[0-9]{2,3}[a-z]?)$")]
+        | None
+    ) = None
+    """Part of the numerics class: `simulated`, or `cuda-sm90` and the like. Required for medium gpu only."""
+    capabilities: Capabilities
+    limits: TierLimits | None = None
+
+
+class TierClassStatus(Status):
+    """Conditions: Accepted."""
+
+
+class TierClass(Resource):
+    """The capability record of a kind of memory. Immutable: a change is a new TierClass."""
+
+    KIND: ClassVar[str] = "TierClass"
+    PLURAL: ClassVar[str] = "tierclasses"
+    SHORT: ClassVar[str] = "tc"
+    SCOPE: ClassVar[Scope] = Scope.CLUSTER
+    COLUMNS: ClassVar[tuple[Column, ...]] = (
+        Column(name="Medium", path=".spec.medium"),
+        Column(name="Device", path=".spec.deviceKind"),
+        Column(name="Persistence", path=".spec.capabilities.persistence"),
+        Column(name="Checksum", path=".spec.capabilities.checksum", wide=True),
+        AGE,
+    )
+
+    spec: Annotated[
+        TierClassSpec,
+        Field(json_schema_extra=rules(cel("self == oldSelf", "spec is immutable: create a new TierClass"))),
+    ]
+    status: TierClassStatus | None = None
