@@ -126,7 +126,7 @@ Label = Annotated[
 Token = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z][A-Za-z0-9-]{0,62}$")]
 Sha256 = Annotated[str, Field(min_length=71, max_length=71, pattern=r"^sha256:[0-9a-f]{64}$")]
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-Int64 = Annotated[int, Field(ge=0, le=2**63 - 1, json_schema_extra={"format": "int64"})]
+Int64 = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
 Number = Annotated[str, Field(max_length=32)]
 """A printed decimal in a status; may carry a sign or an exponent, is never computed with by the server."""
 

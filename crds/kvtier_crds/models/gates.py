@@ -52,9 +52,10 @@ class Inference(StrEnum):
 def number(expression: str) -> str:
     """CEL: the value of a limit or fraction ("5%", "50m", "0.05", 1) as a double."""
     text = f"string({expression})"
+    shorter = f"double({text}.substring(0, {text}.size() - 1))"
     return (
-        f"({text}.endsWith('%') ? double({text}.replace('%', '')) / 100.0 : "
-        f"({text}.endsWith('m') ? double({text}.replace('m', '')) / 1000.0 : double({text})))"
+        f"({text}.endsWith('%') ? {shorter} / 100.0 : "
+        f"({text}.endsWith('m') ? {shorter} / 1000.0 : double({text})))"
     )
 
 
@@ -66,7 +67,7 @@ def _limits(metrics: str, legal: str) -> str:
     return f"!(self.metric in [{metrics}]) || ({own} && {staged})"
 
 
-_QUANTILE = number("self.quantile")
+_QUANTILE = "double(self.quantile)"
 
 
 class PerStageLimit(Struct):
@@ -135,7 +136,7 @@ class Gate(Struct):
             "nothing is served there; legal: Canary, Ramp, Full",
         ),
         cel(
-            f"!has(self.designEffect) || {number('self.designEffect')} >= 1.0",
+            "!has(self.designEffect) || double(self.designEffect) >= 1.0",
             "spec.gates[].designEffect must be at least 1",
         ),
     )

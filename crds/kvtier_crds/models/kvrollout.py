@@ -123,7 +123,7 @@ class Stage(Struct):
 class Evidence(Struct):
     model_config = struct_config(
         cel(
-            f"!has(self.designEffect) || {number('self.designEffect')} >= 1.0",
+            "!has(self.designEffect) || double(self.designEffect) >= 1.0",
             "spec.evidence.designEffect must be at least 1",
         )
     )
@@ -139,11 +139,11 @@ class Evidence(Struct):
 class ErrorBudget(Struct):
     model_config = struct_config(
         cel(
-            f"{number('self.falsePromotion')} > 0.0 && {number('self.falsePromotion')} <= 0.5",
+            "double(self.falsePromotion) > 0.0 && double(self.falsePromotion) <= 0.5",
             "spec.errorBudget.falsePromotion must be greater than 0 and at most 0.5",
         ),
         cel(
-            f"{number('self.falseRollback')} > 0.0 && {number('self.falseRollback')} <= 0.5",
+            "double(self.falseRollback) > 0.0 && double(self.falseRollback) <= 0.5",
             "spec.errorBudget.falseRollback must be greater than 0 and at most 0.5",
         ),
     )
@@ -192,8 +192,8 @@ class Intent(Struct):
 
 
 _CANARY_BELOW_RAMP = (
-    "self.stages.filter(c, c.name == 'Canary' && has(c.trafficFraction)).all(c, "
-    "self.stages.filter(r, r.name == 'Ramp' && has(r.steps) && r.steps.size() > 0).all(r, "
+    "self.stages.all(c, c.name != 'Canary' || !has(c.trafficFraction) || self.stages.all(r, "
+    "r.name != 'Ramp' || !has(r.steps) || r.steps.size() == 0 || "
     f"{number('c.trafficFraction')} <= {number('r.steps[0]')}))"
 )
 
