@@ -119,6 +119,8 @@ class Rollback(Struct):
     in_flight: Annotated[int, Field(ge=0)] | None = None
     """Requests still running on the candidate when the agents answered."""
     started_at: Timestamp | None = None
+    revoked_at: Timestamp | None = None
+    """When no agent could hold the candidate any more: proved, or every lease has ended."""
     verified_at: Timestamp | None = None
 
 
@@ -127,6 +129,30 @@ class LastIntent(Struct):
     verb: Short | None = None
     result: IntentResult
     message: Annotated[str, Field(max_length=256)] | None = None
+    at: Timestamp | None = None
+
+
+class FrozenCell(Struct):
+    """Evidence of harm of one gate in a finished step; it counts on in the pooled test."""
+
+    gate: Short
+    stage: StatusStage
+    step: Step = 0
+    log_e: Annotated[Number, Field(alias="logE")]
+
+
+class Unreachable(Struct):
+    """An agent that held the candidate and does not answer."""
+
+    node: Annotated[str, Field(max_length=253)]
+    since: Timestamp
+
+
+class Revoking(Struct):
+    """A candidate that must be gone before this attempt may start."""
+
+    rollout: Annotated[str, Field(max_length=253)]
+    started_at: Timestamp
 
 
 class Window(Struct):
@@ -157,12 +183,24 @@ class KVRolloutStatus(Status):
     """The worst of the current step's gates."""
     nodes: Annotated[int, Field(ge=0)] | None = None
     """Agents that hold the candidate."""
+    nodes_total: Annotated[int, Field(ge=0)] | None = None
+    """Agents in the blast radius."""
+    unreachable: Annotated[
+        tuple[Unreachable, ...], Field(max_length=8, json_schema_extra=map_list("node"))
+    ] = ()
+    overridden: bool | None = None
+    """A person promoted some step of this attempt without a Pass."""
     baseline: DigestRef | None = None
     candidate: CandidateStatus | None = None
     digest_budget: DigestBudgetStatus | None = None
     window: Window | None = None
     gates: Annotated[tuple[GateStatus, ...], Field(max_length=32, json_schema_extra=map_list("name"))] = ()
     schedule: Schedule | None = None
+    frozen_cells: Annotated[tuple[FrozenCell, ...], Field(max_length=32, json_schema_extra=ATOMIC_LIST)] = ()
+    revoking: Revoking | None = None
+    grant_expires: Timestamp | None = None
+    """Of the approved candidate; absent when this rollout holds no approval."""
+    finished_at: Timestamp | None = None
     rollback: Rollback | None = None
     last_intent: LastIntent | None = None
     inputs_digest: Annotated[str, Field(max_length=71)] | None = None
