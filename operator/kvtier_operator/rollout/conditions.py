@@ -1,0 +1,129 @@
+"""The six conditions of a KVRollout, as a function of its state. `kubectl wait` and people read these.
+
+Before the first return to the baseline CandidateRevoked and BaselineRestored are False, so that waiting for
+them waits for something that happened. It must not change anything but conditions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvtier_operator.rollout.inputs import Inputs
+from kvtier_operator.rollout.state import Condition, RolloutState
+from kvtier_operator.rollout.vocabulary import (
+    Blocker,
+    ConditionType,
+    Phase,
+    Stage,
+    Verdict,
+)
+
+MAX_MESSAGE = 240
+_FEASIBILITY = frozenset(
+    {
+        Blocker.NOT_IMPLEMENTED,
+        Blocker.REFERENCE_MISSING,
+        Blocker.SPEC_INVALID,
+        Blocker.GATE_MISSING,
+        Blocker.NO_CHANGE,
+        Blocker.CONTRACT_FORBIDS,
+        Blocker.NO_NODES,
+    }
+)
+Finding = tuple[str, str, str]
+
+
+def with_conditions(state: RolloutState, inputs: Inputs) -> RolloutState:
+    """The state with all six; transition times move only when a status does."""
+    found = {
+        ConditionType.FEASIBLE: _feasible(state, inputs),
+        ConditionType.PROGRESSING: _progressing(state),
+        ConditionType.SERVABLE: _servable(inputs),
+        ConditionType.CANDIDATE_REVOKED: _candidate_revoked(state),
+        ConditionType.BASELINE_RESTORED: _baseline_restored(state),
+        ConditionType.DEGRADED: _degraded(state),
+    }
+    before = {condition.type: condition for condition in state.conditions}
+    conditions = []
+    for kind, (status, reason, message) in found.items():
+        old = before.get(kind)
+        since = old.last_transition if old is not None and old.status == status else inputs.now
+        conditions.append(
+            Condition(str(kind), status, reason, message[:MAX_MESSAGE], inputs.generation, since)
+        )
+    return replace(state, conditions=tuple(conditions))
+
+
+def _feasible(state: RolloutState, inputs: Inputs) -> Finding:
+    if state.stage is Stage.OFF and state.blocker in _FEASIBILITY:
+        return "False", str(state.blocker), state.blocker_message
+    if inputs.forecast:
+        return "True", "EvidenceSlow" if inputs.forecast_slow else "Forecast", inputs.forecast
+    return "True", "Feasible", f"{state.nodes_total} nodes in the blast radius"
+
+
+def _progressing(state: RolloutState) -> Finding:
+    if state.phase in (Phase.PENDING, Phase.INVALID) and state.blocker is not Blocker.NONE:
+        going = "True" if state.blocker is Blocker.REVOKING_APPROVED else "False"
+        return going, str(state.blocker), state.blocker_message
+    if state.phase in (Phase.PENDING, Phase.PROGRESSING):
+        return "True", str(state.stage), _where(state)
+    if state.phase is Phase.ROLLING_BACK:
+        return "True", "RollingBack", state.rollback.message if state.rollback else ""
+    if state.phase is Phase.ROLLED_BACK and state.rollback is not None:
+        return "False", str(state.rollback.cause), state.rollback.message
+    if state.blocker is Blocker.APPROVAL_ENDED:
+        return "False", str(state.blocker), state.blocker_message
+    return "False", str(state.phase), _where(state)
+
+
+def _where(state: RolloutState) -> str:
+    open_gates = [gate.name for gate in state.gates if gate.verdict is not Verdict.PASS]
+    suffix = f"; not passing: {', '.join(open_gates[:6])}" if open_gates else ""
+    return f"attempt {state.attempt}, {state.stage} step {state.step}{suffix}"
+
+
+def _servable(inputs: Inputs) -> Finding:
+    if inputs.cache is None or inputs.cache.baseline is None:
+        return "False", "NoBaseline", "the cache has no exact baseline to serve"
+    return "True", "ExactBaseline", "the exact baseline serves whatever the candidate does not"
+
+
+def _candidate_revoked(state: RolloutState) -> Finding:
+    if state.stage is not Stage.EXACT_BASELINE or state.rollback is None:
+        return "False", "NotRolledBack", "no return to the baseline in this attempt"
+    if not state.rollback.revoked_at:
+        return "False", "Revoking", f"waiting for {', '.join(state.rollback.missing[:6])}"
+    if state.rollback.missing:
+        return "True", "LeaseEnded", f"unproved but without a lease: {', '.join(state.rollback.missing[:6])}"
+    return "True", "Revoked", "no agent holds the candidate"
+
+
+def _baseline_restored(state: RolloutState) -> Finding:
+    rollback = state.rollback
+    if state.stage is not Stage.EXACT_BASELINE or rollback is None:
+        return "False", "NotRolledBack", "no return to the baseline in this attempt"
+    if rollback.verified_at:
+        return (
+            "True",
+            "Proved",
+            f"{rollback.restored} of {rollback.total} agents proved {rollback.target_digest}",
+        )
+    if state.phase is Phase.ROLLED_BACK:
+        return "False", "NothingProved", rollback.message
+    return (
+        "False",
+        "Proving",
+        f"{rollback.restored} of {rollback.total}; missing {', '.join(rollback.missing[:6])}",
+    )
+
+
+def _degraded(state: RolloutState) -> Finding:
+    if state.lost:
+        return "True", "AgentUnreachable", f"no answer from {', '.join(lost.node for lost in state.lost)}"
+    broken = [gate for gate in state.gates if gate.verdict is Verdict.PROVIDER_ERROR]
+    if broken and state.holds_candidate:
+        return "True", "ProviderError", f"{broken[0].name}: {broken[0].reason}"
+    if state.phase is Phase.ROLLING_BACK and state.rollback and state.rollback.revoked_at:
+        return "True", "BaselineUnproved", f"missing {', '.join(state.rollback.missing[:6])}"
+    return "False", "AsExpected", ""

@@ -1,0 +1,101 @@
+"""What one look at the evidence says about the step that is open. Judging itself is `kvtier_evidence`'s.
+
+A look counts only for the window it was taken of: one of an older window is as good as none.
+It must not know what follows from a verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from kvtier_operator.rollout.inputs import GateVerdict, Inputs, Look
+from kvtier_operator.rollout.moves import tick_seconds
+from kvtier_operator.rollout.spec import RolloutSpec
+from kvtier_operator.rollout.state import GateStatus, RolloutState, Schedule
+from kvtier_operator.rollout.vocabulary import Verdict
+
+
+def current_look(state: RolloutState, inputs: Inputs) -> Look | None:
+    look = inputs.look
+    if look is None or state.window is None or look.opening_fence != state.window.opening_fence:
+        return None
+    return look
+
+
+def failed_gate(state: RolloutState, inputs: Inputs) -> GateVerdict | None:
+    """The gate with the most evidence of harm among those that fail; zero tolerance first (infinite)."""
+    look = current_look(state, inputs)
+    failed = [item for item in look.verdicts if item.verdict is Verdict.FAIL] if look else []
+    return max(failed, key=lambda item: item.log_e, default=None)
+
+
+def all_pass(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> bool:
+    """Every gate that must pass in this stage passes at this one look, and none is unreadable or failing."""
+    look = current_look(state, inputs)
+    if look is None:
+        return False
+    verdicts = {item.name: item.verdict for item in look.verdicts}
+    if any(verdict in (Verdict.FAIL, Verdict.PROVIDER_ERROR) for verdict in verdicts.values()):
+        return False
+    required = [gate.name for gate in spec.gates if gate.must_pass_in(state.stage)]
+    return bool(required) and all(verdicts.get(name) is Verdict.PASS for name in required)
+
+
+def insufficient_gates(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> list[str]:
+    """Names of gates that must pass here and have too little evidence; empty without a look."""
+    look = current_look(state, inputs)
+    if look is None:
+        return []
+    verdicts = {item.name: item.verdict for item in look.verdicts}
+    return [
+        gate.name
+        for gate in spec.gates
+        if gate.must_pass_in(state.stage)
+        and verdicts.get(gate.name, Verdict.INSUFFICIENT) is Verdict.INSUFFICIENT
+    ]
+
+
+def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> RolloutState:
+    """The state with this look's numbers, and the next tick. A tick that was missed runs once."""
+    look = current_look(state, inputs)
+    if look is None:
+        return state
+    seen = {item.name for item in look.verdicts}
+    carried = tuple(gate for gate in state.gates if gate.metric == "taskScoreDrop" and gate.name not in seen)
+    gates = tuple(_gate_status(item, look, state) for item in look.verdicts) + carried
+    interval = tick_seconds(spec)
+    due = state.schedule.due_at if state.schedule else inputs.now
+    if inputs.now < due:
+        return replace(state, gates=gates)
+    missed = math.floor((inputs.now - due) / interval)
+    schedule = Schedule(
+        due_at=due + (missed + 1) * interval, ran_at=inputs.now, late_by=round(inputs.now - due, 3)
+    )
+    return replace(state, gates=gates, schedule=schedule)
+
+
+def _gate_status(item: GateVerdict, look: Look, state: RolloutState) -> GateStatus:
+    return GateStatus(
+        name=item.name,
+        verdict=item.verdict,
+        reason=item.reason,
+        metric=item.metric,
+        value=item.value,
+        bound=item.bound,
+        limit=item.limit,
+        n=item.n,
+        expected_n=item.expected_n,
+        k=item.k,
+        basis=item.basis,
+        at=look.at,
+        overridden=state.overridden,
+        message=item.message[:160],
+    )
+
+
+def summary_verdict(gates: tuple[GateStatus, ...]) -> str:
+    """The worst verdict, for the column: Fail, ProviderError, Insufficient, Pass; empty without gates."""
+    order = (Verdict.FAIL, Verdict.PROVIDER_ERROR, Verdict.INSUFFICIENT, Verdict.PASS)
+    present = {gate.verdict for gate in gates}
+    return next((str(verdict) for verdict in order if verdict in present), "")

@@ -1,0 +1,341 @@
+"""Shadow to Full, and after: while agents hold the candidate, what ends it, what moves it on, what keeps it.
+
+The order of the rules is their rank: proof of harm before everything favourable, every reason to return
+before every reason to go on. It must not know how evidence was gathered or a grant is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvtier_operator.rollout.evaluation import all_pass, failed_gate, insufficient_gates, record_look
+from kvtier_operator.rollout.inputs import (
+    AgentView,
+    ApproveCandidate,
+    ExtendApproval,
+    Grant,
+    Inputs,
+    Notice,
+    Plan,
+    Revoke,
+    Rpc,
+    SpanNote,
+)
+from kvtier_operator.rollout.moves import (
+    APPROVAL_SECONDS,
+    advance,
+    current_step,
+    enter_step,
+    freeze,
+    is_mine,
+    needs_refence,
+    refence,
+    revoked,
+    roll_back,
+    stage_span,
+    tick_seconds,
+)
+from kvtier_operator.rollout.returning import new_attempt, short_digest
+from kvtier_operator.rollout.spec import RolloutSpec
+from kvtier_operator.rollout.state import LostAgent, RolloutState
+from kvtier_operator.rollout.vocabulary import (
+    LEASE_GRACE,
+    MAX_RESUMES,
+    Blocker,
+    Cause,
+    OnInsufficient,
+    OnLeaseExpired,
+    Phase,
+    Stage,
+)
+
+MISMATCH = frozenset({"MANIFEST_MISMATCH", "MANIFEST_INVALID", "NUMERICS_MISMATCH", "MODEL_MISMATCH"})
+INFEASIBLE = frozenset({"NO_DESTINATION_CAPACITY", "TIER_INCAPABLE", "CANDIDATE_REFUSED", "NO_LEGAL_PATH"})
+LOST_LEASES = 10
+MAX_LOST = 8
+
+
+def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
+    """One pass over a rollout whose candidate agents may hold. Its KVCache and spec are there."""
+    spec, cache = inputs.spec, inputs.cache
+    if spec is None or cache is None:
+        raise ValueError("holding needs a KVCache and a readable spec")
+    if state.phase is Phase.COMPLETED and (not is_mine(cache, inputs) or inputs.superseded_by):
+        return _let_go(state, inputs)
+    state = _watch_agents(state, inputs, spec)
+    if spec.candidate_hash != state.candidate_hash:
+        return _edited_candidate(state, inputs)
+    harm = _reason_to_return(state, inputs, spec)
+    if harm is not None:
+        return roll_back(record_look(state, inputs, spec), inputs, *harm)
+    if _expired(state, inputs):
+        return _resume(state, inputs, spec)
+    if state.window is not None and state.window.spec_hash != spec.window_hash:
+        return _reopen(state, inputs, spec)
+    if needs_refence(state, inputs):
+        return refence(state, inputs, "fence moved by someone else")
+    if _to_take_back(state, inputs):
+        return refence(state, inputs, "an agent left the blast radius")
+    state = record_look(state, inputs, spec)
+    if state.phase is Phase.PROGRESSING and _ready(state, inputs):
+        onward = _onward(state, inputs, spec)
+        if onward is not None:
+            return onward
+    return _keep(state, inputs, spec)
+
+
+def _let_go(state: RolloutState, inputs: Inputs) -> Plan:
+    """Completed, and someone else now decides about this cache: no renewal, no grant, no fence."""
+    target = replace(
+        state,
+        grant_expires=0.0,
+        blocker=Blocker.APPROVAL_ENDED,
+        blocker_message=f"approval ended: {inputs.superseded_by or 'revoked'}",
+    )
+    notice = Notice(False, "ApprovalEnded", target.blocker_message)
+    return Plan(target, urgent=True, notices=(notice,))
+
+
+def _edited_candidate(state: RolloutState, inputs: Inputs) -> Plan:
+    target = replace(
+        new_attempt(state, inputs),
+        supersedes=inputs.name,
+        revoking_since=inputs.now,
+        blocker=Blocker.REVOKING_APPROVED,
+        blocker_message="revoking the candidate of the attempt before",
+    )
+    notice = Notice(False, "CandidateEdited", f"attempt {target.attempt} begins at Shadow")
+    span = stage_span(state, Stage.OFF, 0, "spec.candidate edited")
+    return advance(state, inputs, target, notice=notice, spans=(span,), clear_approved=is_mine_now(inputs))
+
+
+def is_mine_now(inputs: Inputs) -> bool:
+    return inputs.cache is not None and is_mine(inputs.cache, inputs)
+
+
+def _watch_agents(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> RolloutState:
+    """Counts grants, and notes since when an agent that held the candidate does not answer."""
+    granted = [agent for agent in inputs.agents if agent.reachable and _holds(agent, state)]
+    since = {lost.node: lost.since for lost in state.lost}
+    silent = [
+        agent.node
+        for agent in inputs.agents
+        if not agent.reachable and (agent.node in since or agent.granted_rollout == inputs.uid)
+    ]
+    lost = tuple(LostAgent(node, since.get(node, inputs.now)) for node in silent)[:MAX_LOST]
+    return replace(
+        state,
+        lost=lost,
+        nodes_granted=len(granted),
+        nodes_total=sum(agent.selected for agent in inputs.agents),
+    )
+
+
+def _holds(agent: AgentView, state: RolloutState) -> bool:
+    return (
+        agent.granted_fence == state.fence
+        and state.candidate is not None
+        and agent.candidate_digest == state.candidate.digest
+    )
+
+
+def _reason_to_return(
+    state: RolloutState, inputs: Inputs, spec: RolloutSpec
+) -> tuple[Cause, str] | tuple[Cause, str, str] | None:
+    cache, candidate = inputs.cache, state.candidate
+    if cache is None or candidate is None or state.baseline is None:
+        return Cause.INPUT_DRIFT, "the manifests of this attempt are not recorded"
+    if cache.deleting:
+        return Cause.OBJECT_DELETED, f"KVCache {spec.cache_name} is being deleted"
+    failed = failed_gate(state, inputs)
+    if failed is not None:
+        return Cause.GATE_FAILED, failed.message or f"{failed.name}: {failed.reason}", failed.name
+    if inputs.candidate.ref is None:
+        return Cause.INPUT_DRIFT, inputs.candidate.message
+    if inputs.candidate.ref.digest != candidate.digest:
+        now, then = short_digest(inputs.candidate.ref.digest), short_digest(candidate.digest)
+        return Cause.INPUT_DRIFT, f"the candidate's inputs compile to {now} now, not to {then}"
+    if cache.baseline is None or cache.baseline.digest != state.baseline.digest:
+        return Cause.INPUT_DRIFT, "the baseline of the KVCache has changed"
+    return _agents_against(state, inputs, spec) or _deadlines(state, inputs, spec)
+
+
+def _agents_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[Cause, str] | None:
+    for agent in inputs.agents:
+        if agent.refusal in MISMATCH:
+            return Cause.MANIFEST_MISMATCH, f"{agent.node}: {agent.refusal}: {agent.refusal_message}"
+        if agent.refusal in INFEASIBLE:
+            return Cause.INFEASIBLE_NODE, f"{agent.node}: {agent.refusal}: {agent.refusal_message}"
+        if agent.reachable and agent.granted_fence == state.fence and not _holds(agent, state):
+            return Cause.MANIFEST_MISMATCH, f"{agent.node} runs {short_digest(agent.candidate_digest)}"
+    patience = spec.lease_ttl * LEASE_GRACE
+    if spec.on_lease_expired is OnLeaseExpired.RESUME:
+        patience *= LOST_LEASES
+    for lost in state.lost:
+        if inputs.now >= max(lost.since, inputs.quiet_since) + patience:
+            return Cause.AGENT_LOST, f"{lost.node} has not answered for {int(inputs.now - lost.since)} s"
+    return None
+
+
+def _deadlines(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[Cause, str] | None:
+    if state.phase is Phase.COMPLETED:
+        if inputs.now >= state.grant_expires:
+            return Cause.LEASE_EXPIRED, "the long grant of the approved candidate was not renewed in time"
+        return None
+    if inputs.now >= state.started_at + spec.progress_deadline:
+        return (
+            Cause.DEADLINE_EXCEEDED,
+            f"not completed {int(spec.progress_deadline)} s after the attempt began",
+        )
+    step = current_step(state, spec)
+    if spec.on_insufficient is OnInsufficient.ROLL_BACK and state.window and state.phase is Phase.PROGRESSING:
+        due = state.window.opened_at + step.min_seconds + spec.settle
+        short = insufficient_gates(state, inputs, spec)
+        if inputs.now >= due and short:
+            return (
+                Cause.DEADLINE_EXCEEDED,
+                f"{step.label} ended with too little evidence: {', '.join(short[:4])}",
+            )
+    return None
+
+
+def _expired(state: RolloutState, inputs: Inputs) -> list[str]:
+    """Agents that returned to the baseline by themselves since this fence was granted."""
+    return [
+        agent.node
+        for agent in inputs.agents
+        if agent.reachable
+        and agent.granted_fence == 0
+        and agent.returned_reason == "LeaseExpired"
+        and agent.returned_fence == state.fence
+    ]
+
+
+def _resume(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
+    """The same step again in a new window, or the baseline."""
+    who = ", ".join(_expired(state, inputs)[:4])
+    if state.phase is Phase.COMPLETED:
+        return refence(state, inputs, f"lease ended on {who}; the approval goes on")
+    resumes = state.window.resumes if state.window else 0
+    message = f"the lease ended on {who}"
+    if spec.on_lease_expired is OnLeaseExpired.ROLL_BACK:
+        return roll_back(state, inputs, Cause.LEASE_EXPIRED, message)
+    if resumes >= MAX_RESUMES:
+        return roll_back(
+            state, inputs, Cause.LEASE_EXPIRED, f"{message}, after {resumes} resumptions of this step"
+        )
+    plan = enter_step(
+        state,
+        inputs,
+        spec,
+        current_step(state, spec),
+        f"LeaseExpired on {who}; resumed with fresh evidence",
+        spend_share=True,
+        resumes=resumes + 1,
+        phase=state.phase,
+        overridden=state.overridden,
+    )
+    notice = Notice(True, "LeaseExpired", f"{message}; resumption {resumes + 1} of {MAX_RESUMES}")
+    return replace(plan, notices=(notice, *plan.notices))
+
+
+def _reopen(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
+    """Stages, gates, radius or lease were edited: finished stages stay, the open one starts again. After
+    Completed the audit does, under the new numbers."""
+    if state.phase is Phase.COMPLETED and state.window is not None:
+        window = replace(state.window, spec_hash=spec.window_hash, opened_at=inputs.now)
+        target = replace(state, window=window, cells=freeze(state, inputs))
+        return advance(state, inputs, target, new_window=True)
+    step = current_step(state, spec)
+    return enter_step(
+        state,
+        inputs,
+        spec,
+        step,
+        "spec edited; the open step starts again",
+        spend_share=True,
+        phase=state.phase,
+    )
+
+
+def _to_take_back(state: RolloutState, inputs: Inputs) -> list[str]:
+    return [
+        agent.node
+        for agent in inputs.agents
+        if agent.reachable and not agent.selected and agent.granted_fence == state.fence
+    ]
+
+
+def _ready(state: RolloutState, inputs: Inputs) -> bool:
+    """Every agent of the radius holds the candidate under this fence."""
+    chosen = [agent for agent in inputs.agents if agent.selected]
+    return bool(chosen) and all(agent.reachable and _holds(agent, state) for agent in chosen)
+
+
+def _onward(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | None:
+    """The next rung, when the step has lasted and every gate passes at this one look."""
+    step = current_step(state, spec)
+    if state.window is None or inputs.now < state.window.opened_at + step.min_seconds:
+        return None
+    if not all_pass(state, inputs, spec):
+        return None
+    return promote(state, inputs, spec, "every gate passes")
+
+
+def promote(
+    state: RolloutState, inputs: Inputs, spec: RolloutSpec, why: str, overridden: bool = False
+) -> Plan:
+    """To the next rung, or from the last one to Completed with the candidate approved beside the baseline."""
+    step = current_step(state, spec)
+    following = spec.after(step)
+    overridden = overridden or state.overridden
+    if following is not None:
+        return enter_step(state, inputs, spec, following, why, overridden=overridden)
+    expires = inputs.now + APPROVAL_SECONDS
+    target = replace(
+        state,
+        phase=Phase.COMPLETED,
+        finished_at=inputs.now,
+        grant_expires=expires,
+        cells=freeze(state, inputs),
+        overridden=overridden,
+    )
+    digest = short_digest(state.candidate.digest) if state.candidate else ""
+    return advance(
+        state,
+        inputs,
+        target,
+        notice=Notice(False, "Completed", f"candidate {digest} is approved: {why}"),
+        spans=(SpanNote("rollout.completed", (("kvtier.transition.reason", why),)),),
+        approve=ApproveCandidate(expires),
+    )
+
+
+def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
+    """Nothing to decide: see that each agent holds what it should, and come back at the next tick."""
+    rpcs: list[Rpc] = [
+        Grant(agent.node)
+        for agent in inputs.agents
+        if agent.selected and agent.reachable and not _holds(agent, state)
+    ]
+    rpcs += [
+        Revoke(agent.node, None)
+        for agent in inputs.agents
+        if agent.reachable
+        and not agent.selected
+        and agent.granted_rollout == inputs.uid
+        and 0 < agent.granted_fence < state.fence
+        and not revoked(agent, state.fence)
+    ]
+    extend = None
+    if state.phase is Phase.COMPLETED and state.grant_expires - inputs.now < APPROVAL_SECONDS * 2 / 3:
+        extend = ExtendApproval(inputs.now + APPROVAL_SECONDS)
+        state = replace(state, grant_expires=extend.grant_expires)
+    due = state.schedule.due_at if state.schedule else inputs.now + tick_seconds(spec)
+    return Plan(
+        state,
+        rpcs=tuple(rpcs),
+        extend=extend,
+        urgent=extend is not None,
+        requeue_after=max(0.05, due - inputs.now),
+    )

@@ -1,0 +1,209 @@
+"""Everything outside a rollout's own status that the machine may look at, and what it may ask for.
+
+Inputs are facts with a time; actions are wishes that the reconciler fulfils in order. The order of a pass is
+always: fence, then status, then (in a later pass, when both agree) RPCs. It must not know how facts are
+gathered or wishes fulfilled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier_operator.rollout.spec import RolloutSpec
+from kvtier_operator.rollout.state import CandidateRef, ManifestRef, RolloutState
+from kvtier_operator.rollout.vocabulary import Blocker, Cause, Verdict
+
+
+@dataclass(frozen=True)
+class Approved:
+    """`status.approved` of the KVCache, as far as release control needs it."""
+
+    rollout: str
+    rollout_uid: str
+    digest: str
+    grant_expires: float
+
+
+@dataclass(frozen=True)
+class CacheView:
+    uid: str
+    fence: int
+    baseline: ManifestRef | None
+    approved: Approved | None
+    deleting: bool = False
+
+
+@dataclass(frozen=True)
+class CandidateView:
+    """What the inputs compile to now. Either `ref` or a blocker with the sentence a person needs.
+
+    prior_shares: parts of this digest's false-promotion budget that other rollouts have used.
+    """
+
+    ref: CandidateRef | None = None
+    blocker: Blocker = Blocker.NONE
+    message: str = ""
+    prior_shares: int = 0
+
+
+@dataclass(frozen=True)
+class ProofView:
+    """An agent's answer over our nonce, checked: `valid` says that the nonce digest was right."""
+
+    fence: int
+    baseline_digest: str
+    candidate_digest: str
+    in_flight: int
+    valid: bool
+
+
+@dataclass(frozen=True)
+class AgentView:
+    """One agent of the cache's pool as last heard of in this pass.
+
+    selected: may hold the candidate (blast radius, not cordoned or draining). reachable: answered in this
+    pass. granted_fence, granted_rollout: of the candidate it holds (when unreachable: last said to hold), 0
+    for none. refusal: reason of a refused grant or revocation in this pass.
+    """
+
+    node: str
+    reachable: bool
+    selected: bool = True
+    boot_id: str = ""
+    highest_fence: int = 0
+    baseline_digest: str = ""
+    candidate_digest: str = ""
+    granted_fence: int = 0
+    granted_rollout: str = ""
+    returned_reason: str = ""
+    returned_fence: int = 0
+    proof: ProofView | None = None
+    refusal: str = ""
+    refusal_message: str = ""
+
+
+@dataclass(frozen=True)
+class GateVerdict:
+    """One gate at one look. `log_e` is its evidence of harm in this window (natural log, unweighted)."""
+
+    name: str
+    verdict: Verdict
+    reason: str
+    metric: str = ""
+    value: str = ""
+    bound: str = ""
+    limit: str = ""
+    n: int = 0
+    expected_n: int = 0
+    k: str = ""
+    basis: str = ""
+    log_e: float = 0.0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Look:
+    """All gates judged on one state of one window. A look at another window than the open one is ignored."""
+
+    opening_fence: int
+    at: float
+    verdicts: tuple[GateVerdict, ...]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """busy_with: the unfinished rollout of the cache that comes before this one. superseded_by: an unfinished
+    rollout of the cache that has begun. quiet_since: when this process became leader; it knows nothing of
+    renewals sent before that."""
+
+    now: float
+    uid: str
+    name: str
+    generation: int
+    spec: RolloutSpec | None
+    spec_error: str
+    deleting: bool
+    cache: CacheView | None
+    busy_with: str
+    superseded_by: str
+    candidate: CandidateView
+    agents: tuple[AgentView, ...]
+    look: Look | None = None
+    quiet_since: float = 0.0
+    forecast: str = ""
+    forecast_slow: bool = False
+
+
+@dataclass(frozen=True)
+class ApproveCandidate:
+    """Write `status.approved` of the cache in the same compare-and-swap as the fence."""
+
+    grant_expires: float
+
+
+@dataclass(frozen=True)
+class FenceMove:
+    """One compare-and-swap on the KVCache: fence `expected` to `new`, and with it what is approved, and how
+    many parts of the candidate digest's false-promotion budget are used (0: unchanged)."""
+
+    expected: int
+    new: int
+    approve: ApproveCandidate | None = None
+    clear_approved: bool = False
+    shares: int = 0
+
+
+@dataclass(frozen=True)
+class Grant:
+    node: str
+
+
+@dataclass(frozen=True)
+class Revoke:
+    node: str
+    cause: Cause | None
+
+
+@dataclass(frozen=True)
+class ExtendApproval:
+    """Moves `grantExpires` of the approved candidate; no fence, since no permission changes."""
+
+    grant_expires: float
+
+
+Rpc = Grant | Revoke
+
+
+@dataclass(frozen=True)
+class Notice:
+    """An Event for people."""
+
+    warning: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class SpanNote:
+    """A short span of the attempt's trace; emitted after the write it tells of."""
+
+    name: str
+    attributes: tuple[tuple[str, str | int | float | bool], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """state: what status must say. `transition` set: write fence, then state, and look again before any RPC.
+
+    urgent: the change is more than moved numbers. release: the finalizer may go. requeue_after: seconds.
+    """
+
+    state: RolloutState
+    transition: FenceMove | None = None
+    urgent: bool = False
+    rpcs: tuple[Rpc, ...] = ()
+    extend: ExtendApproval | None = None
+    notices: tuple[Notice, ...] = ()
+    spans: tuple[SpanNote, ...] = ()
+    release: bool = False
+    requeue_after: float = field(default=0.0)

@@ -1,0 +1,158 @@
+"""The release machine: `next_plan(state, inputs)`, a pure function.
+
+    Off > Shadow > Canary > Ramp(step i) > Full > Completed; from every stage > ExactBaseline
+
+Each plan either moves (a fence number and the state to write under it) or keeps (RPCs that make agents agree
+with what is written). A plan never holds both, so nothing is sent before it is written, and a crash between
+any two effects leaves objects from which the same function goes on. It must not do I/O or read a clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvtier_operator.rollout.conditions import with_conditions
+from kvtier_operator.rollout.evaluation import all_pass
+from kvtier_operator.rollout.holding import plan_holding, promote
+from kvtier_operator.rollout.inputs import Inputs, Notice, Plan
+from kvtier_operator.rollout.intents import answered, judge_intent, pending_intent
+from kvtier_operator.rollout.moves import advance, roll_back
+from kvtier_operator.rollout.returning import new_attempt, plan_return, plan_without_cache
+from kvtier_operator.rollout.spec import Intent
+from kvtier_operator.rollout.state import Rollback, RolloutState
+from kvtier_operator.rollout.vocabulary import (
+    FINISHED,
+    Cause,
+    IntentResult,
+    Phase,
+    Stage,
+    Verb,
+)
+from kvtier_operator.rollout.waiting import plan_off
+
+
+def next_plan(state: RolloutState, inputs: Inputs) -> Plan:
+    """What to write and do now. Called again with what it wrote and the same facts, it changes nothing."""
+    plan = _plan(state, inputs)
+    settled = replace(plan.state, observed_generation=inputs.generation)
+    settled = with_conditions(settled, inputs)
+    urgent = plan.urgent or _worth_writing(state, settled)
+    return replace(plan, state=settled, urgent=urgent)
+
+
+def _plan(state: RolloutState, inputs: Inputs) -> Plan:
+    active = state.holds_candidate or bool(state.supersedes)
+    if inputs.cache is None and (active or state.stage is Stage.EXACT_BASELINE):
+        return _cache_gone(state, inputs)
+    if inputs.spec is None and active:
+        return roll_back(state, inputs, Cause.INPUT_DRIFT, f"the spec cannot be run: {inputs.spec_error}")
+    if inputs.deleting and active:
+        return roll_back(state, inputs, Cause.OBJECT_DELETED, "the KVRollout is being deleted")
+    if inputs.deleting and state.phase is not Phase.ROLLING_BACK:
+        return Plan(state, release=True)
+    intent = pending_intent(state, inputs)
+    if intent is not None:
+        return _on_intent(state, inputs, intent)
+    if state.phase is Phase.ROLLING_BACK:
+        return plan_return(state, inputs)
+    if state.holds_candidate:
+        return plan_holding(state, inputs)
+    return _at_rest(state, inputs)
+
+
+def _at_rest(state: RolloutState, inputs: Inputs) -> Plan:
+    """Off, or finished with nothing held. An edited candidate arms a finished rollout again."""
+    if state.phase in FINISHED and state.phase is not Phase.INVALID:
+        if inputs.spec is not None and inputs.spec.candidate_hash != state.candidate_hash:
+            target = new_attempt(state, inputs)
+            notice = Notice(False, "CandidateEdited", f"attempt {target.attempt} begins at Shadow")
+            return Plan(target, urgent=True, notices=(notice,), requeue_after=0.01)
+        return Plan(state)
+    return plan_off(state, inputs)
+
+
+def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
+    if state.stage is Stage.EXACT_BASELINE:
+        return plan_without_cache(state, inputs)
+    rollback = Rollback(
+        cause=Cause.OBJECT_DELETED,
+        message="the KVCache is gone",
+        from_stage=state.stage,
+        from_step=state.step,
+        target_digest=state.baseline.digest if state.baseline else "",
+        started_at=inputs.now,
+    )
+    target = replace(
+        state,
+        phase=Phase.ROLLING_BACK,
+        stage=Stage.EXACT_BASELINE,
+        step=0,
+        rollback=rollback,
+        supersedes="",
+        grant_expires=0.0,
+    )
+    return plan_without_cache(target, inputs)
+
+
+def _on_intent(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
+    result, message = judge_intent(state, intent)
+    if result is not IntentResult.ACCEPTED:
+        notice = Notice(True, "IntentRefused", f"{intent.verb} seq {intent.seq}: {message}")
+        refused = answered(state, intent, result, message, inputs.now)
+        return Plan(refused, urgent=True, notices=(notice,), requeue_after=0.01)
+    noted = answered(state, intent, result, f"{intent.verb} in {state.stage}", inputs.now)
+    notice = Notice(False, "IntentAccepted", f"{intent.verb} seq {intent.seq} in {state.stage}")
+    plan = _obey(noted, inputs, intent)
+    return replace(plan, notices=(notice, *plan.notices))
+
+
+def _obey(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
+    if intent.verb is Verb.ABORT:
+        if state.holds_candidate or state.supersedes:
+            return roll_back(state, inputs, Cause.INTENT_ABORT, f"intent seq {intent.seq}")
+        return _abort_before_start(state, inputs, intent)
+    if intent.verb is Verb.RETRY:
+        target = replace(new_attempt(state, inputs), last_intent=state.last_intent)
+        return Plan(target, urgent=True, requeue_after=0.01)
+    if intent.verb is Verb.PAUSE:
+        return advance(state, inputs, replace(state, phase=Phase.PAUSED))
+    if intent.verb is Verb.RESUME:
+        return advance(state, inputs, replace(state, phase=Phase.PROGRESSING))
+    if inputs.spec is None:
+        raise ValueError("an intent was read from a spec")
+    overridden = not all_pass(state, inputs, inputs.spec)
+    why = f"{intent.verb} by intent seq {intent.seq}" + (" without a Pass" if overridden else "")
+    return promote(state, inputs, inputs.spec, why, overridden)
+
+
+def _abort_before_start(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
+    """Nothing was granted, and another rollout may be at work: no fence, no RPC, only the record."""
+    rollback = Rollback(
+        cause=Cause.INTENT_ABORT,
+        message=f"intent seq {intent.seq}, before any agent knew the candidate",
+        from_stage=state.stage,
+        from_step=0,
+        target_digest=state.baseline.digest if state.baseline else "",
+        started_at=inputs.now,
+        revoked_at=inputs.now,
+    )
+    target = replace(
+        state,
+        phase=Phase.ROLLED_BACK,
+        stage=Stage.EXACT_BASELINE,
+        rollback=rollback,
+        finished_at=inputs.now,
+        candidate_hash=inputs.spec.candidate_hash if inputs.spec else state.candidate_hash,
+    )
+    return Plan(target, urgent=True)
+
+
+def _worth_writing(old: RolloutState, new: RolloutState) -> bool:
+    """Whether the change is more than numbers that moved with time."""
+    return _settled(old) != _settled(new)
+
+
+def _settled(state: RolloutState) -> RolloutState:
+    gates = tuple(replace(gate, value="", bound="", n=0, expected_n=0, k="", at=0.0) for gate in state.gates)
+    conditions = tuple(replace(condition, message="") for condition in state.conditions)
+    return replace(state, gates=gates, schedule=None, conditions=conditions)

@@ -1,0 +1,213 @@
+"""The few moves every rule of the machine is made of: advance the fence, open a window, return to baseline.
+
+Each returns a Plan whose state is to be written before anything is done about it. It must not decide when a
+move is due.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvtier_operator.rollout.inputs import (
+    AgentView,
+    ApproveCandidate,
+    CacheView,
+    FenceMove,
+    Inputs,
+    Notice,
+    Plan,
+    SpanNote,
+)
+from kvtier_operator.rollout.spec import RolloutSpec, Step
+from kvtier_operator.rollout.state import FrozenCell, Rollback, RolloutState, Window
+from kvtier_operator.rollout.vocabulary import LEASE_GRACE, Blocker, Cause, Phase, Stage
+
+APPROVAL_SECONDS = 24 * 3600.0
+MAX_CELLS = 24
+MAX_MISSING = 16
+MIN_TICK, MAX_TICK = 1.0, 10.0
+
+
+def tick_seconds(spec: RolloutSpec) -> float:
+    """How often evidence is looked at: a sixth of the lease, between 1 and 10 s."""
+    return min(MAX_TICK, max(MIN_TICK, spec.lease_ttl / 6))
+
+
+def current_step(state: RolloutState, spec: RolloutSpec) -> Step:
+    return spec.nearest(state.stage, state.step)
+
+
+def is_mine(cache: CacheView, inputs: Inputs) -> bool:
+    return cache.approved is not None and cache.approved.rollout_uid == inputs.uid
+
+
+def advance(
+    state: RolloutState,
+    inputs: Inputs,
+    target: RolloutState,
+    *,
+    notice: Notice | None = None,
+    spans: tuple[SpanNote, ...] = (),
+    approve: ApproveCandidate | None = None,
+    clear_approved: bool = False,
+    new_window: bool = False,
+) -> Plan:
+    """One fence number up, `target` written under it. The number passes whatever an agent has seen, so that
+    a KVCache status rebuilt after a loss is caught up with."""
+    cache = inputs.cache
+    if cache is None:
+        raise ValueError("a fence needs its KVCache")
+    seen = max((agent.highest_fence for agent in inputs.agents), default=0)
+    fence = 1 + max(cache.fence, state.fence, seen)
+    if new_window and target.window is not None:
+        target = replace(target, window=replace(target.window, opening_fence=fence))
+    own_leftover = is_mine(cache, inputs) and target.phase is not Phase.COMPLETED
+    return Plan(
+        state=replace(target, fence=fence),
+        transition=FenceMove(
+            expected=cache.fence,
+            new=fence,
+            approve=approve,
+            clear_approved=clear_approved or own_leftover,
+            shares=target.shares if target.shares != state.shares else 0,
+        ),
+        urgent=True,
+        notices=(notice,) if notice else (),
+        spans=spans,
+    )
+
+
+def stage_span(state: RolloutState, target_stage: Stage, target_step: int, why: str) -> SpanNote:
+    return SpanNote(
+        "rollout.stage",
+        (
+            ("kvtier.stage.from", str(state.stage)),
+            ("kvtier.step.from", state.step),
+            ("kvtier.stage.to", str(target_stage)),
+            ("kvtier.step.to", target_step),
+            ("kvtier.transition.reason", why),
+        ),
+    )
+
+
+def enter_step(
+    state: RolloutState,
+    inputs: Inputs,
+    spec: RolloutSpec,
+    step: Step,
+    why: str,
+    *,
+    spend_share: bool = False,
+    resumes: int = 0,
+    phase: Phase = Phase.PROGRESSING,
+    overridden: bool = False,
+) -> Plan:
+    """Opens a step with a window of its own. `spend_share` uses the next part of the false-promotion budget:
+    for a new attempt, a re-opened step, or a resumed one. Moving on does not (gates.md 5)."""
+    shares = max(state.shares, inputs.candidate.prior_shares) + 1 if spend_share else state.shares
+    target = replace(
+        state,
+        phase=phase,
+        stage=step.stage,
+        step=step.index,
+        shares=shares,
+        blocker=Blocker.NONE,
+        blocker_message="",
+        window=Window(0, inputs.now, spec.window_hash, resumes),
+        gates=tuple(gate for gate in state.gates if gate.metric == "taskScoreDrop"),
+        cells=freeze(state, inputs),
+        schedule=None,
+        overridden=overridden,
+        lost=(),
+    )
+    notice = Notice(False, "StageEntered", f"{step.label}: {why}")
+    return advance(
+        state,
+        inputs,
+        target,
+        notice=notice,
+        spans=(stage_span(state, step.stage, step.index, why),),
+        new_window=True,
+    )
+
+
+def freeze(state: RolloutState, inputs: Inputs) -> tuple[FrozenCell, ...]:
+    """The evidence of harm gathered in the step that is left, added to that of the steps before."""
+    look = inputs.look
+    if look is None or state.window is None or look.opening_fence != state.window.opening_fence:
+        return state.cells
+    fresh = [FrozenCell(item.name, state.stage, state.step, round(item.log_e, 3)) for item in look.verdicts]
+    cells = sorted([*state.cells, *(cell for cell in fresh if cell.log_e > 0)], key=lambda cell: -cell.log_e)
+    return tuple(cells[:MAX_CELLS])
+
+
+def refence(state: RolloutState, inputs: Inputs, why: str) -> Plan:
+    """Takes a new number for the same stage, step and evidence: something else has used the old one."""
+    return advance(state, inputs, state, spans=(stage_span(state, state.stage, state.step, why),))
+
+
+def needs_refence(state: RolloutState, inputs: Inputs) -> bool:
+    cache = inputs.cache
+    if cache is None:
+        return False
+    return cache.fence != state.fence or any(
+        agent.highest_fence > state.fence or agent.refusal == "FENCE_CONFLICT" for agent in inputs.agents
+    )
+
+
+def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, gate: str = "") -> Plan:
+    """Leaves the stage for the exact baseline. Agents are told in a later pass, under the new fence."""
+    baseline = state.baseline or (inputs.cache.baseline if inputs.cache else None)
+    rollback = Rollback(
+        cause=cause,
+        message=message,
+        gate=gate,
+        from_stage=state.stage,
+        from_step=state.step,
+        target_digest=baseline.digest if baseline else "",
+        started_at=inputs.now,
+        total=len(inputs.agents),
+        missing=tuple(agent.node for agent in inputs.agents)[:MAX_MISSING],
+    )
+    target = replace(
+        state,
+        phase=Phase.ROLLING_BACK,
+        stage=Stage.EXACT_BASELINE,
+        step=0,
+        rollback=rollback,
+        schedule=None,
+        grant_expires=0.0,
+        supersedes="",
+        cells=freeze(state, inputs),
+        lost=(),
+    )
+    notice = Notice(True, "RollingBack", f"{cause} in {state.stage}: {message}")
+    span = stage_span(state, Stage.EXACT_BASELINE, 0, str(cause))
+    return advance(state, inputs, target, notice=notice, spans=(span,), clear_approved=bool(state.supersedes))
+
+
+def lease_end(inputs: Inputs, since: float) -> float:
+    """When every lease that could have been renewed before `since`, or by an operator before this one, has
+    provably ended."""
+    ttl = inputs.spec.lease_ttl if inputs.spec else 60.0
+    return max(since, inputs.quiet_since) + ttl * LEASE_GRACE
+
+
+def proved(agent: AgentView, fence: int, digest: str) -> bool:
+    """The agent has recomputed the baseline's digest under this fence, holds no candidate, and none of its
+    steps is still running on one."""
+    proof = agent.proof
+    return (
+        proof is not None
+        and proof.valid
+        and proof.fence >= fence
+        and proof.baseline_digest == digest
+        and not proof.candidate_digest
+        and proof.in_flight == 0
+    )
+
+
+def revoked(agent: AgentView, fence: int) -> bool:
+    """The agent has said under this fence that it holds no candidate, whatever its baseline."""
+    proof = agent.proof
+    return proof is not None and proof.valid and proof.fence >= fence and not proof.candidate_digest

@@ -1,0 +1,130 @@
+"""ExactBaseline: revoke on every agent until each has proved the baseline, and what may follow after that.
+
+Level-triggered: the agents still to be asked are those without a proof under the current fence, so an
+operator that starts in the middle goes on by asking again. It must not know why the rollout returned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvtier_operator.rollout.inputs import Inputs, Notice, Plan, Revoke, SpanNote
+from kvtier_operator.rollout.moves import (
+    MAX_MISSING,
+    lease_end,
+    needs_refence,
+    proved,
+    refence,
+    revoked,
+)
+from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.vocabulary import Phase
+
+RETRY_SECONDS = 2.0
+IN_FLIGHT_SECONDS = 0.5
+
+
+def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
+    """RollingBack, with its KVCache still there."""
+    if needs_refence(state, inputs):
+        return refence(state, inputs, "fence moved during the return")
+    if state.rollback is None:
+        raise ValueError("a rollout in ExactBaseline has a rollback record")
+    rollback = state.rollback
+    missing = [
+        agent.node for agent in inputs.agents if not proved(agent, state.fence, rollback.target_digest)
+    ]
+    ended = inputs.now >= lease_end(inputs, rollback.started_at)
+    gone = ended or all(revoked(agent, state.fence) for agent in inputs.agents)
+    updated = replace(
+        rollback,
+        restored=len(inputs.agents) - len(missing),
+        total=len(inputs.agents),
+        missing=tuple(missing)[:MAX_MISSING],
+        in_flight=sum(agent.proof.in_flight for agent in inputs.agents if agent.proof),
+        revoked_at=rollback.revoked_at or (inputs.now if gone else 0.0),
+    )
+    target = replace(state, rollback=updated)
+    notices: tuple[Notice, ...] = ()
+    spans: tuple[SpanNote, ...] = ()
+    if not missing:
+        target = replace(
+            target,
+            phase=Phase.ROLLED_BACK,
+            rollback=replace(updated, verified_at=inputs.now),
+            finished_at=inputs.now,
+        )
+        notices = (
+            Notice(
+                False,
+                "BaselineRestored",
+                f"{updated.restored} of {updated.total} agents proved {short_digest(rollback.target_digest)}",
+            ),
+        )
+        spans = (
+            SpanNote(
+                "rollout.baseline-restored",
+                (
+                    ("kvtier.agents.restored", updated.restored),
+                    ("kvtier.rollback.cause", str(rollback.cause)),
+                    ("kvtier.rollback.seconds", round(inputs.now - rollback.started_at, 3)),
+                ),
+            ),
+        )
+    elif gone and not rollback.revoked_at:
+        how = "all leases have ended" if ended else "every agent has let go of it"
+        notices = (Notice(ended, "CandidateRevoked", f"{how}; unproved: {', '.join(missing[:4])}"),)
+    release = inputs.deleting and bool(target.rollback and target.rollback.revoked_at)
+    if release and missing:
+        notices += (
+            Notice(True, "ReleasedUnproved", f"deleted with leases ended but without proof of {missing[:4]}"),
+        )
+    return Plan(
+        state=target,
+        urgent=target != state,
+        rpcs=() if release else tuple(Revoke(node, rollback.cause) for node in missing),
+        notices=notices,
+        spans=spans,
+        release=release,
+        requeue_after=_wait(inputs, missing, rollback.started_at) if missing and not release else 0.0,
+    )
+
+
+def _wait(inputs: Inputs, missing: list[str], since: float) -> float:
+    """Soon for an agent that answers but still runs steps of the candidate; else a little, or the moment the
+    leases end."""
+    busy = any(agent.node in missing and agent.reachable for agent in inputs.agents)
+    if busy:
+        return IN_FLIGHT_SECONDS
+    left = lease_end(inputs, since) - inputs.now
+    return min(RETRY_SECONDS, left) if left > 0 else RETRY_SECONDS
+
+
+def plan_without_cache(state: RolloutState, inputs: Inputs) -> Plan:
+    """The KVCache is gone: there is no fence to move and no agent that knows the cache. Leases end alone."""
+    if state.rollback is not None and state.phase is Phase.ROLLING_BACK:
+        target = replace(
+            state,
+            phase=Phase.ROLLED_BACK,
+            finished_at=inputs.now,
+            rollback=replace(state.rollback, missing=(), total=0, restored=0, revoked_at=inputs.now),
+        )
+        notice = Notice(True, "CacheGone", "the KVCache was deleted; its agents have forgotten it")
+        return Plan(target, urgent=True, notices=(notice,), release=inputs.deleting)
+    return Plan(state, release=inputs.deleting)
+
+
+def new_attempt(state: RolloutState, inputs: Inputs) -> RolloutState:
+    """A clean start for attempt + 1; keeps what must not be farmed (shares) or replayed (intents)."""
+    return RolloutState(
+        attempt=state.attempt + 1,
+        fence=state.fence,
+        shares=state.shares,
+        last_intent=state.last_intent,
+        candidate_hash=inputs.spec.candidate_hash if inputs.spec else "",
+        conditions=state.conditions,
+    )
+
+
+def short_digest(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12]

@@ -1,0 +1,252 @@
+"""A KVRollout's spec as the machine reads it: a ladder of steps, a full set of gates, numbers in SI units.
+
+Why it exists: the machine must never parse a string. Everything the API leaves to defaults is filled in here,
+so that status and grants show the same numbers. It must not know the state of a rollout, a cluster, or how
+a gate is judged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from kvtier_crds.quantity import QuantityError, parse_decimal, parse_duration, parse_fraction, parse_limit
+from kvtier_operator.rollout.gateset import GateSpec, gates_from_spec
+from kvtier_operator.rollout.vocabulary import STAGE_ORDER, OnInsufficient, OnLeaseExpired, Stage, Verb
+
+DEFAULT_LEASE_TTL = 60.0
+DEFAULT_SETTLE = 120.0
+DEFAULT_WARMUP = 60.0
+DEFAULT_DEADLINE = 72 * 3600.0
+DEFAULT_MIN_SAMPLES = 500
+DEFAULT_HOLDBACK = Decimal("0.02")
+DEFAULT_SAMPLE = {
+    Stage.SHADOW: Decimal("0.05"),
+    Stage.CANARY: Decimal("0.05"),
+    Stage.RAMP: Decimal("0.02"),
+    Stage.FULL: Decimal("0.01"),
+}
+
+
+class SpecError(ValueError):
+    """The spec cannot be run. The message names the field; the schema refuses most of these at apply."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rung: the share of sessions on the candidate and how long it lasts at least (seconds)."""
+
+    stage: Stage
+    index: int
+    traffic: Decimal
+    sample: Decimal
+    min_seconds: float
+    min_samples: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.stage} step {self.index}" if self.stage is Stage.RAMP else str(self.stage)
+
+
+@dataclass(frozen=True)
+class Intent:
+    seq: int
+    verb: Verb
+    attempt: int
+    expected_stage: str
+    expected_step: int
+
+
+@dataclass(frozen=True)
+class BlastRadius:
+    """Empty tuples mean all; `max_nodes` 0 means all."""
+
+    tenants: tuple[str, ...] = ()
+    request_classes: tuple[str, ...] = ()
+    max_nodes: int = 0
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """`window_hash` covers what opens a new window when edited; `candidate_hash` what opens a new attempt."""
+
+    cache_name: str
+    selector_name: str
+    unsupported: str
+    ladder: tuple[Step, ...]
+    gates: tuple[GateSpec, ...]
+    gates_digest: str
+    blast_radius: BlastRadius
+    holdback: Decimal
+    settle: float
+    warmup: float
+    alpha_promotion: Decimal
+    alpha_rollback: Decimal
+    lease_ttl: float
+    on_lease_expired: OnLeaseExpired
+    on_insufficient: OnInsufficient
+    progress_deadline: float
+    intent: Intent | None
+    candidate_hash: str
+    window_hash: str
+
+    def position(self, stage: Stage, index: int) -> int | None:
+        """Place of a step in the ladder; None when the ladder does not hold it (any more)."""
+        for place, step in enumerate(self.ladder):
+            if step.stage is stage and step.index == index:
+                return place
+        return None
+
+    def nearest(self, stage: Stage, index: int) -> Step:
+        """The step itself, or after an edit that took it away the last one before it: an edit never moves a
+        rollout forward."""
+        wanted = (STAGE_ORDER.index(stage), index)
+        found = self.ladder[0]
+        for step in self.ladder:
+            if (STAGE_ORDER.index(step.stage), step.index) <= wanted:
+                found = step
+        return found
+
+    def after(self, step: Step) -> Step | None:
+        """The next rung; None after the last. Always one fraction at a time."""
+        place = self.position(step.stage, step.index)
+        if place is None or place + 1 >= len(self.ladder):
+            return None
+        return self.ladder[place + 1]
+
+
+def short_hash(value: object) -> str:
+    """16 hex digits over canonical JSON; for change detection, not identity."""
+    return hashlib.sha256(_canonical(value)).hexdigest()[:16]
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def parse_spec(spec: Mapping[str, Any]) -> RolloutSpec:
+    """Raises SpecError naming the field."""
+    try:
+        return _parse(spec)
+    except QuantityError as error:
+        raise SpecError(str(error)) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise SpecError(f"spec is incomplete: {error}") from error
+
+
+def _parse(spec: Mapping[str, Any]) -> RolloutSpec:
+    candidate = dict(spec["candidate"])
+    stages = list(spec.get("stages") or [])
+    evidence = dict(spec.get("evidence") or {})
+    budget = dict(spec.get("errorBudget") or {})
+    radius = dict(spec.get("blastRadius") or {})
+    settle = parse_duration(evidence.get("settle", f"{int(DEFAULT_SETTLE)}s"), "spec.evidence.settle")
+    warmup = parse_duration(evidence.get("warmup", f"{int(DEFAULT_WARMUP)}s"), "spec.evidence.warmup")
+    ladder, holdback = _ladder(stages)
+    gates = gates_from_spec(list(spec.get("gates") or []), evidence.get("designEffect"))
+    gates_digest = "sha256:" + hashlib.sha256(_canonical([gate.to_json() for gate in gates])).hexdigest()
+    window_parts = {
+        name: spec.get(name)
+        for name in ("stages", "gates", "evidence", "errorBudget", "leaseTTL", "blastRadius")
+    }
+    return RolloutSpec(
+        cache_name=str(spec["cacheRef"]["name"]),
+        selector_name=str((candidate.get("selectorRef") or {}).get("name", "")),
+        unsupported=_unsupported(candidate),
+        ladder=ladder,
+        gates=gates,
+        gates_digest=gates_digest,
+        blast_radius=BlastRadius(
+            tuple(radius.get("tenants") or ()),
+            tuple(radius.get("requestClasses") or ()),
+            int(radius.get("maxNodes") or 0),
+        ),
+        holdback=holdback,
+        settle=settle,
+        warmup=warmup,
+        alpha_promotion=parse_decimal(
+            budget.get("falsePromotion", "0.05"), "spec.errorBudget.falsePromotion"
+        ),
+        alpha_rollback=parse_decimal(budget.get("falseRollback", "0.01"), "spec.errorBudget.falseRollback"),
+        lease_ttl=_seconds(spec, "leaseTTL", DEFAULT_LEASE_TTL),
+        on_lease_expired=OnLeaseExpired(spec.get("onLeaseExpired") or OnLeaseExpired.RESUME),
+        on_insufficient=OnInsufficient(spec.get("onInsufficient") or OnInsufficient.HOLD),
+        progress_deadline=_seconds(spec, "progressDeadline", DEFAULT_DEADLINE),
+        intent=_intent(spec.get("intent")),
+        candidate_hash=short_hash(candidate),
+        window_hash=short_hash(window_parts),
+    )
+
+
+def _seconds(spec: Mapping[str, Any], name: str, default: float) -> float:
+    value = spec.get(name)
+    return default if value is None else parse_duration(value, f"spec.{name}")
+
+
+def _unsupported(candidate: Mapping[str, Any]) -> str:
+    if candidate.get("fromCacheSpec"):
+        return "candidate.fromCacheSpec"
+    return "candidate.overrides" if candidate.get("overrides") else ""
+
+
+def _intent(raw: Mapping[str, Any] | None) -> Intent | None:
+    if not raw:
+        return None
+    return Intent(
+        seq=int(raw["seq"]),
+        verb=Verb(raw["verb"]),
+        attempt=int(raw.get("attempt") or 0),
+        expected_stage=str(raw.get("expectedStage") or ""),
+        expected_step=int(raw.get("expectedStep") or 0),
+    )
+
+
+def _ladder(stages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Step, ...], Decimal]:
+    names = [Stage(stage["name"]) for stage in stages]
+    ranks = [STAGE_ORDER.index(name) for name in names if name in STAGE_ORDER]
+    if len(ranks) != len(names) or not names or names[0] is not Stage.SHADOW:
+        raise SpecError("spec.stages: the first stage must be Shadow; legal are Shadow, Canary, Ramp, Full")
+    if ranks != sorted(set(ranks)):
+        raise SpecError("spec.stages: each stage once, in the order Shadow, Canary, Ramp, Full")
+    steps: list[Step] = []
+    holdback = DEFAULT_HOLDBACK
+    for name, stage in zip(names, stages, strict=True):
+        where = f"spec.stages[{name}]"
+        sample = parse_fraction(
+            stage.get("sampleFraction", str(DEFAULT_SAMPLE[name])), f"{where}.sampleFraction"
+        )
+        duration = (
+            stage.get({Stage.RAMP: "stepDuration", Stage.FULL: "soak"}.get(name, "minDuration")) or "0s"
+        )
+        seconds = parse_duration(duration, f"{where} duration")
+        minimum = int(stage.get("minSamples") or DEFAULT_MIN_SAMPLES)
+        fractions = [Decimal(0)]
+        if name is Stage.CANARY:
+            fractions = [parse_fraction(stage.get("trafficFraction", "5%"), f"{where}.trafficFraction")]
+        elif name is Stage.RAMP:
+            fractions = [parse_fraction(value, f"{where}.steps") for value in stage.get("steps") or []]
+        elif name is Stage.FULL:
+            holdback = parse_fraction(stage.get("holdback", str(DEFAULT_HOLDBACK)), f"{where}.holdback")
+            fractions = [1 - holdback]
+        for index, traffic in enumerate(fractions):
+            steps.append(Step(name, index, traffic, sample, seconds, minimum))
+    served = [step.traffic for step in steps]
+    if served != sorted(served):
+        raise SpecError("spec.stages: traffic fractions must grow from stage to stage (Full is 1 - holdback)")
+    return tuple(steps), holdback
+
+
+__all__ = [
+    "BlastRadius",
+    "Intent",
+    "RolloutSpec",
+    "SpecError",
+    "Step",
+    "parse_limit",
+    "parse_spec",
+    "short_hash",
+]

@@ -1,0 +1,170 @@
+"""What a rollout remembers: the status of a KVRollout as frozen values.
+
+Only what is in here survives the operator, so the machine may base a decision on this, on other objects and
+on what agents answer, never on memory. Times are seconds since the epoch (UTC). It must not know any rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier_operator.rollout.vocabulary import (
+    Blocker,
+    CandidateClass,
+    Cause,
+    IntentResult,
+    Phase,
+    Stage,
+    Verdict,
+)
+
+
+@dataclass(frozen=True)
+class ManifestRef:
+    digest: str
+    revision: str
+
+
+@dataclass(frozen=True)
+class CandidateRef:
+    digest: str
+    revision: str
+    kind: CandidateClass
+
+
+@dataclass(frozen=True)
+class Window:
+    """The evidence window that is open. `opening_fence` is part of its key; a re-fencing that keeps the
+    evidence keeps it."""
+
+    opening_fence: int
+    opened_at: float
+    spec_hash: str
+    resumes: int = 0
+
+
+@dataclass(frozen=True)
+class GateStatus:
+    """One row of `status.gates`; numbers as the judge printed them, empty when there are none."""
+
+    name: str
+    verdict: Verdict
+    reason: str
+    metric: str = ""
+    value: str = ""
+    bound: str = ""
+    limit: str = ""
+    n: int = 0
+    expected_n: int = 0
+    k: str = ""
+    basis: str = ""
+    at: float = 0.0
+    overridden: bool = False
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class FrozenCell:
+    """Evidence of harm of one gate in a finished step; it counts on in the pooled test (gates.md 5)."""
+
+    gate: str
+    stage: Stage
+    step: int
+    log_e: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The tick of evidence. A missed one runs once: `due_at` moves to the next grid point after `ran_at`."""
+
+    due_at: float
+    ran_at: float
+    late_by: float
+
+
+@dataclass(frozen=True)
+class LostAgent:
+    node: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Rollback:
+    cause: Cause
+    message: str
+    from_stage: Stage
+    from_step: int
+    target_digest: str
+    started_at: float
+    gate: str = ""
+    restored: int = 0
+    total: int = 0
+    missing: tuple[str, ...] = ()
+    in_flight: int = 0
+    revoked_at: float = 0.0
+    verified_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class LastIntent:
+    seq: int
+    verb: str
+    result: IntentResult
+    message: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Condition:
+    type: str
+    status: str
+    reason: str
+    message: str
+    observed_generation: int
+    last_transition: float
+
+
+@dataclass(frozen=True)
+class RolloutState:
+    """`candidate_hash` is of spec.candidate, so that an edit can be told from a drift of what it refers to.
+    `supersedes` names whose candidate is being revoked before this attempt may start: an approved rollout, or
+    this one's own former attempt. `shares` counts the parts of the false-promotion budget that this digest
+    has used, the open window's included. `grant_expires` is set while an approved candidate goes on after
+    Completed."""
+
+    phase: Phase = Phase.PENDING
+    stage: Stage = Stage.OFF
+    step: int = 0
+    attempt: int = 1
+    fence: int = 0
+    observed_generation: int = 0
+    blocker: Blocker = Blocker.NONE
+    blocker_message: str = ""
+    baseline: ManifestRef | None = None
+    candidate: CandidateRef | None = None
+    candidate_hash: str = ""
+    window: Window | None = None
+    gates: tuple[GateStatus, ...] = ()
+    cells: tuple[FrozenCell, ...] = ()
+    schedule: Schedule | None = None
+    lost: tuple[LostAgent, ...] = ()
+    nodes_granted: int = 0
+    nodes_total: int = 0
+    rollback: Rollback | None = None
+    last_intent: LastIntent | None = None
+    overridden: bool = False
+    shares: int = 0
+    supersedes: str = ""
+    revoking_since: float = 0.0
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    grant_expires: float = 0.0
+    traceparent: str = ""
+    conditions: tuple[Condition, ...] = ()
+
+    @property
+    def holds_candidate(self) -> bool:
+        """Whether agents may hold, and renewals may keep up, this rollout's candidate."""
+        if self.stage in (Stage.OFF, Stage.EXACT_BASELINE):
+            return False
+        return self.phase in (Phase.PROGRESSING, Phase.PAUSED) or self.grant_expires > 0

@@ -1,0 +1,353 @@
+"""Reads and writes `status` of a KVRollout: RolloutState to JSON and back, under 8 KiB whatever happens.
+
+What is read back equals what was written (to the millisecond), since a restarted operator has nothing else.
+It must not decide anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from kvtier_crds.models.common import short_digest
+from kvtier_operator.rollout.evaluation import summary_verdict
+from kvtier_operator.rollout.state import (
+    CandidateRef,
+    Condition,
+    FrozenCell,
+    GateStatus,
+    LastIntent,
+    LostAgent,
+    ManifestRef,
+    Rollback,
+    RolloutState,
+    Schedule,
+    Window,
+)
+from kvtier_operator.rollout.vocabulary import (
+    STATUS_LIMIT_BYTES,
+    Blocker,
+    CandidateClass,
+    Cause,
+    ConditionType,
+    IntentResult,
+    Phase,
+    Stage,
+    Verdict,
+)
+
+Json = dict[str, Any]
+MESSAGE_LIMIT = 240
+_BLOCKERS = {str(blocker): blocker for blocker in Blocker}
+
+
+def format_stamp(seconds: float) -> str:
+    """RFC 3339 with milliseconds; empty for 0."""
+    if not seconds:
+        return ""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def parse_stamp(text: object) -> float:
+    """Seconds since the epoch; 0 when absent or unreadable."""
+    if not isinstance(text, str) or not text:
+        return 0.0
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return 0.0
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def to_status(state: RolloutState, *, deadline_seconds: float = 0.0) -> Json:
+    """The whole status. Numbers that telemetry has too are dropped first when it would grow too large."""
+    for slim in range(4):
+        status = _render(_slimmed(state, slim), deadline_seconds)
+        if len(json.dumps(status, separators=(",", ":")).encode()) < STATUS_LIMIT_BYTES:
+            return status
+    return status
+
+
+def _slimmed(state: RolloutState, level: int) -> RolloutState:
+    if level == 0:
+        return state
+    gates = tuple(replace(gate, basis="", k="", message="", expected_n=0) for gate in state.gates)
+    conditions = tuple(replace(condition, message=condition.message[:80]) for condition in state.conditions)
+    state = replace(state, gates=gates, conditions=conditions)
+    if level == 1:
+        return state
+    rollback = state.rollback
+    if rollback is not None:
+        rollback = replace(rollback, missing=rollback.missing[:4], message=rollback.message[:120])
+    gates = tuple(replace(gate, value="", bound="", limit="", at=0.0) for gate in state.gates)
+    state = replace(state, gates=gates, rollback=rollback, lost=state.lost[:4])
+    return state if level == 2 else replace(state, gates=state.gates[:16], cells=state.cells[:12])
+
+
+def _render(state: RolloutState, deadline_seconds: float) -> Json:
+    status: Json = {
+        "observedGeneration": state.observed_generation,
+        "phase": str(state.phase),
+        "stage": str(state.stage),
+        "step": state.step,
+        "attempt": state.attempt,
+        "fence": state.fence,
+        "nodes": state.nodes_granted,
+        "nodesTotal": state.nodes_total,
+        "specDigest": f"{state.candidate_hash}.{state.window.spec_hash if state.window else ''}",
+        "overridden": state.overridden or None,
+        "verdict": summary_verdict(state.gates) or None,
+        "digestBudget": {"attemptsUsed": state.shares} if state.shares else None,
+        "finishedAt": format_stamp(state.finished_at),
+        "grantExpires": format_stamp(state.grant_expires),
+        "traceparent": state.traceparent,
+        "traceID": state.traceparent[3:35],
+    }
+    if state.baseline is not None:
+        status["baseline"] = _reference(state.baseline.digest, state.baseline.revision)
+    if state.candidate is not None:
+        reference = _reference(state.candidate.digest, state.candidate.revision)
+        status["candidate"] = {**reference, "class": str(state.candidate.kind)}
+    if state.window is not None:
+        status["window"] = {"openingFence": state.window.opening_fence}
+        status["resumes"] = state.window.resumes
+    status["schedule"] = _clean(
+        {
+            "dueAt": format_stamp(state.schedule.due_at) if state.schedule else "",
+            "ranAt": format_stamp(state.schedule.ran_at) if state.schedule else "",
+            "lateBy": f"{round(state.schedule.late_by * 1000)}ms" if state.schedule else "",
+            "stepStartedAt": format_stamp(state.window.opened_at) if state.window else "",
+            "attemptStartedAt": format_stamp(state.started_at),
+            "deadlineAt": format_stamp(state.started_at + deadline_seconds) if state.started_at else "",
+        }
+    )
+    status["gates"] = [_gate(gate) for gate in state.gates]
+    status["frozenCells"] = [
+        {"gate": cell.gate, "stage": str(cell.stage), "step": cell.step, "logE": f"{cell.log_e:.3f}"}
+        for cell in state.cells
+    ]
+    status["unreachable"] = [{"node": lost.node, "since": format_stamp(lost.since)} for lost in state.lost]
+    if state.supersedes:
+        since = format_stamp(state.revoking_since)
+        status["revoking"] = {"rollout": state.supersedes, "startedAt": since}
+    if state.rollback is not None:
+        status["rollback"] = _rollback(state.rollback)
+    if state.last_intent is not None:
+        last = state.last_intent
+        status["lastIntent"] = {
+            "seq": last.seq,
+            "verb": last.verb,
+            "result": str(last.result),
+            "message": last.message,
+            "at": format_stamp(last.at),
+        }
+    status["conditions"] = [_condition(condition) for condition in state.conditions]
+    return _clean(status)
+
+
+def _clean(fields: Json) -> Json:
+    return {name: value for name, value in fields.items() if value not in ("", None, [], {})}
+
+
+def _reference(digest: str, revision: str) -> Json:
+    return _clean({"digest": digest, "short": short_digest(digest), "revision": revision})
+
+
+def _gate(gate: GateStatus) -> Json:
+    row: Json = {
+        "name": gate.name,
+        "metric": gate.metric,
+        "verdict": str(gate.verdict),
+        "reason": gate.reason,
+        "basis": gate.basis,
+        "value": gate.value,
+        "bound": gate.bound,
+        "limit": gate.limit,
+        "expectedN": gate.expected_n or None,
+        "k": gate.k,
+        "overridden": gate.overridden or None,
+        "message": gate.message[:160],
+        "at": format_stamp(gate.at),
+    }
+    return {**_clean(row), "n": gate.n}
+
+
+def _rollback(rollback: Rollback) -> Json:
+    row = {
+        "cause": str(rollback.cause),
+        "message": rollback.message[:MESSAGE_LIMIT],
+        "gate": rollback.gate,
+        "fromStage": str(rollback.from_stage),
+        "fromStep": rollback.from_step,
+        "targetDigest": rollback.target_digest,
+        "startedAt": format_stamp(rollback.started_at),
+        "revokedAt": format_stamp(rollback.revoked_at),
+        "verifiedAt": format_stamp(rollback.verified_at),
+        "missing": list(rollback.missing),
+    }
+    counts = {
+        "agentsRestored": rollback.restored,
+        "agentsTotal": rollback.total,
+        "inFlight": rollback.in_flight,
+    }
+    return {**_clean(row), **counts}
+
+
+def _condition(condition: Condition) -> Json:
+    stamp = datetime.fromtimestamp(condition.last_transition, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "type": condition.type,
+        "status": condition.status,
+        "reason": condition.reason,
+        "message": condition.message,
+        "observedGeneration": condition.observed_generation,
+        "lastTransitionTime": stamp,
+    }
+
+
+def from_status(status: Mapping[str, Any]) -> RolloutState:
+    """The state that a former pass wrote; the first state when there is none."""
+    if not status.get("phase"):
+        return RolloutState()
+    schedule = status.get("schedule") or {}
+    candidate_hash, _, window_hash = str(status.get("specDigest") or "").partition(".")
+    revoking = status.get("revoking") or {}
+    blocker, message = _blocker(status)
+    return RolloutState(
+        phase=Phase(status["phase"]),
+        stage=Stage(status.get("stage") or Stage.OFF),
+        step=int(status.get("step") or 0),
+        attempt=int(status.get("attempt") or 1),
+        fence=int(status.get("fence") or 0),
+        observed_generation=int(status.get("observedGeneration") or 0),
+        blocker=blocker,
+        blocker_message=message,
+        baseline=_read_reference(status.get("baseline")),
+        candidate=_read_candidate(status.get("candidate")),
+        candidate_hash=candidate_hash,
+        window=_read_window(status, schedule, window_hash),
+        gates=tuple(_read_gate(row) for row in status.get("gates") or []),
+        cells=tuple(
+            FrozenCell(row["gate"], Stage(row["stage"]), int(row.get("step") or 0), float(row["logE"]))
+            for row in status.get("frozenCells") or []
+        ),
+        schedule=_read_schedule(schedule),
+        lost=tuple(
+            LostAgent(row["node"], parse_stamp(row.get("since"))) for row in status.get("unreachable") or []
+        ),
+        nodes_granted=int(status.get("nodes") or 0),
+        nodes_total=int(status.get("nodesTotal") or 0),
+        rollback=_read_rollback(status.get("rollback")),
+        last_intent=_read_intent(status.get("lastIntent")),
+        overridden=bool(status.get("overridden")),
+        shares=int((status.get("digestBudget") or {}).get("attemptsUsed") or 0),
+        supersedes=str(revoking.get("rollout") or ""),
+        revoking_since=parse_stamp(revoking.get("startedAt")),
+        started_at=parse_stamp(schedule.get("attemptStartedAt")),
+        finished_at=parse_stamp(status.get("finishedAt")),
+        grant_expires=parse_stamp(status.get("grantExpires")),
+        traceparent=str(status.get("traceparent") or ""),
+        conditions=tuple(_read_condition(row) for row in status.get("conditions") or []),
+    )
+
+
+def _blocker(status: Mapping[str, Any]) -> tuple[Blocker, str]:
+    for row in status.get("conditions") or []:
+        if row.get("type") == ConditionType.PROGRESSING:
+            blocker = _BLOCKERS.get(row.get("reason"), Blocker.NONE)
+            return blocker, str(row.get("message") or "") if blocker else ""
+    return Blocker.NONE, ""
+
+
+def _read_reference(row: Mapping[str, Any] | None) -> ManifestRef | None:
+    return ManifestRef(str(row["digest"]), str(row.get("revision") or "")) if row else None
+
+
+def _read_candidate(row: Mapping[str, Any] | None) -> CandidateRef | None:
+    if not row:
+        return None
+    return CandidateRef(str(row["digest"]), str(row.get("revision") or ""), CandidateClass(row["class"]))
+
+
+def _read_window(status: Mapping[str, Any], schedule: Mapping[str, Any], spec_hash: str) -> Window | None:
+    row = status.get("window")
+    if not row:
+        return None
+    return Window(
+        opening_fence=int(row["openingFence"]),
+        opened_at=parse_stamp(schedule.get("stepStartedAt")),
+        spec_hash=spec_hash,
+        resumes=int(status.get("resumes") or 0),
+    )
+
+
+def _read_schedule(row: Mapping[str, Any]) -> Schedule | None:
+    if not row.get("dueAt"):
+        return None
+    late = float(str(row.get("lateBy") or "0ms").removesuffix("ms")) / 1000
+    return Schedule(parse_stamp(row["dueAt"]), parse_stamp(row.get("ranAt")), late)
+
+
+def _read_gate(row: Mapping[str, Any]) -> GateStatus:
+    return GateStatus(
+        name=str(row["name"]),
+        verdict=Verdict(row["verdict"]),
+        reason=str(row.get("reason") or ""),
+        metric=str(row.get("metric") or ""),
+        value=str(row.get("value") or ""),
+        bound=str(row.get("bound") or ""),
+        limit=str(row.get("limit") or ""),
+        n=int(row.get("n") or 0),
+        expected_n=int(row.get("expectedN") or 0),
+        k=str(row.get("k") or ""),
+        basis=str(row.get("basis") or ""),
+        message=str(row.get("message") or ""),
+        at=parse_stamp(row.get("at")),
+        overridden=bool(row.get("overridden")),
+    )
+
+
+def _read_rollback(row: Mapping[str, Any] | None) -> Rollback | None:
+    if not row:
+        return None
+    return Rollback(
+        cause=Cause(row["cause"]),
+        message=str(row.get("message") or ""),
+        gate=str(row.get("gate") or ""),
+        from_stage=Stage(row.get("fromStage") or Stage.OFF),
+        from_step=int(row.get("fromStep") or 0),
+        target_digest=str(row.get("targetDigest") or ""),
+        started_at=parse_stamp(row.get("startedAt")),
+        restored=int(row.get("agentsRestored") or 0),
+        total=int(row.get("agentsTotal") or 0),
+        missing=tuple(row.get("missing") or ()),
+        in_flight=int(row.get("inFlight") or 0),
+        revoked_at=parse_stamp(row.get("revokedAt")),
+        verified_at=parse_stamp(row.get("verifiedAt")),
+    )
+
+
+def _read_intent(row: Mapping[str, Any] | None) -> LastIntent | None:
+    if not row:
+        return None
+    return LastIntent(
+        seq=int(row["seq"]),
+        verb=str(row.get("verb") or ""),
+        result=IntentResult(row["result"]),
+        message=str(row.get("message") or ""),
+        at=parse_stamp(row.get("at")),
+    )
+
+
+def _read_condition(row: Mapping[str, Any]) -> Condition:
+    return Condition(
+        type=str(row["type"]),
+        status=str(row["status"]),
+        reason=str(row.get("reason") or ""),
+        message=str(row.get("message") or ""),
+        observed_generation=int(row.get("observedGeneration") or 0),
+        last_transition=parse_stamp(row.get("lastTransitionTime")),
+    )
