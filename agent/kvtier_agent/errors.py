@@ -77,7 +77,7 @@ STATUS_OF = {reason: status for status, reasons in _STATUS.items() for reason in
 def to_detail(error: CoreError) -> common_pb2.ErrorDetail:
     """The wire's form of a refusal; facts and message are cut to their bounds."""
     return common_pb2.ErrorDetail(
-        reason=common_pb2.Reason.Value(error.reason.name),
+        reason=error.reason.name,
         message=error.message[:_MAX_MESSAGE],
         retry_after_ms=_RETRY_AFTER_MS.get(error.reason, 0),
         facts={key: str(value)[:256] for key, value in list(error.facts.items())[:_MAX_FACTS]},

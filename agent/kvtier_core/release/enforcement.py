@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from decimal import Decimal
 from enum import StrEnum
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.fences import Judgement
 from kvtier_core.release.leases import NANOS_PER_MS, FenceToken, GrantTerms, Lease
+from kvtier_evidence import assignment
 
 Clock = Callable[[], int]
 P = ParamSpec("P")
@@ -26,18 +26,7 @@ R = TypeVar("R")
 
 # Of a sampled request, the share of decode steps that is answered twice; the first one always is, so that a
 # short request is never without a value (a missing value counts as the worst one).
-STEP_SAMPLE_FRACTION = Decimal("0.5")
-
-
-class Hashes(Protocol):
-    """The stable hashes both ends of the wire compute alike (kvtier_evidence.assignment)."""
-
-    def assign(self, rollout_uid: str, tenant: str, session_root_id: str) -> float:
-        """Uniform in [0, 1); candidate iff below the traffic fraction."""
-
-    def request_sampled(self, rollout_uid: str, request_id: str, fraction: Decimal) -> bool: ...
-
-    def step_sampled(self, rollout_uid: str, request_id: str, step: int, fraction: Decimal) -> bool: ...
+STEP_SAMPLE_FRACTION = 0.5
 
 
 class ServedArm(StrEnum):
@@ -104,11 +93,10 @@ def _locked(
 
 
 class CacheEnforcement:
-    """One cache's lease, assignment and publication rule. Thread-safe: publication is asked in engine threads."""
+    """One cache's lease, assignment and publication rule. Thread-safe (engine threads ask)."""
 
-    def __init__(self, clock: Clock, hashes: Hashes, returned: LocalReturn | None = None) -> None:
+    def __init__(self, clock: Clock, returned: LocalReturn | None = None) -> None:
         self._clock = clock
-        self._hashes = hashes
         self._lease: Lease | None = None
         self._last_granted = 0
         self._epoch = 0
@@ -205,10 +193,11 @@ class CacheEnforcement:
             return Assignment(ServedArm.BASELINE, False, False, False, *_origin(held))
         terms = held.terms
         rollout = terms.fence.rollout_uid
-        position = self._hashes.assign(rollout, facts.tenant, facts.session_root_id)
-        arm = ServedArm.CANDIDATE if position < terms.traffic_fraction else ServedArm.BASELINE
-        sampled = self._hashes.request_sampled(rollout, facts.request_id, terms.sample_fraction)
-        return Assignment(arm, sampled, False, True, held.epoch, terms)
+        fraction = float(terms.traffic_fraction)
+        chosen = assignment.is_candidate(rollout, facts.tenant, facts.session_root_id, fraction)
+        arm = ServedArm.CANDIDATE if chosen else ServedArm.BASELINE
+        compared = assignment.sampled(rollout, facts.request_id, float(terms.sample_fraction))
+        return Assignment(arm, compared, False, True, held.epoch, terms)
 
     @_locked
     def plan_step(self, session: Assignment, request_id: str, step: int, first_decode: bool) -> StepPlan:
@@ -219,7 +208,7 @@ class CacheEnforcement:
             return StepPlan(ServedArm.BASELINE, False, None, self._why_exact() if lost else "")
         compare = session.sampled and (
             first_decode
-            or self._hashes.step_sampled(
+            or assignment.step_sampled(
                 session.terms.fence.rollout_uid, request_id, step, STEP_SAMPLE_FRACTION
             )
         )

@@ -1,0 +1,341 @@
+"""Attention on the wire: sessions, one ordered stream each, outcomes. Identity is checked here, once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from kvtier.v1 import attention_pb2, attention_pb2_grpc
+from kvtier_agent import convert
+from kvtier_agent.cachehost import CacheHost, FrameAnswer, Session
+from kvtier_agent.errors import to_detail
+from kvtier_agent.node import Node, check_owner
+from kvtier_agent.rpc import RpcScope, ServicerContext
+from kvtier_agent.telemetry import Metrics, Telemetry
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.enforcement import ServedArm, SessionFacts
+from kvtier_crds.manifest import RuntimeManifest
+
+QUERY_BLOCK_TOKENS = 256
+_MAX_NAME = 253
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Received:
+    """A frame with its time of receipt, or why it is refused without being looked at."""
+
+    frame: attention_pb2.AttendFrame
+    at: float
+    refusal: CoreError | None
+
+
+class FrameCount:
+    """Attention frames of this agent that are queued or running; bounded, and awaited by a drain."""
+
+    def __init__(self, bound: int, metrics: Metrics) -> None:
+        self._bound = bound
+        self._metrics = metrics
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.count = 0
+
+    def enter(self) -> CoreError | None:
+        """Takes one place, or says why there is none."""
+        if self.count >= self._bound:
+            return CoreError(
+                Reason.QUEUE_FULL,
+                f"{self.count} frames are in flight on this agent",
+                {"bound": str(self._bound)},
+            )
+        self.count += 1
+        self._idle.clear()
+        self._metrics.frames_in_flight.set(self.count)
+        return None
+
+    def leave(self) -> None:
+        self.count -= 1
+        self._metrics.frames_in_flight.set(self.count)
+        if self.count == 0:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        await self._idle.wait()
+
+
+class AttentionService(attention_pb2_grpc.AttentionServicer):
+    """Engine to agent."""
+
+    def __init__(
+        self, node: Node, scope: RpcScope, telemetry: Telemetry, metrics: Metrics, frames: FrameCount
+    ) -> None:
+        self._node = node
+        self._scope = scope
+        self._telemetry = telemetry
+        self._metrics = metrics
+        self._frames = frames
+
+    async def DescribeCache(
+        self, request: attention_pb2.DescribeCacheRequest, context: ServicerContext
+    ) -> attention_pb2.DescribeCacheResponse:
+        return await self._scope.run("Attention.DescribeCache", context, self._describe(request))
+
+    async def OpenSession(
+        self, request: attention_pb2.OpenSessionRequest, context: ServicerContext
+    ) -> attention_pb2.OpenSessionResponse:
+        return await self._scope.run("Attention.OpenSession", context, self._open(request), finish=True)
+
+    async def CloseSession(
+        self, request: attention_pb2.CloseSessionRequest, context: ServicerContext
+    ) -> attention_pb2.CloseSessionResponse:
+        return await self._scope.run("Attention.CloseSession", context, self._close(request), finish=True)
+
+    async def ReportOutcome(
+        self, request: attention_pb2.ReportOutcomeRequest, context: ServicerContext
+    ) -> attention_pb2.ReportOutcomeResponse:
+        return await self._scope.run("Attention.ReportOutcome", context, self._report(request))
+
+    async def Attend(
+        self, request_iterator: AsyncIterator[attention_pb2.AttendFrame], context: ServicerContext
+    ) -> AsyncIterator[attention_pb2.AttendAnswer]:
+        """Answers in the order of the frames. A frame beyond the stream's bound is refused in its place;
+        beyond twice the bound the stream is not read until answers leave (HTTP/2 holds the sender)."""
+        limits = self._node.limits
+        queue: asyncio.Queue[_Received | None] = asyncio.Queue(2 * limits.stream_in_flight)
+        accepted = 0
+        owned: Session | None = None
+
+        async def read() -> None:
+            nonlocal accepted
+            try:
+                async for frame in request_iterator:
+                    refusal = None
+                    if accepted >= limits.stream_in_flight:
+                        refusal = CoreError(
+                            Reason.QUEUE_FULL,
+                            f"{accepted} frames of this stream wait",
+                            {"bound": str(limits.stream_in_flight)},
+                        )
+                    else:
+                        refusal = self._frames.enter()
+                    if refusal is None:
+                        accepted += 1
+                    await queue.put(_Received(frame, time.monotonic(), refusal))
+            finally:
+                await queue.put(None)
+
+        reader = asyncio.create_task(read())
+        try:
+            while (received := await queue.get()) is not None:
+                try:
+                    if received.refusal is None and owned is None:
+                        owned = self._claim(received.frame)
+                    answer = await self._answer(received, owned)
+                except CoreError as error:
+                    answer = _refused(received.frame, error)
+                finally:
+                    if received.refusal is None:
+                        accepted -= 1
+                        self._frames.leave()
+                yield answer
+        finally:
+            reader.cancel()
+            if owned is not None:
+                owned.streaming = False
+            while not queue.empty():
+                left = queue.get_nowait()
+                if left is not None and left.refusal is None:
+                    self._frames.leave()
+
+    def _claim(self, frame: attention_pb2.AttendFrame) -> Session:
+        """The session that the first frame of a stream names; one stream at a time."""
+        session = self._node.session(frame.session_id, frame.generation, frame.tenant)
+        if session.streaming:
+            raise CoreError(Reason.BAD_ARGUMENT, "the session has another open stream")
+        session.streaming = True
+        return session
+
+    async def _answer(self, received: _Received, owned: Session | None) -> attention_pb2.AttendAnswer:
+        frame = received.frame
+        started_ns = time.time_ns()
+        code, arm = "OK", ServedArm.BASELINE
+        try:
+            if received.refusal is not None:
+                raise received.refusal
+            session = self._checked(frame, owned)
+            self._check_deadline(received)
+            converted, queries = convert.frame_input(frame, session.host.manifest)
+            answer = await session.host.attend(session, converted, queries)
+            arm = answer.arm
+            self._observe(session, frame, answer, started_ns)
+            return convert.answer_message(frame, answer)
+        except CoreError as error:
+            code = error.reason.name
+            return _refused(frame, error)
+        except Exception:
+            log.exception("frame failed")
+            code = Reason.INTERNAL.name
+            return _refused(frame, CoreError(Reason.INTERNAL, "internal failure; see the agent's log"))
+        finally:
+            self._metrics.frame_seconds.labels(arm.value, code).observe(time.monotonic() - received.at)
+
+    def _checked(self, frame: attention_pb2.AttendFrame, owned: Session | None) -> Session:
+        self._node.check_boot(frame.boot_id)
+        session = self._node.session(frame.session_id, frame.generation, frame.tenant)
+        if session is not owned:
+            raise CoreError(Reason.BAD_ARGUMENT, "one stream carries one session")
+        return session
+
+    def _check_deadline(self, received: _Received) -> None:
+        """A frame that waited past its deadline is refused before it changes the session."""
+        allowed = self._node.limits.frame_deadline_seconds
+        if received.frame.deadline_ms:
+            allowed = min(allowed, received.frame.deadline_ms / 1000)
+        waited = time.monotonic() - received.at
+        if waited > allowed:
+            message = f"the frame waited {waited:.3f} s, its deadline was {allowed:.3f} s"
+            raise CoreError(Reason.DEADLINE, message)
+
+    def _observe(
+        self, session: Session, frame: attention_pb2.AttendFrame, answer: FrameAnswer, started_ns: int
+    ) -> None:
+        receipt = answer.result.receipt
+        self._metrics.stall_seconds.inc(receipt.stall_seconds)
+        for tier, size in receipt.bytes_by_tier.items():
+            self._metrics.tier_read_bytes.labels(tier).inc(size)
+        if answer.compared_error is None:
+            return
+        self._metrics.compared_steps.inc()
+        self._telemetry.step(
+            session_traceparent=session.traceparent,
+            rollout_traceparent=session.host.rollout_traceparent,
+            start_ns=started_ns,
+            attributes={
+                "kvtier.step": frame.step,
+                "kvtier.arm": answer.arm.value,
+                "kvtier.exactness": receipt.exactness.value,
+                "kvtier.rows_attended": receipt.rows_attended,
+                "kvtier.step_error": answer.compared_error,
+            },
+            bytes_by_tier=receipt.bytes_by_tier,
+            stall_seconds=receipt.stall_seconds,
+        )
+
+    async def _describe(
+        self, request: attention_pb2.DescribeCacheRequest
+    ) -> attention_pb2.DescribeCacheResponse:
+        host = self._node.host(convert.cache_name(request.cache))
+        answer = attention_pb2.DescribeCacheResponse(
+            cache=convert.cache_ref(host.name),
+            boot_id=self._node.boot_id,
+            baseline_digest=host.baseline_digest,
+            stage="Off",
+            geometry=convert.geometry_message(host.manifest),
+            chunk_tokens=host.manifest.chunk_tokens,
+            page_tokens=host.manifest.page_tokens,
+            model_fingerprint=host.fingerprint,
+        )
+        lease = host.enforcement.lease()
+        if lease is not None:
+            answer.candidate_digest = lease.terms.candidate_digest
+            answer.stage = lease.terms.fence.stage
+            answer.attempt = lease.terms.fence.attempt
+            if host.window is not None:
+                answer.window.CopyFrom(convert.window_key(host.window))
+        return answer
+
+    async def _open(self, request: attention_pb2.OpenSessionRequest) -> attention_pb2.OpenSessionResponse:
+        node = self._node
+        if node.draining:
+            raise CoreError(Reason.DRAINING, "the agent is draining and takes no session")
+        host = node.host(convert.cache_name(request.cache))
+        _check_identity(request, host)
+        if request.forced_arm not in convert.ARM_FROM_WIRE:
+            raise CoreError(Reason.BAD_ARGUMENT, f"forced_arm {request.forced_arm} is unknown")
+        if node.session_count() >= node.limits.max_sessions:
+            bound = str(node.limits.max_sessions)
+            raise CoreError(Reason.QUEUE_FULL, f"{bound} sessions are open on this agent", {"bound": bound})
+        root = request.session_root_id or str(uuid.uuid4())
+        facts = SessionFacts(
+            tenant=request.tenant,
+            request_class=request.request_class,
+            session_root_id=root,
+            request_id=root,
+            probe=request.probe,
+            forced_arm=convert.ARM_FROM_WIRE[request.forced_arm],
+        )
+        session = await host.open_session(facts, request.score_scale, request.max_tokens, request.traceparent)
+        assignment = session.assignment
+        digest = host.baseline_digest
+        if assignment.arm is ServedArm.CANDIDATE and assignment.terms is not None:
+            digest = assignment.terms.candidate_digest
+        return attention_pb2.OpenSessionResponse(
+            session_id=session.handle.session_id,
+            generation=session.handle.generation,
+            boot_id=node.boot_id,
+            arm=convert.ARM_TO_WIRE[assignment.arm],
+            manifest_digest=digest,
+            baseline_digest=host.baseline_digest,
+            sampled=assignment.sampled,
+            window=None if session.window is None else convert.window_key(session.window),
+            chunk_tokens=host.manifest.chunk_tokens,
+            query_block_tokens=QUERY_BLOCK_TOKENS,
+            cache=convert.cache_ref(host.name),
+        )
+
+    async def _close(self, request: attention_pb2.CloseSessionRequest) -> attention_pb2.CloseSessionResponse:
+        session = self._node.session(request.session_id, request.generation, request.tenant)
+        released = await session.host.close_session(session)
+        return attention_pb2.CloseSessionResponse(rows_released=released)
+
+    async def _report(
+        self, request: attention_pb2.ReportOutcomeRequest
+    ) -> attention_pb2.ReportOutcomeResponse:
+        outcome = convert.outcome_of(request)
+        for host in self._node.caches.values():
+            session = host.session_for_outcome(request.session_id)
+            if session is not None:
+                check_owner(session, request.generation, request.tenant)
+                why_not = host.report_outcome(session, outcome)
+                return attention_pb2.ReportOutcomeResponse(counted=not why_not, why_not=why_not)
+        raise CoreError(Reason.SESSION_UNKNOWN, "this agent holds no such session")
+
+
+def _check_identity(request: attention_pb2.OpenSessionRequest, host: CacheHost) -> None:
+    """Tenant, model, geometry and dtype, in this order; each refusal names the field."""
+    if not request.tenant or len(request.tenant) > _MAX_NAME:
+        raise CoreError(Reason.TENANT_MISMATCH, f"tenant must have 1 to {_MAX_NAME} characters")
+    for name in ("request_class", "session_root_id"):
+        if len(getattr(request, name)) > _MAX_NAME:
+            raise CoreError(Reason.BAD_ARGUMENT, f"{name} must have at most {_MAX_NAME} characters")
+    if request.model_fingerprint != host.fingerprint:
+        message = (
+            f"model_fingerprint {request.model_fingerprint[:80]!r} is not this cache's {host.fingerprint}"
+        )
+        raise CoreError(Reason.MODEL_MISMATCH, message)
+    _check_geometry(request.geometry, host.manifest)
+    if not (math.isfinite(request.score_scale) and request.score_scale > 0):
+        raise CoreError(Reason.BAD_ARGUMENT, f"score_scale {request.score_scale} must be finite and above 0")
+    if request.max_tokens <= 0:
+        raise CoreError(Reason.BAD_ARGUMENT, f"max_tokens {request.max_tokens} must be above 0")
+
+
+def _check_geometry(asked: attention_pb2.Geometry, manifest: RuntimeManifest) -> None:
+    own = convert.geometry_message(manifest)
+    for field in ("layers", "query_heads", "kv_heads", "head_dim", "dtype"):
+        if getattr(asked, field) != getattr(own, field):
+            message = (
+                f"geometry.{field} {getattr(asked, field)!r} is not this cache's {getattr(own, field)!r}"
+            )
+            raise CoreError(Reason.GEOMETRY_MISMATCH, message)
+
+
+def _refused(frame: attention_pb2.AttendFrame, error: CoreError) -> attention_pb2.AttendAnswer:
+    return attention_pb2.AttendAnswer(
+        sequence=frame.sequence, step=frame.step, layer=frame.layer, error=to_detail(error)
+    )

@@ -1,0 +1,81 @@
+"""Blocks on the wire: lists and reads published chunks of a session. Bytes were verified by the core."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from kvtier.v1 import blocks_pb2, blocks_pb2_grpc
+from kvtier_agent.node import Node
+from kvtier_agent.rpc import RpcScope, ServicerContext, abort
+from kvtier_core.errors import CoreError, Reason
+
+MAX_LIST = 10_000
+PART_BYTES = 1 << 20
+
+
+class BlocksService(blocks_pb2_grpc.BlocksServicer):
+    """For engines that own their pools and for other nodes."""
+
+    def __init__(self, node: Node, scope: RpcScope) -> None:
+        self._node = node
+        self._scope = scope
+
+    async def List(
+        self, request: blocks_pb2.ListBlocksRequest, context: ServicerContext
+    ) -> blocks_pb2.ListBlocksResponse:
+        return await self._scope.run("Blocks.List", context, self._list(request))
+
+    async def Read(
+        self, request: blocks_pb2.ReadBlockRequest, context: ServicerContext
+    ) -> AsyncIterator[blocks_pb2.BlockPart]:
+        """The whole block was read and verified before its first part leaves."""
+        try:
+            checksum, data = await self._read(request)
+        except CoreError as error:
+            await abort(context, error)
+        for offset in range(0, max(1, len(data)), PART_BYTES):
+            part = data[offset : offset + PART_BYTES]
+            last = offset + len(part) >= len(data)
+            yield blocks_pb2.BlockPart(offset=offset, data=part, last=last, checksum=checksum if last else "")
+
+    async def _list(self, request: blocks_pb2.ListBlocksRequest) -> blocks_pb2.ListBlocksResponse:
+        if not 0 <= request.limit <= MAX_LIST or request.offset < 0:
+            raise CoreError(Reason.BAD_ARGUMENT, f"limit must be in [0, {MAX_LIST}] and offset not negative")
+        self._node.check_boot(request.boot_id)
+        session = self._node.session(request.session_id, request.session_generation, request.tenant)
+        runner, handle = session.host.runner, session.handle
+        found = await runner.call(lambda: runner.engine.blocks(handle.session_id, handle.generation))
+        end = request.offset + (request.limit or MAX_LIST)
+        return blocks_pb2.ListBlocksResponse(
+            blocks=[
+                blocks_pb2.BlockInfo(
+                    ref=blocks_pb2.BlockRef(
+                        session_id=handle.session_id,
+                        session_generation=handle.generation,
+                        layer=facts.layer,
+                        chunk=facts.chunk,
+                        generation=facts.generation,
+                    ),
+                    tier_class=facts.tier_class,
+                    rows=facts.rows,
+                    bytes=facts.size_bytes,
+                    checksum=facts.checksum,
+                    producer_digest=facts.producer_digest,
+                    sealed=facts.sealed,
+                )
+                for facts in found[request.offset : end]
+            ],
+            more=len(found) > end,
+        )
+
+    async def _read(self, request: blocks_pb2.ReadBlockRequest) -> tuple[str, bytes]:
+        ref = request.ref
+        self._node.check_boot(request.boot_id)
+        session = self._node.session(ref.session_id, ref.session_generation, request.tenant)
+        runner, handle = session.host.runner, session.handle
+        facts, data = await runner.call(
+            lambda: runner.engine.read_block(
+                handle.session_id, handle.generation, ref.layer, ref.chunk, ref.generation
+            )
+        )
+        return facts.checksum, data

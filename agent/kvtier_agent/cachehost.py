@@ -1,0 +1,264 @@
+"""One cache on this node: its engine, its enforcement and its sessions, tied together.
+
+Everything here runs on the event loop except what is handed to the engine's thread. It knows no wire message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kvtier_agent.engine_port import (
+    EngineRunner,
+    ExactnessClass,
+    FrameInput,
+    FrameMode,
+    FrameResult,
+    SessionHandle,
+    SessionTerms,
+)
+from kvtier_agent.evidence_port import EvidencePort, Outcome
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.enforcement import Assignment, CacheEnforcement, ServedArm, SessionFacts
+from kvtier_crds.manifest import RuntimeManifest, model_fingerprint
+from kvtier_evidence.window import WindowKey
+
+_MAX_CLOSED = 4096
+
+# Zero-tolerance counters by the refusal that moves them, for sessions that a candidate serves.
+_COUNTER_OF = {
+    Reason.NO_DESTINATION_CAPACITY: "allocationFailures",
+    Reason.IDENTITY_MISMATCH: "isolationFailures",
+    Reason.RECYCLED_DESTINATION: "isolationFailures",
+    Reason.STALE_CACHE_GENERATION: "replayFailures",
+    Reason.SUPPORT_GAP: "replayFailures",
+}
+_ALWAYS_ALLOWED_FALLBACKS = frozenset({"exactFetch", "reject"})
+
+
+@dataclass(frozen=True)
+class CacheName:
+    """How operators and engines name a cache; uid may be empty where only the name is known."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass
+class Session:
+    """One engine session and what was decided for it. Times are CLOCK_BOOTTIME nanoseconds, sums seconds."""
+
+    handle: SessionHandle
+    host: CacheHost
+    tenant: str
+    request_id: str
+    assignment: Assignment
+    window: WindowKey | None
+    traceparent: str
+    opened_ns: int
+    last_used_ns: int
+    first_step: int | None = None
+    first_decode_step: int | None = None
+    decode_stall_seconds: float = 0.0
+    streaming: bool = False
+    step_errors: dict[int, float] = field(default_factory=dict)
+    outcome_reported: bool = False
+
+    @property
+    def counted(self) -> bool:
+        """Whether it is a unit of the window's evidence: assigned inside the blast radius, not a probe."""
+        return self.window is not None and self.assignment.in_radius
+
+
+@dataclass(frozen=True)
+class FrameAnswer:
+    """`compared_error`: the step error when this frame completed a compared step; NaN is a missing value."""
+
+    result: FrameResult
+    arm: ServedArm
+    fallback: str
+    compared_error: float | None
+
+
+class CacheHost:
+    """Owned by the node; calls of one session arrive in order, calls of different sessions interleave."""
+
+    def __init__(
+        self,
+        name: CacheName,
+        manifest: RuntimeManifest,
+        runner: EngineRunner,
+        enforcement: CacheEnforcement,
+        evidence: EvidencePort,
+        clock: Callable[[], int],
+    ) -> None:
+        self.name = name
+        self.manifest = manifest
+        self.fingerprint = model_fingerprint(manifest.model)
+        self.baseline_digest = manifest.digest()
+        self.runner = runner
+        self.enforcement = enforcement
+        self.evidence = evidence
+        self.window: WindowKey | None = None
+        self.rollout_traceparent = ""
+        self.sessions: dict[str, Session] = {}
+        self._closed: OrderedDict[str, Session] = OrderedDict()
+        self._clock = clock
+
+    async def open_session(
+        self, facts: SessionFacts, score_scale: float, max_tokens: int, traceparent: str
+    ) -> Session:
+        """Assigns the arm and reserves; identity was checked by the caller."""
+        assignment = self.enforcement.assign(facts)
+        window = self.window if assignment.terms is not None else None
+        candidate = assignment.terms if self._may_need_candidate(assignment) else None
+        terms = SessionTerms(facts.tenant, score_scale, max_tokens, candidate)
+        try:
+            handle = await self.runner.call(lambda: self.runner.engine.open_session(terms))
+        except CoreError as error:
+            self._count_refusal(window, assignment, error)
+            raise
+        now = self._clock()
+        session = Session(
+            handle, self, facts.tenant, facts.request_id, assignment, window, traceparent, now, now
+        )
+        self.sessions[handle.session_id] = session
+        if window is not None and session.counted:
+            self.evidence.assigned(window, handle.session_id, assignment.arm, assignment.sampled)
+        return session
+
+    async def attend(self, session: Session, frame: FrameInput, queries: int) -> FrameAnswer:
+        """Computes one frame of the session's stream; raises CoreError with the session unchanged."""
+        decode = queries == 1 and session.first_step is not None and frame.step > session.first_step
+        first_decode = decode and session.first_decode_step in (None, frame.step)
+        plan = self.enforcement.plan_step(session.assignment, session.request_id, frame.step, first_decode)
+        publish_candidate = plan.publish is ServedArm.CANDIDATE
+        mode = FrameMode(
+            publish_candidate=publish_candidate,
+            compare=plan.compare and decode,
+            candidate=plan.terms,
+            may_publish=lambda: self.enforcement.may_publish(session.assignment),
+        )
+        engine = self.runner.engine
+        try:
+            if publish_candidate or mode.compare:
+                with self.enforcement.candidate_step():
+                    result = await self.runner.call(lambda: engine.step(frame, mode))
+            else:
+                result = await self.runner.call(lambda: engine.step(frame, mode))
+        except CoreError as error:
+            self._count_refusal(session.window, session.assignment, error)
+            raise
+        if session.first_step is None:
+            session.first_step = frame.step
+        if first_decode:
+            session.first_decode_step = frame.step
+        if decode:
+            session.decode_stall_seconds += result.receipt.stall_seconds
+        session.last_used_ns = self._clock()
+        served = ServedArm.CANDIDATE if result.from_candidate else ServedArm.BASELINE
+        fallback = plan.fallback
+        if publish_candidate and not result.from_candidate and not fallback:
+            lost = not self.enforcement.may_publish(session.assignment)
+            fallback = self.enforcement.why_exact() if lost else result.receipt.fallback
+        self._check_fallback(session, result)
+        return FrameAnswer(result, served, fallback, self._compared(session, frame, result))
+
+    async def close_session(self, session: Session) -> int:
+        """Ends the session; its outcome may still be reported for a while. Returns rows released."""
+        handle = session.handle
+        self.sessions.pop(handle.session_id, None)
+        self._closed[handle.session_id] = session
+        while len(self._closed) > _MAX_CLOSED:
+            self._closed.popitem(last=False)
+        engine = self.runner.engine
+        return await self.runner.call(
+            lambda: engine.close_session(handle.session_id, handle.generation), bounded=False
+        )
+
+    def session_for_outcome(self, session_id: str) -> Session | None:
+        return self.sessions.get(session_id) or self._closed.get(session_id)
+
+    def report_outcome(self, session: Session, outcome: Outcome) -> str:
+        """Counts what the engine's process saw; returns why it was not counted, or an empty text."""
+        if session.outcome_reported:
+            return "an outcome was already reported for this session"
+        if session.window is None:
+            return "no candidate was granted when the session was opened"
+        if session.assignment.probe:
+            if outcome.probe is None:
+                return "a probe session reports a probe pair"
+            session.outcome_reported = True
+            self.evidence.probe(session.window, outcome.probe)
+            return ""
+        if outcome.probe is not None:
+            return "only probe sessions report probe pairs"
+        if not session.counted:
+            return "the session is outside the blast radius"
+        session.outcome_reported = True
+        self.evidence.outcome(
+            session.window, session.handle.session_id, outcome.with_stall(session.decode_stall_seconds)
+        )
+        return ""
+
+    def idle_sessions(self, idle_ns: int) -> list[Session]:
+        """Sessions without a stream that nobody used for that long."""
+        now = self._clock()
+        return [s for s in self.sessions.values() if not s.streaming and now - s.last_used_ns > idle_ns]
+
+    def _may_need_candidate(self, assignment: Assignment) -> bool:
+        return assignment.epoch > 0 and (assignment.arm is ServedArm.CANDIDATE or assignment.sampled)
+
+    def _compared(self, session: Session, frame: FrameInput, result: FrameResult) -> float | None:
+        """Largest error over the layers of a step, when its last layer was compared (gates.md, section 1)."""
+        comparison = result.comparison
+        if comparison is None:
+            return None
+        if comparison.exact_norm > 0:
+            error = comparison.diff_norm / comparison.exact_norm
+        else:
+            error = 0.0 if comparison.diff_norm == 0 else math.nan
+        if frame.layer == 0:
+            session.step_errors = {frame.step: error}
+        elif frame.step in session.step_errors:
+            before = session.step_errors[frame.step]
+            session.step_errors[frame.step] = (
+                math.nan if math.isnan(error) or math.isnan(before) else max(before, error)
+            )
+        if frame.layer != self.manifest.model.geometry.layers - 1 or frame.step not in session.step_errors:
+            return None
+        total = session.step_errors.pop(frame.step)
+        if session.window is not None and session.counted:
+            self.evidence.step_error(session.window, session.handle.session_id, total)
+        return total
+
+    def _check_fallback(self, session: Session, result: FrameResult) -> None:
+        """An approximate answer without permission, or a fallback the contract forbids, is counted."""
+        terms, window = session.assignment.terms, session.window
+        if terms is None or window is None:
+            return
+        receipt = result.receipt
+        forbidden = (
+            bool(receipt.fallback)
+            and receipt.fallback not in terms.allowed_fallbacks | _ALWAYS_ALLOWED_FALLBACKS
+            and result.from_candidate
+        )
+        unpermitted = (
+            receipt.exactness is ExactnessClass.APPROXIMATE
+            and session.assignment.arm is not ServedArm.CANDIDATE
+        )
+        if forbidden or unpermitted:
+            self.evidence.zero_tolerance(window, "illegalFallbacks")
+
+    def _count_refusal(self, window: WindowKey | None, assignment: Assignment, error: CoreError) -> None:
+        counter = _COUNTER_OF.get(error.reason)
+        if window is not None and counter is not None and assignment.arm is ServedArm.CANDIDATE:
+            self.evidence.zero_tolerance(window, counter)
+
+
+def manifest_set_digest_input(baselines: Mapping[str, str]) -> bytes:
+    """Bytes whose SHA-256 names what an agent runs: sorted lines of cache uid, space, baseline digest."""
+    return "".join(f"{uid} {digest}\n" for uid, digest in sorted(baselines.items())).encode()

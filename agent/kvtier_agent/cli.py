@@ -1,0 +1,83 @@
+"""`kvtier-agent`: reads the command line, starts one agent, and exits 2 naming the flag that cannot be used."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from kvtier_agent.config import AgentConfig, ConfigError
+from kvtier_agent.telemetry import configure_logging
+
+EXIT_BAD_ARGUMENT = 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every flag with its default; required ones say so."""
+    parser = argparse.ArgumentParser(
+        prog="kvtier-agent",
+        description="Runs the KV cache tiers of one node and answers attention from them.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--node-name", required=True, help="name of the Kubernetes Node and of the KVNode")
+    add("--node-uid", required=True, help="uid of the Node; names this agent's folder in each tier")
+    add("--pool", required=True, metavar="NAMESPACE/NAME", help="the AgentPool of this agent")
+    add("--state-dir", default="/var/lib/kvtier", help="durable manifests and fences")
+    add("--run-dir", default="/run/kvtier", help="engine sockets: RUN_DIR/NODE/engine.sock")
+    add("--listen", default="0.0.0.0:7443", metavar="HOST:PORT", help="control service (mutual TLS)")
+    add("--advertise", default="", metavar="HOST:PORT", help="address in the KVNode; empty: as --listen")
+    add("--tls-cert", required=True, metavar="FILE", help="certificate whose name is the node's")
+    add("--tls-key", required=True, metavar="FILE", help="its private key")
+    add("--tls-ca", required=True, metavar="FILE", help="CA of the operator's client certificate")
+    add(
+        "--tier",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help='repeatable: {"className","medium","deviceKind","capacity","device":{"path"|"cudaIndex"},"reserve"}',
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--kubeconfig", default="", metavar="FILE", help="empty: in-cluster service account")
+    where.add_argument("--no-kubernetes", action="store_true", help="serve without registering a KVNode")
+    add("--otlp-endpoint", default="", metavar="HOST:PORT", help="OTLP over gRPC; empty: no traces")
+    add("--metrics-port", type=int, default=0, help="Prometheus; 0: off")
+    add("--session-idle", type=float, default=600.0, metavar="SECONDS", help="unused sessions are closed")
+    add("--drain", type=float, default=20.0, metavar="SECONDS", help="deadline of the drain at SIGTERM")
+    levels = ["debug", "info", "warning", "error"]
+    add("--log-level", default="info", choices=levels, help="of the JSON log on standard error")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM; returns the exit status."""
+    parsed = build_parser().parse_args(arguments)
+    configure_logging(parsed.log_level)
+    try:
+        config = AgentConfig.from_arguments(parsed)
+        asyncio.run(_serve(config))
+    except ConfigError as error:
+        sys.stderr.write(f"kvtier-agent: {error}\n")
+        return EXIT_BAD_ARGUMENT
+    return 0
+
+
+async def _serve(config: AgentConfig) -> None:
+    # One thread: bits must not depend on how a reduction is split, and two cores serve many agents.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from kvtier_agent.core_engine import build_engine, prepare_process
+    from kvtier_agent.evidence_windows import EvidenceWindows
+    from kvtier_agent.registration import make_registration
+    from kvtier_agent.server import AgentServer
+
+    prepare_process()
+    logging.getLogger("grpc").setLevel(logging.WARNING)
+    server = AgentServer(config, build_engine, EvidenceWindows, make_registration)
+    await server.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Wire messages to the process's own frozen values and back; decides nothing but well-formedness."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+
+from google.protobuf.message import Message
+
+from kvtier.v1 import attention_pb2, common_pb2, control_pb2, evidence_pb2
+from kvtier_agent.cachehost import CacheName, FrameAnswer
+from kvtier_agent.engine_port import FrameInput, TierReport
+from kvtier_agent.evidence_port import GateTerms, Outcome, ProbeResult
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.enforcement import ServedArm
+from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
+from kvtier_crds.manifest import RuntimeManifest
+from kvtier_evidence.window import WindowKey
+
+_STAGES = frozenset({"Off", "Shadow", "Canary", "Ramp", "Full", "ExactBaseline"})
+# Left out of a command's content: they may differ between repeats of one command (release.md).
+_NOT_CONTENT = ("nonce", "boot_id")
+
+ARM_TO_WIRE = {
+    ServedArm.BASELINE: attention_pb2.ARM_BASELINE,
+    ServedArm.CANDIDATE: attention_pb2.ARM_CANDIDATE,
+}
+ARM_FROM_WIRE: Mapping[int, ServedArm | None] = {
+    attention_pb2.ARM_UNSPECIFIED: None,
+    attention_pb2.ARM_BASELINE: ServedArm.BASELINE,
+    attention_pb2.ARM_CANDIDATE: ServedArm.CANDIDATE,
+}
+
+
+def cache_name(ref: common_pb2.CacheRef) -> CacheName:
+    return CacheName(ref.namespace, ref.name, ref.uid)
+
+
+def cache_ref(name: CacheName) -> common_pb2.CacheRef:
+    return common_pb2.CacheRef(namespace=name.namespace, name=name.name, uid=name.uid)
+
+
+def fence_token(fence: common_pb2.Fence) -> FenceToken:
+    """Raises BAD_ARGUMENT for an unknown stage or negative numbers."""
+    stage = fence.stage or "Off"
+    if stage not in _STAGES:
+        raise CoreError(Reason.BAD_ARGUMENT, f"fence.stage {stage!r} must be one of {sorted(_STAGES)}")
+    if fence.attempt < 0 or fence.step < 0:
+        raise CoreError(Reason.BAD_ARGUMENT, "fence.attempt and fence.step must not be negative")
+    return FenceToken(fence.value, fence.rollout_uid, fence.attempt, stage, fence.step)
+
+
+def fence_message(token: FenceToken) -> common_pb2.Fence:
+    return common_pb2.Fence(
+        value=token.value,
+        rollout_uid=token.rollout_uid,
+        attempt=token.attempt,
+        stage=token.stage,
+        step=token.step,
+    )
+
+
+def command_content(message: Message) -> str:
+    """sha256 hex of a command's content: deterministic bytes without nonce, deadline and boot id."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for name in _NOT_CONTENT:
+        if name in copy.DESCRIPTOR.fields_by_name:
+            copy.ClearField(name)
+    kind = copy.DESCRIPTOR.full_name.encode()
+    return hashlib.sha256(kind + b"\0" + copy.SerializeToString(deterministic=True)).hexdigest()
+
+
+def grant_terms(request: control_pb2.GrantRequest, candidate: RuntimeManifest) -> GrantTerms:
+    """Raises BAD_ARGUMENT naming the field."""
+    terms = GrantTerms(
+        fence=fence_token(request.fence),
+        candidate_digest=request.digest,
+        baseline_digest=request.baseline_digest,
+        ttl_ms=request.ttl_ms,
+        traffic_fraction=_decimal("traffic_fraction", request.traffic_fraction),
+        sample_fraction=_decimal("sample_fraction", request.sample_fraction),
+        blast_radius=BlastRadius(
+            frozenset(request.blast_radius.tenants), frozenset(request.blast_radius.request_classes)
+        ),
+        selector=candidate.selector,
+        allowed_fallbacks=frozenset(fallback.value for fallback in candidate.contract.allowed_fallbacks),
+        approved=request.approved,
+    )
+    terms.check()
+    return terms
+
+
+def gate_terms(request: control_pb2.GrantRequest) -> tuple[GateTerms, ...]:
+    return tuple(GateTerms(gate.name, gate.metric, gate.quantile, gate.limit) for gate in request.gates)
+
+
+def window_of(key: evidence_pb2.WindowKey) -> WindowKey:
+    return WindowKey(
+        rollout_uid=key.rollout_uid,
+        attempt=key.attempt,
+        stage=key.stage,
+        step=key.step,
+        candidate_digest=key.candidate_digest,
+        baseline_digest=key.baseline_digest,
+        gates_digest=key.gates_digest,
+        opening_fence=key.opening_fence,
+    )
+
+
+def window_key(window: WindowKey) -> evidence_pb2.WindowKey:
+    return evidence_pb2.WindowKey(
+        rollout_uid=window.rollout_uid,
+        attempt=window.attempt,
+        stage=window.stage,
+        step=window.step,
+        candidate_digest=window.candidate_digest,
+        baseline_digest=window.baseline_digest,
+        gates_digest=window.gates_digest,
+        opening_fence=window.opening_fence,
+    )
+
+
+def geometry_message(manifest: RuntimeManifest) -> attention_pb2.Geometry:
+    geometry = manifest.model.geometry
+    return attention_pb2.Geometry(
+        layers=geometry.layers,
+        query_heads=geometry.query_heads,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=geometry.dtype.value,
+    )
+
+
+def tier_state(report: TierReport) -> control_pb2.TierState:
+    return control_pb2.TierState(
+        tier_class=report.class_name,
+        medium=report.medium,
+        simulated=report.simulated,
+        capacity_bytes=report.capacity_bytes,
+        used_bytes=report.used_bytes,
+        pinned_bytes=report.pinned_bytes,
+        read_bytes_per_second=report.read_bytes_per_second,
+        write_bytes_per_second=report.write_bytes_per_second,
+        probes=dict(report.probes),
+        condition=report.condition,
+    )
+
+
+def frame_input(frame: attention_pb2.AttendFrame, manifest: RuntimeManifest) -> tuple[FrameInput, int]:
+    """The frame and its number of queries; raises FRAME_INVALID naming the field whose length is wrong."""
+    geometry = manifest.model.geometry
+    if not 0 <= frame.layer < geometry.layers:
+        raise CoreError(Reason.FRAME_INVALID, f"layer {frame.layer} must be in [0, {geometry.layers})")
+    for name in ("step", "first_row_position", "first_query_position", "committed_frontier", "deadline_ms"):
+        if getattr(frame, name) < 0:
+            raise CoreError(Reason.FRAME_INVALID, f"{name} must not be negative")
+    row_bytes = geometry.kv_heads * geometry.head_dim * 4
+    query_bytes = geometry.query_heads * geometry.head_dim * 4
+    if len(frame.k) != len(frame.v) or len(frame.k) % row_bytes:
+        message = f"k has {len(frame.k)} bytes and v {len(frame.v)}; both must be a multiple of {row_bytes}"
+        raise CoreError(Reason.FRAME_INVALID, message)
+    if len(frame.q) % query_bytes or not frame.q:
+        message = f"q has {len(frame.q)} bytes; it must be a positive multiple of {query_bytes}"
+        raise CoreError(Reason.FRAME_INVALID, message)
+    converted = FrameInput(
+        session_id=frame.session_id,
+        generation=frame.generation,
+        step=frame.step,
+        layer=frame.layer,
+        first_row_position=frame.first_row_position,
+        k=frame.k,
+        v=frame.v,
+        first_query_position=frame.first_query_position,
+        q=frame.q,
+        committed_frontier=frame.committed_frontier,
+    )
+    return converted, len(frame.q) // query_bytes
+
+
+def answer_message(frame: attention_pb2.AttendFrame, answer: FrameAnswer) -> attention_pb2.AttendAnswer:
+    receipt = answer.result.receipt
+    return attention_pb2.AttendAnswer(
+        sequence=frame.sequence,
+        step=frame.step,
+        layer=frame.layer,
+        out=answer.result.out,
+        receipt=attention_pb2.Receipt(
+            exactness=receipt.exactness.value,
+            arm=ARM_TO_WIRE[answer.arm],
+            manifest_digest=receipt.manifest_digest,
+            support_digest=receipt.support_digest,
+            frontier=receipt.frontier,
+            rows_attended=receipt.rows_attended,
+            bytes_by_tier=dict(receipt.bytes_by_tier),
+            plan=list(receipt.plan),
+            simulated=receipt.simulated,
+            stall_seconds=receipt.stall_seconds,
+            producer_digest=receipt.producer_digest,
+            estimated_omitted_mass=receipt.estimated_omitted_mass,
+            fallback=answer.fallback,
+            snapshot_generation=receipt.snapshot_generation,
+        ),
+    )
+
+
+def outcome_of(request: attention_pb2.ReportOutcomeRequest) -> Outcome:
+    """Raises BAD_ARGUMENT for times that no engine can have seen."""
+    first, last = request.first_token_seconds, request.last_token_seconds
+    if request.output_tokens < 0 or not (0 <= first < float("inf") and 0 <= last < float("inf")):
+        raise CoreError(Reason.BAD_ARGUMENT, "output_tokens and token times must be finite and not negative")
+    if request.output_tokens > 0 and last < first:
+        raise CoreError(Reason.BAD_ARGUMENT, f"last_token_seconds {last} is before the first token's {first}")
+    probe = None
+    if request.HasField("probe"):
+        pair = request.probe
+        if not pair.missing and not -1 <= pair.difference <= 1:
+            raise CoreError(Reason.BAD_ARGUMENT, f"probe.difference {pair.difference} must be in [-1, 1]")
+        probe = ProbeResult(
+            pair.gate, pair.probe_set_digest, pair.prompt_digest, pair.difference, pair.missing
+        )
+    return Outcome(request.output_tokens, first, last, request.cancelled, probe)
+
+
+def _decimal(name: str, text: str) -> Decimal:
+    try:
+        return Decimal(text or "0")
+    except InvalidOperation as error:
+        raise CoreError(Reason.BAD_ARGUMENT, f"{name} {text!r} is not a decimal") from error

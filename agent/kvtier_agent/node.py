@@ -1,0 +1,435 @@
+"""What one node serves: its caches, their fences and their durable state. Control's verbs, without the wire.
+
+Order of a mutating command: judge the fence, validate everything, make it durable, act, acknowledge; a
+revocation acts first, because ending permission is always safe. Commands of one cache run one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvtier_agent.cachehost import CacheHost, CacheName, Session, manifest_set_digest_input
+from kvtier_agent.config import Limits
+from kvtier_agent.engine_port import EnginePort, EngineRunner, TierReport
+from kvtier_agent.evidence_port import EvidencePort, GateTerms
+from kvtier_agent.statedir import StateDir
+from kvtier_agent.tierdirs import NodeTier, NodeTiers
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.enforcement import CacheEnforcement, LocalReturn, ReturnReason
+from kvtier_core.release.fences import CommandKind, FenceBook, FenceRecord, Judgement
+from kvtier_core.release.leases import FenceToken, GrantTerms, Lease
+from kvtier_crds.manifest import (
+    NUMERICS_VERSION,
+    Exactness,
+    ManifestError,
+    ManifestReason,
+    RuntimeManifest,
+)
+from kvtier_evidence.window import WindowKey
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+EngineFactory = Callable[[RuntimeManifest, Sequence[NodeTier]], EnginePort]
+
+
+@dataclass(frozen=True)
+class ProofFacts:
+    """Digests recomputed from the live configuration, over a nonce."""
+
+    baseline_digest: str
+    candidate_digest: str
+    in_flight_candidate: int
+    highest_fence: int
+    nonce_digest: bytes
+
+
+@dataclass(frozen=True)
+class Command:
+    """What every mutating call carries. `content` leaves out nonce, deadline and boot id."""
+
+    cache: CacheName
+    fence: FenceToken
+    boot_id: str
+    content: str
+
+
+class Node:
+    """All caches of this agent. Its methods run on the event loop; blocking work goes to threads."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        state: StateDir,
+        tiers: NodeTiers,
+        limits: Limits,
+        clock: Callable[[], int],
+        engine_factory: EngineFactory,
+        evidence_factory: Callable[[str], EvidencePort],
+    ) -> None:
+        self.name = name
+        self.boot_id = str(uuid.uuid4())
+        self.tiers = tiers
+        self.limits = limits
+        self.clock = clock
+        self.draining = False
+        self.caches: dict[str, CacheHost] = {}
+        self.faults: dict[str, str] = {}
+        self.changed = asyncio.Event()
+        self._state = state
+        self._engine_factory = engine_factory
+        self._evidence_factory = evidence_factory
+        self._book = FenceBook(state.fences)
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="control")
+
+    # --- start and end ---------------------------------------------------------------------------------
+
+    async def restore(self) -> None:
+        """Re-creates every stored cache at its baseline. A cache that cannot be is a fault, not a crash."""
+        records = list(self._book.records().values())
+        for record in records:
+            if not record.baseline_digest:
+                continue
+            name = CacheName(record.namespace, record.name, record.uid)
+            returned = None
+            if record.kind is CommandKind.GRANT:
+                returned = LocalReturn(ReturnReason.BOOT_RESTART, record.value, record.rollout_uid)
+            try:
+                manifest = parse_manifest(
+                    self._state.load_manifest(record.baseline_digest), record.baseline_digest
+                )
+                self.caches[record.uid] = await self._build(name, manifest, returned)
+            except CoreError as error:
+                self.faults[record.uid] = f"{error.reason}: {error.message}"
+                log.error("cache %s cannot be restored: %s", record.uid, error)
+        await self._in_thread(
+            lambda: self._state.drop_unused_manifests(frozenset(r.baseline_digest for r in records))
+        )
+
+    async def close(self) -> None:
+        """Closes every engine after its running call; then the state directory may be opened by another."""
+        for host in self.caches.values():
+            await host.runner.close()
+        self._pool.shutdown(wait=True)
+        self.tiers.close()
+        self._state.close()
+
+    # --- Control ---------------------------------------------------------------------------------------
+
+    async def apply_baseline(self, command: Command, encoded: bytes, digest: str) -> str:
+        """Runs the manifest as exact baseline; returns the digest recomputed from what runs.
+
+        What can be refused is refused before the fence is spent; a build that fails after it is repeated by
+        the same command.
+        """
+        uid = command.cache.uid
+        async with self._lock(uid):
+            self._check_boot(command.boot_id)
+            judgement = self._book.judge(uid, command.fence.value, CommandKind.APPLY, command.content)
+            manifest = parse_manifest(encoded, digest)
+            self._check_runnable(manifest, command.cache)
+            if manifest.contract.exactness is not Exactness.EXACT and manifest.selector is not None:
+                raise CoreError(Reason.MANIFEST_INVALID, "a baseline manifest has no selector")
+            host = self.caches.get(uid)
+            fresh = host is None or host.baseline_digest != digest
+            if fresh:
+                self.tiers.for_manifest(manifest)
+            if judgement is Judgement.ADVANCE:
+                await self._in_thread(lambda: self._state.save_manifest(digest, encoded))
+                await self._commit(command, CommandKind.APPLY, digest)
+            if fresh:
+                await self._end(uid)
+                try:
+                    host = await self._build(command.cache, manifest, None)
+                except CoreError as error:
+                    self.faults[uid] = f"{error.reason}: {error.message}"
+                    self.changed.set()
+                    raise
+            assert host is not None
+            self.caches[uid] = host
+            self.faults.pop(uid, None)
+            host.name = command.cache
+            self.changed.set()
+            return (await self._in_thread(host.runner.engine.live_manifest)).digest()
+
+    async def remove_cache(self, command: Command) -> int:
+        """Forgets a cache but not its fence; returns how many sessions ended."""
+        uid = command.cache.uid
+        async with self._lock(uid):
+            self._check_boot(command.boot_id)
+            judgement = self._book.judge(uid, command.fence.value, CommandKind.REMOVE, command.content)
+            if judgement is Judgement.ADVANCE:
+                await self._commit(command, CommandKind.REMOVE, "")
+            self.faults.pop(uid, None)
+            ended = await self._end(uid)
+            self.changed.set()
+            return ended
+
+    async def grant(
+        self,
+        command: Command,
+        terms: GrantTerms,
+        candidate: RuntimeManifest,
+        window: WindowKey,
+        gates: Sequence[GateTerms],
+        settle_ms: int,
+        warmup_ms: int,
+        traceparent: str,
+    ) -> tuple[str, Lease]:
+        """Gives the candidate a lease from the command's arrival; returns its recomputed digest."""
+        received = self.clock()
+        uid = command.cache.uid
+        async with self._lock(uid):
+            self._check_boot(command.boot_id)
+            judgement = self._book.judge(uid, command.fence.value, CommandKind.GRANT, command.content)
+            host = self.host(command.cache)
+            if self.draining:
+                raise CoreError(Reason.DRAINING, "the agent is draining and takes no candidate")
+            running = await self._in_thread(host.runner.engine.live_manifest)
+            recomputed = check_candidate(running, candidate, terms, window)
+            if judgement is Judgement.ADVANCE:
+                await self._commit(command, CommandKind.GRANT, host.baseline_digest)
+            lease = host.enforcement.grant(terms, judgement, received)
+            if window != host.window:
+                host.evidence.open(window, gates, settle_ms, warmup_ms)
+            host.window = window
+            host.rollout_traceparent = traceparent
+            self.changed.set()
+            return recomputed, lease
+
+    async def renew(self, cache: CacheName, fence: FenceToken, digest: str, ttl_ms: int) -> Lease:
+        """Extends the lease held under exactly this fence."""
+        received = self.clock()
+        host = self.host(cache)
+        self._book.check_renewal(cache.uid, fence.value)
+        return host.enforcement.renew(fence.value, digest, ttl_ms, received)
+
+    async def revoke(self, command: Command, reason: str, nonce: bytes) -> ProofFacts:
+        """Ends the candidate now, then makes the fence durable, then proves the baseline."""
+        uid = command.cache.uid
+        async with self._lock(uid):
+            self._check_boot(command.boot_id)
+            judgement = self._book.judge(uid, command.fence.value, CommandKind.REVOKE, command.content)
+            host = self.host(command.cache)
+            host.enforcement.revoke(reason)
+            self.changed.set()
+            if judgement is Judgement.ADVANCE:
+                await self._commit(command, CommandKind.REVOKE, host.baseline_digest)
+            log.info("candidate of cache %s revoked: %s", uid, reason)
+            return await self._proof(host, nonce)
+
+    async def prove(self, cache: CacheName, fence: int, boot_id: str, nonce: bytes) -> ProofFacts:
+        if boot_id:
+            self._check_boot(boot_id)
+        host = self.host(cache)
+        self._book.check_read(host.name.uid, fence)
+        return await self._proof(host, nonce)
+
+    def check_read(self, cache: CacheName, fence: int) -> CacheHost:
+        """The cache, for a reader whose fence is fresh enough."""
+        host = self.host(cache)
+        self._book.check_read(host.name.uid, fence)
+        return host
+
+    def highest_fence(self, uid: str) -> int:
+        return self._book.highest(uid)
+
+    # --- what both services look up ------------------------------------------------------------------------
+
+    def host(self, cache: CacheName) -> CacheHost:
+        """By uid, or by name where the uid is empty; raises CACHE_UNKNOWN or STORAGE_UNAVAILABLE."""
+        if cache.uid:
+            found = self.caches.get(cache.uid)
+            if found is None and cache.uid in self.faults:
+                raise CoreError(Reason.STORAGE_UNAVAILABLE, self.faults[cache.uid])
+        else:
+            named = (host for host in self.caches.values() if _same_name(host.name, cache))
+            found = next(named, None)
+        if found is None or not _same_name(found.name, cache):
+            message = f"this agent serves no cache {cache.namespace}/{cache.name} {cache.uid}"
+            raise CoreError(Reason.CACHE_UNKNOWN, message.rstrip())
+        return found
+
+    def session(self, session_id: str, generation: int, tenant: str) -> Session:
+        """Raises SESSION_UNKNOWN, GENERATION_STALE or TENANT_MISMATCH."""
+        for host in self.caches.values():
+            session = host.sessions.get(session_id)
+            if session is not None:
+                check_owner(session, generation, tenant)
+                return session
+        raise CoreError(Reason.SESSION_UNKNOWN, "this agent holds no such session")
+
+    def check_boot(self, boot_id: str) -> None:
+        self._check_boot(boot_id)
+
+    def session_count(self) -> int:
+        return sum(len(host.sessions) for host in self.caches.values())
+
+    def manifest_set_digest(self) -> str:
+        """Names all baselines that run here; the empty set has a digest too."""
+        baselines = {uid: host.baseline_digest for uid, host in self.caches.items()}
+        return f"sha256:{hashlib.sha256(manifest_set_digest_input(baselines)).hexdigest()}"
+
+    def tier_reports(self) -> list[TierReport]:
+        """This node's tiers, with what the engines use and measured of them added up."""
+        reports = []
+        for tier in self.tiers.all():
+            report = tier.report()
+            for host in self.caches.values():
+                for used in host.runner.engine.tiers():
+                    if used.class_name == report.class_name:
+                        report = _add_report(report, used)
+            reports.append(report)
+        return reports
+
+    async def expire_idle_sessions(self) -> int:
+        """Closes sessions that nobody used for the idle time; returns how many."""
+        idle_ns = int(self.limits.session_idle_seconds * 1e9)
+        expired = [s for host in self.caches.values() for s in host.idle_sessions(idle_ns)]
+        for session in expired:
+            await session.host.close_session(session)
+        return len(expired)
+
+    # --- internal ----------------------------------------------------------------------------------------
+
+    def _lock(self, uid: str) -> asyncio.Lock:
+        return self._locks.setdefault(uid, asyncio.Lock())
+
+    def _check_boot(self, boot_id: str) -> None:
+        if boot_id != self.boot_id:
+            message = f"boot id {boot_id!r} is not {self.boot_id}: the agent restarted or was never seen"
+            raise CoreError(Reason.BOOT_ID_MISMATCH, message, {"boot_id": self.boot_id})
+
+    def _check_runnable(self, manifest: RuntimeManifest, cache: CacheName) -> None:
+        if manifest.numerics_version != NUMERICS_VERSION:
+            message = f"numericsVersion {manifest.numerics_version} is not {NUMERICS_VERSION}"
+            raise CoreError(Reason.NUMERICS_MISMATCH, message)
+        if manifest.device_kind != self.tiers.device_kind():
+            message = f"deviceKind {manifest.device_kind} is not this node's {self.tiers.device_kind()}"
+            raise CoreError(Reason.NUMERICS_MISMATCH, message)
+        tenancy = manifest.tenancy
+        if (tenancy.namespace, tenancy.cache_uid) != (cache.namespace, cache.uid):
+            message = f"the manifest is of cache {tenancy.namespace}/{tenancy.cache_uid}"
+            raise CoreError(Reason.MANIFEST_MISMATCH, message)
+
+    async def _commit(self, command: Command, kind: CommandKind, baseline: str) -> None:
+        record = FenceRecord(
+            uid=command.cache.uid,
+            namespace=command.cache.namespace,
+            name=command.cache.name,
+            value=command.fence.value,
+            kind=kind,
+            content=command.content,
+            baseline_digest=baseline,
+            rollout_uid=command.fence.rollout_uid,
+        )
+        await self._in_thread(lambda: self._book.commit(record))
+
+    async def _build(
+        self, name: CacheName, manifest: RuntimeManifest, returned: LocalReturn | None
+    ) -> CacheHost:
+        tiers = self.tiers.for_manifest(manifest)
+        engine = await self._in_thread(lambda: self._engine_factory(manifest, tiers))
+        runner = EngineRunner(engine, name.uid, self.limits.agent_in_flight)
+        enforcement = CacheEnforcement(self.clock, returned)
+        return CacheHost(
+            name, manifest, runner, enforcement, self._evidence_factory(self.boot_id), self.clock
+        )
+
+    async def _end(self, uid: str) -> int:
+        host = self.caches.pop(uid, None)
+        if host is None:
+            return 0
+        sessions = list(host.sessions.values())
+        for session in sessions:
+            await host.close_session(session)
+        await host.runner.close()
+        return len(sessions)
+
+    async def _proof(self, host: CacheHost, nonce: bytes) -> ProofFacts:
+        running = await self._in_thread(host.runner.engine.live_manifest)
+        lease = host.enforcement.lease()
+        baseline = running.digest()
+        candidate = lease.terms.candidate_digest if lease is not None else ""
+        joined = nonce + baseline.encode() + candidate.encode() + self.boot_id.encode()
+        return ProofFacts(
+            baseline_digest=baseline,
+            candidate_digest=candidate,
+            in_flight_candidate=host.enforcement.in_flight,
+            highest_fence=self._book.highest(host.name.uid),
+            nonce_digest=hashlib.sha256(joined).digest(),
+        )
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+
+def parse_manifest(encoded: bytes, digest: str) -> RuntimeManifest:
+    """Raises MANIFEST_MISMATCH when the bytes do not hash to the digest, else MANIFEST_INVALID."""
+    actual = f"sha256:{hashlib.sha256(encoded).hexdigest()}"
+    if actual != digest:
+        raise CoreError(Reason.MANIFEST_MISMATCH, f"the manifest's bytes hash to {actual}, not {digest}")
+    try:
+        return RuntimeManifest.parse(encoded)
+    except ManifestError as error:
+        unknown = error.reason is ManifestReason.UNKNOWN_SCHEMA
+        reason = Reason.NUMERICS_MISMATCH if unknown else Reason.MANIFEST_INVALID
+        raise CoreError(reason, error.message) from error
+
+
+def check_candidate(
+    running: RuntimeManifest, candidate: RuntimeManifest, terms: GrantTerms, window: WindowKey
+) -> str:
+    """A candidate may differ from the running baseline in selector and contract only; returns the digest
+    recomputed from what would run. Raises MANIFEST_MISMATCH, UNSUPPORTED, CANDIDATE_REFUSED, BAD_ARGUMENT."""
+    if running.digest() != terms.baseline_digest:
+        message = f"baseline_digest {terms.baseline_digest} is not the running {running.digest()}"
+        raise CoreError(Reason.MANIFEST_MISMATCH, message)
+    would_run = running.model_copy(update={"selector": candidate.selector, "contract": candidate.contract})
+    if would_run.digest() != terms.candidate_digest:
+        raise CoreError(
+            Reason.UNSUPPORTED, "a candidate may change selector and contract only; other fields differ"
+        )
+    if candidate.contract.exactness is Exactness.EXACT and candidate.selector is not None:
+        raise CoreError(Reason.CANDIDATE_REFUSED, "contract.exactness exact forbids a selector")
+    named = (window.candidate_digest, window.baseline_digest)
+    if named != (terms.candidate_digest, terms.baseline_digest):
+        raise CoreError(Reason.BAD_ARGUMENT, "window names other digests than the grant")
+    return would_run.digest()
+
+
+def check_owner(session: Session, generation: int, tenant: str) -> None:
+    """Raises TENANT_MISMATCH before anything about the session is told, then GENERATION_STALE."""
+    if session.tenant != tenant:
+        raise CoreError(Reason.TENANT_MISMATCH, "the session belongs to another tenant")
+    if session.handle.generation != generation:
+        message = f"generation {generation} is not {session.handle.generation}"
+        raise CoreError(Reason.GENERATION_STALE, message)
+
+
+def _same_name(name: CacheName, wanted: CacheName) -> bool:
+    return (name.namespace, name.name) == (wanted.namespace, wanted.name)
+
+
+def _add_report(node: TierReport, engine: TierReport) -> TierReport:
+    return TierReport(
+        class_name=node.class_name,
+        medium=node.medium,
+        simulated=node.simulated or engine.simulated,
+        capacity_bytes=node.capacity_bytes,
+        used_bytes=node.used_bytes + engine.used_bytes,
+        pinned_bytes=node.pinned_bytes + engine.pinned_bytes,
+        read_bytes_per_second=max(node.read_bytes_per_second, engine.read_bytes_per_second),
+        write_bytes_per_second=max(node.write_bytes_per_second, engine.write_bytes_per_second),
+        probes={**engine.probes, **node.probes},
+        condition=node.condition if node.condition != "Ready" else engine.condition,
+    )

@@ -1,0 +1,84 @@
+"""What every unary call shares: a span, a deadline, a typed refusal, a measurement and a log line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kvtier_agent.errors import ERROR_METADATA_KEY, status_of, to_detail
+from kvtier_agent.telemetry import Metrics, Telemetry, mark_error
+from kvtier_core.errors import CoreError, Reason
+
+R = TypeVar("R", bound=Message)
+ServicerContext = grpc.aio.ServicerContext[Any, Any]
+log = logging.getLogger(__name__)
+
+
+class RpcScope:
+    """Runs a handler's coroutine under the shared rules."""
+
+    def __init__(self, telemetry: Telemetry, metrics: Metrics, deadline_seconds: float) -> None:
+        self._telemetry = telemetry
+        self._metrics = metrics
+        self._deadline_seconds = deadline_seconds
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def run(
+        self, method: str, context: ServicerContext, call: Coroutine[Any, Any, R], *, finish: bool = False
+    ) -> R:
+        """The call's answer, or the gRPC call aborted with an ErrorDetail.
+
+        With `finish` the call goes on when its caller left or its deadline passed: a command that was made
+        durable must also be acted on.
+        """
+        started = time.monotonic()
+        refusal: CoreError | None = None
+        answer: R | None = None
+        with self._telemetry.rpc(method, metadata_of(context)) as span:
+            try:
+                async with asyncio.timeout(self._deadline_seconds):
+                    answer = await (asyncio.shield(self._keep(call)) if finish else call)
+            except CoreError as error:
+                refusal = error
+            except TimeoutError:
+                refusal = CoreError(Reason.DEADLINE, f"{method} took over {self._deadline_seconds} s")
+            except Exception:
+                log.exception("%s failed", method)
+                refusal = CoreError(Reason.INTERNAL, "internal failure; the agent's log has the details")
+                mark_error(span, "internal")
+            code = "OK" if refusal is None else refusal.reason.name
+            span.set_attribute("rpc.response.status_code", code)
+            self._metrics.rpc_seconds.labels(method, code).observe(time.monotonic() - started)
+            if refusal is not None:
+                log.info("%s refused: %s", method, refusal)
+        if refusal is not None:
+            await abort(context, refusal)
+        assert answer is not None
+        return answer
+
+    def _keep(self, call: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        task = asyncio.ensure_future(call)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+
+def metadata_of(context: ServicerContext) -> dict[str, str]:
+    """Text metadata of a call; binary values are left out."""
+    pairs = context.invocation_metadata() or ()
+    return {str(key): value for key, value in pairs if isinstance(value, str)}
+
+
+async def abort(context: ServicerContext, error: CoreError) -> NoReturn:
+    """Ends the call with the status of the refusal and the detail as trailing metadata."""
+    detail = to_detail(error).SerializeToString()
+    await context.abort(
+        status_of(error), f"{error.reason}: {error.message}"[:1024], ((ERROR_METADATA_KEY, detail),)
+    )
+    raise AssertionError("abort returned")
