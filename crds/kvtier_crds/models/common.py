@@ -124,6 +124,10 @@ Label = Annotated[
     str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
 ]
 Token = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z][A-Za-z0-9-]{0,62}$")]
+FormatName = Annotated[
+    str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$")
+]
+"""A codec or layout with its version: "identity", "kv-head-major-f32/1"."""
 Sha256 = Annotated[str, Field(min_length=71, max_length=71, pattern=r"^sha256:[0-9a-f]{64}$")]
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 Int64 = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]

@@ -108,7 +108,7 @@ class Stage(Struct):
     min_samples: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
     """A floor of units per gate; absent: 500."""
     sample_fraction: Fraction | None = None
-    """Share of requests answered twice; absent: 5% in Shadow, 1% later."""
+    """Share of requests answered twice; absent: 5% in Shadow and Canary, 2% in Ramp, 1% in Full."""
     traffic_fraction: Fraction | None = None
     steps: (
         Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=10, json_schema_extra=ATOMIC_LIST)]

@@ -87,8 +87,6 @@ class GateStatus(Struct):
     """The design effect that divided the evidence."""
     overridden: bool | None = None
     """A person promoted past this verdict."""
-    stage: StatusStage | None = None
-    step: Step | None = None
     message: Annotated[str, Field(max_length=160)] | None = None
     at: Timestamp | None = None
 
@@ -156,16 +154,14 @@ class Revoking(Struct):
 
 
 class Window(Struct):
-    """The evidence window that is open: a change of any of these opens a new one."""
+    """The evidence window that is open."""
 
     opening_fence: Int64
-    gates_digest: Annotated[str, Field(max_length=71)] | None = None
 
 
 class DigestBudgetStatus(Struct):
     """How much of the candidate digest's false-promotion budget is spent."""
 
-    attempt_share: Number | None = None
     attempts_used: Annotated[int, Field(ge=0, le=1000)] = 0
 
 
@@ -186,7 +182,7 @@ class KVRolloutStatus(Status):
     nodes_total: Annotated[int, Field(ge=0)] | None = None
     """Agents in the blast radius."""
     unreachable: Annotated[
-        tuple[Unreachable, ...], Field(max_length=8, json_schema_extra=map_list("node"))
+        tuple[Unreachable, ...], Field(max_length=64, json_schema_extra=map_list("node"))
     ] = ()
     overridden: bool | None = None
     """A person promoted some step of this attempt without a Pass."""
@@ -196,15 +192,13 @@ class KVRolloutStatus(Status):
     window: Window | None = None
     gates: Annotated[tuple[GateStatus, ...], Field(max_length=32, json_schema_extra=map_list("name"))] = ()
     schedule: Schedule | None = None
-    frozen_cells: Annotated[tuple[FrozenCell, ...], Field(max_length=32, json_schema_extra=ATOMIC_LIST)] = ()
+    frozen_cells: Annotated[tuple[FrozenCell, ...], Field(max_length=256, json_schema_extra=ATOMIC_LIST)] = ()
     revoking: Revoking | None = None
     grant_expires: Timestamp | None = None
     """Of the approved candidate; absent when this rollout holds no approval."""
     finished_at: Timestamp | None = None
     rollback: Rollback | None = None
     last_intent: LastIntent | None = None
-    inputs_digest: Annotated[str, Field(max_length=71)] | None = None
-    """Of everything the candidate was compiled from; a change is drift."""
     spec_digest: Annotated[str, Field(max_length=71)] | None = None
     """Of the candidate, stages and gates this attempt follows."""
     traceparent: Annotated[str, Field(max_length=64)] | None = None

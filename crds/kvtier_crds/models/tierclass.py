@@ -13,13 +13,13 @@ from kvtier_crds.models.common import (
     SET_LIST,
     Column,
     DecimalString,
+    FormatName,
     Fraction,
     Quantity,
     Resource,
     Scope,
     Status,
     Struct,
-    Token,
     cel,
     map_list,
     rules,
@@ -59,7 +59,7 @@ Alignment = Annotated[int, Field(json_schema_extra={"enum": [2**power for power 
 
 
 class Codec(Struct):
-    name: Token
+    name: FormatName
     lossless: bool
 
 
@@ -76,7 +76,7 @@ class Capabilities(Struct):
         tuple[Codec, ...], Field(min_length=1, max_length=16, json_schema_extra=map_list("name"))
     ]
     """How rows may be stored; the first lossless one is used for exact rows."""
-    layouts: Annotated[tuple[Token, ...], Field(min_length=1, max_length=16, json_schema_extra=SET_LIST)]
+    layouts: Annotated[tuple[FormatName, ...], Field(min_length=1, max_length=16, json_schema_extra=SET_LIST)]
     persistence: Persistence
     tenant_isolation: TenantIsolation
     encryption_at_rest: Encryption = Encryption.NONE
