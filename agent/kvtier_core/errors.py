@@ -1,7 +1,7 @@
-"""One typed refusal for the whole core, so that a caller decides by reason and never by text.
+"""Typed refusals of the core: one closed set of reasons, spelled as on the wire.
 
-The names equal those of the wire's `Reason`, which this package must not import. Nothing is raised for a cause
-that has no name here.
+Why it exists: a caller decides by reason, a person reads the message, and neither may need the other. The
+names equal those of the protocol's `Reason` enum, so an agent maps them by name. It must not know gRPC.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Closed set; names and values equal the wire's."""
+    """Closed: adding one is a reviewed change, since metrics use it as a label."""
 
     FENCE_STALE = "FENCE_STALE"
     FENCE_CONFLICT = "FENCE_CONFLICT"
@@ -54,11 +54,15 @@ class Reason(StrEnum):
     INTERNAL = "INTERNAL"
 
 
-class CoreError(Exception):
-    """A refusal that left everything as it was. `facts` holds the numbers that decided."""
+MAX_FACTS = 16
 
-    def __init__(self, reason: Reason, message: str, facts: Mapping[str, str] | None = None) -> None:
-        super().__init__(f"{reason}: {message}")
+
+class CoreError(Exception):
+    """A refusal that changed nothing. `reason` is stable, `message` says what decided, `facts` are few."""
+
+    def __init__(self, reason: Reason, message: str, facts: Mapping[str, object] | None = None) -> None:
+        super().__init__(f"{reason.value}: {message}")
         self.reason = reason
         self.message = message
-        self.facts: dict[str, str] = dict(facts or {})
+        pairs = list((facts or {}).items())[:MAX_FACTS]
+        self.facts: dict[str, str] = {name: str(value) for name, value in pairs}

@@ -1,0 +1,29 @@
+"""Checksums of payloads, by the name a tier class declares.
+
+Why it exists: source, copy and reader must compute the same number over the same bytes. It must not know
+where the bytes lie.
+"""
+
+from __future__ import annotations
+
+import crc32c
+import xxhash
+
+from kvtier_core.errors import CoreError, Reason
+
+SUPPORTED = ("xxh3", "crc32c", "none")
+Buffer = bytes | bytearray | memoryview
+
+
+def checksum(kind: str, data: Buffer) -> int:
+    """64 bits over `data`: xxh3 (XXH3-64), crc32c (zero-extended) or none (0). MANIFEST_INVALID otherwise."""
+    if kind == "xxh3":
+        return xxhash.xxh3_64_intdigest(data)
+    if kind == "crc32c":
+        return int(crc32c.crc32c(data))
+    if kind == "none":
+        return 0
+    raise CoreError(
+        Reason.MANIFEST_INVALID,
+        f"checksum {kind!r} is not supported here; legal: {', '.join(SUPPORTED)}",
+    )

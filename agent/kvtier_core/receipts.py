@@ -1,0 +1,166 @@
+"""What goes into a step and what comes out: requests, answers and the receipt of how it was computed.
+
+Why it exists: an answer without its provenance cannot be audited. These are data; they must not know how a
+step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor
+
+from kvtier_crds.manifest import Selector
+
+
+class PublishArm(StrEnum):
+    EXACT = "exact"
+    CANDIDATE = "candidate"
+
+
+class ExactnessClass(StrEnum):
+    """Names equal the protocol's."""
+
+    EXACT = "EXACT"
+    APPROXIMATE = "APPROXIMATE"
+    EXACT_OVER_APPROXIMATE_HISTORY = "EXACT_OVER_APPROXIMATE_HISTORY"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What opens a session. `candidate_digest` and `selector`: of the grant it is opened under, else None;
+    page boxes are built for such sessions only. `session_id` empty: the engine names it."""
+
+    tenant: str
+    score_scale: float
+    max_tokens: int
+    selector: Selector | None = None
+    candidate_digest: str | None = None
+    session_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHandle:
+    session_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """One frame: a layer of a step. k, v float32 [n, kv_heads, head_dim] (n may be 0); q float32
+    [Nq, query_heads, head_dim]; query i attends rows [0, first_query_position + i].
+    deadline: seconds on the engine's clock; None for none."""
+
+    session_id: str
+    generation: int
+    step: int
+    layer: int
+    first_row_position: int
+    k: Tensor
+    v: Tensor
+    first_query_position: int
+    q: Tensor
+    committed_frontier: int
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepMode:
+    """publish: whose answer is returned. compare: compute both, exact first. The candidate's selector and
+    digest are needed for either."""
+
+    publish: PublishArm = PublishArm.EXACT
+    compare: bool = False
+    selector: Selector | None = None
+    candidate_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReceipt:
+    """bytes_by_tier: payload bytes read to form the answer. stall_seconds: time spent waiting for staged
+    reads. rows_attended: of the KV head that attended most. selected_rows: by the selector beyond the
+    persistent rows, same head. estimated_omitted_mass is NaN: Quest has no estimator. fallback: why an answer
+    asked of the candidate was computed exactly, a Reason name; empty for none."""
+
+    exactness: ExactnessClass
+    arm: PublishArm
+    manifest_digest: str
+    support_digest: str
+    frontier: int
+    rows_attended: int
+    selected_rows: int
+    bytes_by_tier: Mapping[str, int]
+    plan: tuple[str, ...]
+    simulated: bool
+    stall_seconds: float
+    producer_digest: str
+    estimated_omitted_mass: float
+    fallback: str
+    snapshot_generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Frobenius norms over the layer's output [Nq, Hq, d], accumulated in float32: of candidate - exact, and
+    of exact. Both answers used the snapshot `snapshot_generation` at `frontier`."""
+
+    diff_norm: float
+    exact_norm: float
+    frontier: int
+    snapshot_generation: int
+    exact_support_digest: str
+    candidate_support_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """out: float32 [Nq, query_heads, head_dim]. repeated: the frame had been accepted before."""
+
+    out: Tensor
+    receipt: StepReceipt
+    comparison: Comparison | None = None
+    repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """condition: `Ready`, or a Reason name with a message. Bandwidths are measured; 0.0: not measured."""
+
+    class_name: str
+    medium: str
+    simulated: bool
+    capacity_bytes: int
+    used_bytes: int
+    pinned_bytes: int
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    probes: Mapping[str, str]
+    condition: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    tiers: tuple[TierStats, ...]
+    sessions: int
+    chunks: int
+    open_chunks: int
+    moved_bytes: Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """A published chunk as the Blocks service lists it. `bytes` is what `read_chunk` returns."""
+
+    session_id: str
+    session_generation: int
+    layer: int
+    chunk: int
+    generation: int
+    tier_class: str
+    rows: int
+    bytes: int
+    checksum: str
+    producer_digest: str
+    sealed: bool

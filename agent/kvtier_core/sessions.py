@@ -1,0 +1,388 @@
+"""One session's rows: per layer a frontier, sealed chunks and one open chunk; appended frame by frame.
+
+Why it exists: a frame is accepted as a whole or not at all. Rows are written beyond the frontier, where
+nobody looks, and become rows when the answer exists. It must not know attention or selectors.
+
+Appending: `reserve` takes every credit and slot and writes invisible rows; `settle` does the last I/O that
+can fail; `commit` cannot fail; `abort` gives all back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvtier_core.credits import CreditLedger
+from kvtier_core.directory import ChunkState, Directory, logical_id
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.identity import SourceBinding, chunk_digest
+from kvtier_core.layout import ChunkLayout
+from kvtier_core.placement import Placement
+from kvtier_core.receipts import SessionSpec
+from kvtier_core.tiers.base import BlockIdentity, PoolTier, SlotRef, Tier, seal_checksum
+from kvtier_core.tiers.staging import StagingBuffer
+from kvtier_core.transactions import Transactions
+
+NO_LINE = -1
+
+
+@dataclass(slots=True)
+class LayerState:
+    """frontier: rows [0, frontier) exist. lines: directory lines of all chunks, ascending, the open one last
+    while `open_line` is set."""
+
+    open_tier: int
+    frontier: int = 0
+    lines: list[int] = field(default_factory=list)
+    open_line: int = NO_LINE
+
+
+@dataclass(slots=True)
+class Session:
+    """producers: (first position, index of the producer's digest), ascending; the same in all layers."""
+
+    number: int
+    session_id: str
+    generation: int
+    spec: SessionSpec
+    source: SourceBinding
+    layers: list[LayerState]
+    open_grant: int
+    producers: list[tuple[int, int]]
+    step: int = -1
+    layer: int = 0
+    committed: int = 0
+    snapshot_generation: int = 0
+
+    def producer_at(self, position: int) -> int:
+        found = self.producers[0][1]
+        for first, producer in self.producers:
+            if first <= position:
+                found = producer
+        return found
+
+
+@dataclass(slots=True)
+class SealedPart:
+    """A chunk that this frame fills. `ref` None: it stays in its open slot. rows [first, last) of the frame;
+    `line` is set when the chunk was open before."""
+
+    chunk: int
+    tier: int
+    credit: int
+    ref: SlotRef | None
+    first: int
+    last: int
+    line: int = NO_LINE
+    identity: BlockIdentity | None = None
+
+
+@dataclass(slots=True)
+class Append:
+    """A frame's rows on their way in: [first, first + n) of one layer."""
+
+    session: Session
+    layer: int
+    first: int
+    k: Tensor
+    v: Tensor
+    sealed: list[SealedPart] = field(default_factory=list)
+    open_chunk: int = NO_LINE
+    open_from: int = 0
+    open_ref: SlotRef | None = None
+
+    @property
+    def end(self) -> int:
+        return self.first + int(self.k.shape[0])
+
+
+class RowStore:
+    """Rows of all sessions of one engine. Lines' identities are kept here, one per sealed chunk."""
+
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        tiers: list[Tier],
+        ledger: CreditLedger,
+        directory: Directory,
+    ) -> None:
+        self.layout = layout
+        self.tiers = tiers
+        self.ledger = ledger
+        self.directory = directory
+        self.identities: dict[int, BlockIdentity] = {}
+        self._binding: dict[int, tuple[Session, int]] = {}
+        self._seals = 0
+        self.transactions = Transactions(directory, ledger, tiers, self.identity_of, self._published)
+        self.placement: Placement
+
+    def identity_of(self, line: int, replica_generation: int) -> BlockIdentity:
+        """What a sealed line's copy of that replica generation must be."""
+        known = self.identities[line]
+        if known.replica_generation == replica_generation:
+            return known
+        return BlockIdentity(
+            chunk_digest=known.chunk_digest,
+            logical=known.logical,
+            replica_generation=replica_generation,
+            rows=known.rows,
+            length=known.length,
+            checksum=known.checksum,
+        )
+
+    def _published(self, line: int, identity: BlockIdentity) -> None:
+        self.identities[line] = identity
+        session, _ = self._binding[line]
+        session.snapshot_generation += 1
+
+    # Appending.
+
+    def reserve(self, session: Session, layer: int, k: Tensor, v: Tensor) -> Append:
+        """Takes what the rows need and writes those that fit the open chunk, beyond the frontier.
+        NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE; nothing is held then."""
+        state = session.layers[layer]
+        append = Append(session, layer, state.frontier, k, v)
+        size = self.layout.chunk_tokens
+        first, end = append.first, append.end
+        if end == first:
+            return append
+        try:
+            for chunk in range(first // size, end // size):
+                append.sealed.append(self._reserve_sealed(append, state, chunk))
+            if end % size:
+                append.open_chunk = end // size
+                append.open_from = max(first, append.open_chunk * size)
+                if state.open_line == NO_LINE or append.open_chunk != first // size:
+                    self._reserve_open(append, state)
+            self._write_invisible(append, state)
+        except CoreError:
+            self.abort(append)
+            raise
+        return append
+
+    def _reserve_sealed(self, append: Append, state: LayerState, chunk: int) -> SealedPart:
+        size = self.layout.chunk_tokens
+        tier, credit = self.placement.home_for_sealed(state.open_tier)
+        part = SealedPart(
+            chunk=chunk,
+            tier=tier,
+            credit=credit,
+            ref=None,
+            first=max(append.first, chunk * size) - append.first,
+            last=(chunk + 1) * size - append.first,
+        )
+        if chunk == append.first // size:
+            part.line = state.open_line
+        if part.line == NO_LINE or tier != state.open_tier:
+            try:
+                part.ref = self.tiers[tier].reserve(self._logical(append, chunk))
+            except CoreError:
+                self.ledger.release(credit)
+                raise
+        return part
+
+    def _reserve_open(self, append: Append, state: LayerState) -> None:
+        """The open credit pays this slot. While the chunk before still lies in it, it comes at commit."""
+        tier = self._pool(state.open_tier)
+        leaving = (
+            bool(append.sealed) and append.sealed[0].line != NO_LINE and append.sealed[0].ref is not None
+        )
+        if not leaving:
+            append.open_ref = tier.reserve(self._logical(append, append.open_chunk))
+
+    def _logical(self, append: Append, chunk: int) -> int:
+        return logical_id(append.session.number, append.layer, chunk)
+
+    def _pool(self, tier: int) -> PoolTier:
+        found = self.tiers[tier]
+        if not isinstance(found, PoolTier):
+            raise CoreError(Reason.TIER_INCAPABLE, f"tier {found.name} cannot hold an open chunk")
+        return found
+
+    def _write_invisible(self, append: Append, state: LayerState) -> None:
+        if state.open_line == NO_LINE:
+            return
+        size = self.layout.chunk_tokens
+        at = append.first % size
+        count = min(int(append.k.shape[0]), size - at)
+        line = state.open_line
+        self._pool(state.open_tier).append(self._ref(line), at, append.k[:count], append.v[:count])
+
+    def _ref(self, line: int) -> SlotRef:
+        return SlotRef(int(self.directory.slot[line]), int(self.directory.slot_generation[line]))
+
+    def settle(self, append: Append) -> None:
+        """Writes and validates the copies of chunks that leave their tier as they are sealed. The last step
+        that may fail; call `abort` then."""
+        for part in append.sealed:
+            tier = self.tiers[part.tier]
+            if part.ref is None:
+                part.identity = self._seal_identity(append, part, self._open_payload(append))
+                continue
+            if part.line != NO_LINE:
+                payload = self._open_payload(append)
+            else:
+                rows = slice(part.first, part.last)
+                payload = self.layout.assemble(append.k[rows], append.v[rows])
+            part.identity = self._seal_identity(append, part, payload)
+            done = tier.write(part.ref, payload, part.identity)
+            if done != part.identity.length:
+                raise CoreError(
+                    Reason.SHORT_COPY,
+                    f"{done} of {part.identity.length} bytes reached tier {tier.name}",
+                    {"tier": tier.name},
+                )
+            tier.validate(part.ref, part.identity)
+
+    def _open_payload(self, append: Append) -> Tensor:
+        state = append.session.layers[append.layer]
+        return self._pool(state.open_tier).view(self._ref(state.open_line))
+
+    def _seal_identity(self, append: Append, part: SealedPart, payload: Tensor) -> BlockIdentity:
+        size = self.layout.chunk_tokens
+        stays = part.ref is None
+        generation = int(self.directory.generation[part.line]) if stays else self.directory.issue_generation()
+        return BlockIdentity(
+            chunk_digest=chunk_digest(
+                append.session.source,
+                append.layer,
+                self.layout.kv_heads,
+                part.chunk * size,
+                (part.chunk + 1) * size,
+            ),
+            logical=self._logical(append, part.chunk),
+            replica_generation=generation,
+            rows=size,
+            length=self.layout.payload_bytes,
+            checksum=seal_checksum(payload),
+        )
+
+    def commit(self, append: Append) -> None:
+        """Makes the rows rows: directory and frontier change together. Cannot fail."""
+        state = append.session.layers[append.layer]
+        for part in append.sealed:
+            self._commit_sealed(append, state, part)
+        if append.open_chunk != NO_LINE:
+            self._commit_open(append, state)
+        state.frontier = append.end
+
+    def _commit_sealed(self, append: Append, state: LayerState, part: SealedPart) -> None:
+        directory = self.directory
+        assert part.identity is not None
+        identity = part.identity
+        if part.ref is not None:
+            self.tiers[part.tier].publish(part.ref)
+        line = part.line
+        if line == NO_LINE:
+            assert part.ref is not None
+            line = self._insert(append, part.chunk, part.tier, part.ref, identity.replica_generation)
+        elif part.ref is not None:
+            old = self._ref(line)
+            directory.publish(
+                line,
+                tier=part.tier,
+                slot=part.ref.slot,
+                slot_generation=part.ref.generation,
+                generation=identity.replica_generation,
+            )
+            self.tiers[state.open_tier].release(old)
+        directory.state[line] = ChunkState.SEALED
+        directory.rows[line] = self.layout.chunk_tokens
+        directory.checksum[line] = identity.checksum
+        directory.credit[line] = part.credit
+        self._seals += 1
+        directory.sealed_at[line] = self._seals
+        last = append.first + part.last - 1
+        directory.producer[line] = append.session.producer_at(last)
+        self.identities[line] = identity
+        state.open_line = NO_LINE
+
+    def _insert(self, append: Append, chunk: int, tier: int, ref: SlotRef, generation: int) -> int:
+        line = self.directory.insert(
+            self._logical(append, chunk),
+            tier=tier,
+            slot=ref.slot,
+            slot_generation=ref.generation,
+            generation=generation,
+            state=ChunkState.OPEN,
+        )
+        append.session.layers[append.layer].lines.append(line)
+        self._binding[line] = (append.session, append.layer)
+        return line
+
+    def _commit_open(self, append: Append, state: LayerState) -> None:
+        size = self.layout.chunk_tokens
+        if state.open_line == NO_LINE:
+            tier = self._pool(state.open_tier)
+            ref = append.open_ref or tier.reserve(self._logical(append, append.open_chunk))
+            append.open_ref = None
+            tier.adopt(ref)
+            rows = slice(append.open_from - append.first, append.end - append.first)
+            tier.append(ref, append.open_from % size, append.k[rows], append.v[rows])
+            generation = self.directory.issue_generation()
+            state.open_line = self._insert(append, append.open_chunk, state.open_tier, ref, generation)
+        line = state.open_line
+        self.directory.rows[line] = append.end - append.open_chunk * size
+        self.directory.producer[line] = append.session.producer_at(append.end - 1)
+
+    def abort(self, append: Append) -> None:
+        """Gives back what the frame held. The session is as before; rows beyond the frontier do not exist."""
+        for part in append.sealed:
+            if part.ref is not None:
+                self.tiers[part.tier].release(part.ref)
+            self.ledger.release(part.credit)
+        append.sealed.clear()
+        if append.open_ref is not None:
+            self.tiers[append.session.layers[append.layer].open_tier].release(append.open_ref)
+            append.open_ref = None
+
+    # Ending.
+
+    def drop(self, session: Session) -> int:
+        """Frees every chunk and credit of a session; returns the rows released (layer 0's frontier)."""
+        rows = session.layers[0].frontier if session.layers else 0
+        for state in session.layers:
+            for line in state.lines:
+                self.directory.state[line] = ChunkState.TOMBSTONED
+                self.transactions.cancel_line(line)
+                self.tiers[int(self.directory.tier[line])].release(self._ref(line))
+                credit = int(self.directory.credit[line])
+                if credit:
+                    self.ledger.release(credit)
+                self.identities.pop(line, None)
+                self._binding.pop(line, None)
+                self.directory.remove(line)
+            state.lines.clear()
+            state.open_line = NO_LINE
+        self.ledger.release(session.open_grant)
+        return rows
+
+    # Reading.
+
+    def read_rows(self, line: int) -> Tensor:
+        """A verified copy of the line's payload [2, Hk, C, d] in host memory."""
+        tier = self.tiers[int(self.directory.tier[line])]
+        ref = self._ref(line)
+        if ChunkState(int(self.directory.state[line])) is ChunkState.OPEN:
+            return tier.view(ref).to("cpu", copy=True)
+        buffer = StagingBuffer(self.layout)
+        tier.read(ref, self.identities[line], buffer)
+        return buffer.payload
+
+    def rows_equal(self, session: Session, layer: int, first: int, k: Tensor, v: Tensor) -> bool:
+        """Whether rows [first, first + n) of a layer hold exactly these bytes."""
+        size = self.layout.chunk_tokens
+        state = session.layers[layer]
+        done = 0
+        while done < k.shape[0]:
+            position = first + done
+            count = min(int(k.shape[0]) - done, size - position % size)
+            payload = self.read_rows(state.lines[position // size])
+            stored = payload[:, :, position % size : position % size + count].transpose(1, 2)
+            given = torch.stack((k[done : done + count], v[done : done + count]))
+            if not torch.equal(stored.contiguous().view(torch.int32), given.contiguous().view(torch.int32)):
+                return False
+            done += count
+        return True

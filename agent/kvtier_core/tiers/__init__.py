@@ -1,0 +1,1 @@
+"""Memory tiers behind one contract: where payloads lie, never what they mean."""
