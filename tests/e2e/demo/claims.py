@@ -44,6 +44,10 @@ class Ledger:
         self.outcomes[key] = Checked(claim, holds, facts)
         return holds
 
+    def holds(self, key: str) -> bool:
+        """Whether a claim was checked and held."""
+        return key in self.outcomes and self.outcomes[key].holds
+
     @property
     def results(self) -> tuple[Checked, ...]:
         """Every planned claim; those not reached are false and say so."""

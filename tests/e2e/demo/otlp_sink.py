@@ -25,6 +25,7 @@ class Span:
     parent_id: str
     name: str
     service: str
+    instance: str
     start: float
     end: float
     attributes: dict[str, str]
@@ -64,19 +65,20 @@ class OtlpSink(trace_service_pb2_grpc.TraceServiceServicer):
 
     def Export(self, request, context):
         for resource in request.resource_spans:
-            service = _text(resource.resource.attributes).get("service.name", "")
+            about = _text(resource.resource.attributes)
             for scope in resource.scope_spans:
                 for span in scope.spans:
-                    self._keep(service, span)
+                    self._keep(about, span)
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    def _keep(self, service, span) -> None:
+    def _keep(self, about: dict[str, str], span) -> None:
         item = Span(
             trace_id=span.trace_id.hex(),
             span_id=span.span_id.hex(),
             parent_id=span.parent_span_id.hex(),
             name=span.name,
-            service=service,
+            service=about.get("service.name", ""),
+            instance=about.get("service.instance.id", ""),
             start=span.start_time_unix_nano / 1e9,
             end=span.end_time_unix_nano / 1e9,
             attributes=_text(span.attributes),

@@ -75,17 +75,21 @@ class Child:
 
     def wait_for(self, kind: str, timeout: float) -> dict[str, Any]:
         """The next event of a kind; others are dropped. Raises when the child ends or time is up."""
+        return self.wait_for_any((kind,), timeout)
+
+    def wait_for_any(self, kinds: tuple[str, ...], timeout: float) -> dict[str, Any]:
+        """The next event of one of these kinds; others are dropped."""
         deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"{self.name}: no event {kind!r} within {timeout} s\n{self.tail()}")
+                raise TimeoutError(f"{self.name}: no event of {kinds} within {timeout} s\n{self.tail()}")
             try:
                 event = self.events.get(timeout=min(left, 0.5))
             except queue.Empty:
                 self.require_alive()
                 continue
-            if event.get("event") == kind:
+            if event.get("event") in kinds:
                 return event
 
     def require_alive(self) -> None:

@@ -1,0 +1,286 @@
+"""An inference engine's process: SmolLM2 answering tenants' prompts through kvtier.
+
+Started by the demo as a child; talks JSON lines. It serves traffic round-robin
+over the agents' sockets, runs the probe set once per candidate, and obeys
+commands between requests: ``long`` (one long generation whose every token is
+announced), ``replay`` (given prompts, tokens returned), ``pause``, ``resume``,
+``stop``. It knows no Kubernetes: what it needs is in its arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import random
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvtier_client.client import AttentionClient
+from kvtier_client.errors import KvtierError
+from kvtier_client.hf import KvtierCache, attach
+from tests.e2e.demo.tasks import Task, make_tasks
+from tests.engine.smollm2 import load_smollm2
+
+TENANTS = ("alpha", "beta", "gamma", "delta")
+
+
+def tell(event: str, **facts: Any) -> None:
+    print(json.dumps({"event": event, "t": time.time(), **facts}), flush=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens of one request with what the receipts said about their steps."""
+
+    tokens: list[int]
+    arm: str
+    exactness: list[str]
+    tiers: dict[str, int]
+    seconds: float
+    per_token: float | None
+
+
+class Engine:
+    """The model and one client per agent."""
+
+    def __init__(self, sockets: dict[str, Path], namespace: str, cache: str) -> None:
+        self.model, self.tokenizer = load_smollm2()
+        attach(self.model)
+        self.clients = {node: AttentionClient(path) for node, path in sockets.items()}
+        self.namespace, self.cache = namespace, cache
+        self.fingerprint = (
+            next(iter(self.clients.values())).describe_cache(namespace, cache).model_fingerprint
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        node: str,
+        prompt: str,
+        new_tokens: int,
+        *,
+        tenant: str,
+        root: str | None = None,
+        forced_arm: str | None = None,
+        announce: str | None = None,
+    ) -> tuple[Answer, KvtierCache]:
+        """Greedy generation, one forward pass per token; the cache is still open."""
+        ids = self.tokenizer(prompt, return_tensors="pt").input_ids
+        started = time.monotonic()
+        cache = KvtierCache(
+            self.clients[node],
+            namespace=self.namespace,
+            name=self.cache,
+            model_fingerprint=self.fingerprint,
+            config=self.model.config,
+            tenant=tenant,
+            request_class="chat",
+            session_root_id=root or uuid.uuid4().hex,
+            probe=forced_arm is not None,
+            forced_arm=forced_arm,
+        )
+        tokens: list[int] = []
+        exactness: list[str] = []
+        tiers: dict[str, int] = {}
+        first = last = None
+        step = ids
+        while len(tokens) < new_tokens:
+            logits = self.model(step, cache=cache, use_cache=True, logits_to_keep=1).logits
+            token = int(logits[0, -1].argmax())
+            last = time.monotonic()
+            first = first or last
+            tokens.append(token)
+            receipts = cache.take_receipts()
+            kinds = sorted({r.exactness for r in receipts})
+            exactness.append("+".join(kinds))
+            for receipt in receipts:
+                for tier, size in receipt.bytes_by_tier.items():
+                    tiers[tier] = tiers.get(tier, 0) + size
+            if announce is not None:
+                tell("token", request=announce, index=len(tokens), exactness=exactness[-1], arm=cache.arm)
+            step = torch.tensor([[token]])
+        assert first is not None
+        assert last is not None
+        per_token = (last - first) / (len(tokens) - 1) if len(tokens) > 1 else None
+        answer = Answer(tokens, cache.arm, exactness, tiers, last - started, per_token)
+        return answer, cache
+
+
+class Workload:
+    """Traffic, probes and commands, one at a time: a single engine thread."""
+
+    def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
+        self.engine, self.options = engine, options
+        self.nodes = list(engine.clients)
+        self.tasks = make_tasks(options.seed, 4096)
+        self.probes = make_tasks(options.probe_seed, options.probe_count)
+        self.rng = random.Random(options.seed)
+        self.served = 0
+        self.paused = options.paused
+        self.probed: set[str] = set()
+        self.commands: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=1000)
+
+    def read_commands(self) -> None:
+        for line in sys.stdin:
+            self.commands.put(json.loads(line))
+        self.commands.put({"do": "stop"})
+
+    def run(self) -> None:
+        threading.Thread(target=self.read_commands, daemon=True).start()
+        while True:
+            try:
+                command = self.commands.get(timeout=0.2) if self.paused else self.commands.get_nowait()
+            except queue.Empty:
+                command = None
+            if command is not None:
+                if command["do"] == "stop":
+                    return
+                self.obey(command)
+            elif not self.paused:
+                if self.options.probes:
+                    self.probe_if_new()
+                self.serve_one()
+
+    def obey(self, command: dict[str, Any]) -> None:
+        match command["do"]:
+            case "pause":
+                self.paused = True
+                tell("paused")
+            case "resume":
+                self.paused = False
+            case "long":
+                self.long_request(command)
+            case "replay":
+                self.replay(command)
+
+    # --- traffic -----------------------------------------------------------
+
+    def serve_one(self) -> None:
+        node = self.nodes[self.served % len(self.nodes)]
+        task = self.tasks[self.served % len(self.tasks)]
+        tenant = TENANTS[self.rng.randrange(len(TENANTS))]
+        self.served += 1
+        try:
+            answer, cache = self.engine.generate(node, task.prompt, self.options.new_tokens, tenant=tenant)
+        except KvtierError as error:
+            tell("refused", node=node, reason=error.reason, message=str(error))
+            return
+        cache.report_outcome()
+        cache.close()
+        self._tell_request(node, tenant, answer)
+
+    def _tell_request(self, node: str, tenant: str, answer: Answer) -> None:
+        tell(
+            "request",
+            node=node,
+            tenant=tenant,
+            arm=answer.arm,
+            tokens=len(answer.tokens),
+            exactness=answer.exactness,
+            tiers=answer.tiers,
+            seconds=answer.seconds,
+            per_token=answer.per_token,
+        )
+
+    # --- probes ------------------------------------------------------------
+
+    def probe_if_new(self) -> None:
+        """Score the probe set on both arms once per (candidate, attempt), on one agent."""
+        node = self.nodes[0]
+        about = self.engine.clients[node].describe_cache(self.engine.namespace, self.engine.cache)
+        if not about.candidate_digest:
+            return
+        key = f"{about.candidate_digest}/{about.window.rollout_uid}/{about.attempt}"
+        if key in self.probed:
+            return
+        differences = []
+        for task in self.probes:
+            try:
+                exact, cache = self._scored(node, task, "baseline")
+                cache.close()
+                candidate, cache = self._scored(node, task, "candidate")
+            except KvtierError as error:
+                tell("probeRefused", reason=error.reason, message=str(error))
+                return
+            cache.report_outcome(
+                probe_gate=self.options.probe_gate,
+                probe_set_digest=self.options.probe_digest,
+                prompt_digest=task.digest,
+                difference=exact - candidate,
+            )
+            cache.close()
+            differences.append(exact - candidate)
+        self.probed.add(key)
+        tell("probed", candidate=about.candidate_digest, prompts=len(differences), drop=_mean(differences))
+
+    def _scored(self, node: str, task: Task, arm: str) -> tuple[float, KvtierCache]:
+        wanted = self.engine.tokenizer(task.answer, add_special_tokens=False).input_ids
+        answer, cache = self.engine.generate(node, task.prompt, len(wanted), tenant="probe", forced_arm=arm)
+        hits = sum(int(a == b) for a, b in zip(answer.tokens, wanted, strict=True))
+        return hits / len(wanted), cache
+
+    # --- commands ----------------------------------------------------------
+
+    def long_request(self, command: dict[str, Any]) -> None:
+        """One generation whose every token is announced as it is made."""
+        answer, cache = self.engine.generate(
+            command.get("node", self.nodes[0]),
+            command["prompt"],
+            command["new_tokens"],
+            tenant=command["tenant"],
+            root=command.get("root"),
+            announce=command["id"],
+        )
+        cache.report_outcome()
+        cache.close()
+        tell("longDone", id=command["id"], tokens=answer.tokens, exactness=answer.exactness, arm=answer.arm)
+
+    def replay(self, command: dict[str, Any]) -> None:
+        """Answer given prompts and return their tokens, receipts' classes and tiers."""
+        rows = []
+        for i, prompt in enumerate(command["prompts"]):
+            node = self.nodes[i % len(self.nodes)]
+            answer, cache = self.engine.generate(
+                node, prompt, command["new_tokens"], tenant=command.get("tenant", "alpha")
+            )
+            cache.report_outcome()
+            cache.close()
+            rows.append({"tokens": answer.tokens, "exactness": answer.exactness, "tiers": answer.tiers})
+        tell("replayed", id=command["id"], rows=rows)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--agent", action="append", required=True, help="NODE=SOCKET, repeatable")
+    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--cache", required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--new-tokens", type=int, default=4)
+    parser.add_argument("--probes", action="store_true", help="run the probe set for new candidates")
+    parser.add_argument("--probe-seed", type=int, default=1234)
+    parser.add_argument("--probe-count", type=int, default=12)
+    parser.add_argument("--probe-gate", default="quality")
+    parser.add_argument("--probe-digest", default="")
+    parser.add_argument("--paused", action="store_true", help="serve nothing until told to resume")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sockets = {node: Path(path) for node, path in (a.split("=", 1) for a in options.agent)}
+    engine = Engine(sockets, options.namespace, options.cache)
+    tell("ready", nodes=list(sockets))
+    Workload(engine, options).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
