@@ -134,8 +134,9 @@ class FrozenCell(Struct):
     """Evidence of harm of one gate in a finished step; it counts on in the pooled test."""
 
     gate: Short
-    stage: StatusStage
-    step: Step = 0
+    window: Short
+    """Stage, step and opening fence."""
+    weight: Number
     log_e: Annotated[Number, Field(alias="logE")]
 
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from kvtier_operator.rollout.inputs import GateVerdict, Inputs, Look
-from kvtier_operator.rollout.moves import tick_seconds
+from kvtier_operator.rollout.moves import CARRIED, current_step, tick_seconds
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import GateStatus, RolloutState, Schedule
 from kvtier_operator.rollout.vocabulary import Verdict
@@ -38,7 +38,7 @@ def all_pass(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> bool:
     verdicts = {item.name: item.verdict for item in look.verdicts}
     if any(verdict in (Verdict.FAIL, Verdict.PROVIDER_ERROR) for verdict in verdicts.values()):
         return False
-    required = [gate.name for gate in spec.gates if gate.must_pass_in(state.stage)]
+    required = _required(state, spec)
     return bool(required) and all(verdicts.get(name) is Verdict.PASS for name in required)
 
 
@@ -49,11 +49,14 @@ def insufficient_gates(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -
         return []
     verdicts = {item.name: item.verdict for item in look.verdicts}
     return [
-        gate.name
-        for gate in spec.gates
-        if gate.must_pass_in(state.stage)
-        and verdicts.get(gate.name, Verdict.INSUFFICIENT) is Verdict.INSUFFICIENT
+        name
+        for name in _required(state, spec)
+        if verdicts.get(name, Verdict.INSUFFICIENT) is Verdict.INSUFFICIENT
     ]
+
+
+def _required(state: RolloutState, spec: RolloutSpec) -> list[str]:
+    return [gate.name for gate in spec.gates_of(current_step(state, spec)) if gate.required]
 
 
 def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> RolloutState:
@@ -62,7 +65,7 @@ def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rollo
     if look is None:
         return state
     seen = {item.name for item in look.verdicts}
-    carried = tuple(gate for gate in state.gates if gate.metric == "taskScoreDrop" and gate.name not in seen)
+    carried = tuple(gate for gate in state.gates if gate.metric in CARRIED and gate.name not in seen)
     gates = tuple(_gate_status(item, look, state) for item in look.verdicts) + carried
     interval = tick_seconds(spec)
     due = state.schedule.due_at if state.schedule else inputs.now

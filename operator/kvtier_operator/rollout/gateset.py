@@ -1,147 +1,105 @@
-"""The full set of gates of a rollout: what the spec declares and what cannot be removed.
+"""The gates of a rollout: declarations of the API turned into those that evidence is judged by.
 
-Built-in gates (api.md): zero tolerance on illegal fallbacks, isolation, allocation and replay failures; the
-split of the assignment; a Fail-only median guard beside each tail ratio; tail and stall with defaults where
-none is declared. Manifest identity is judged from proofs, not counts, and so is not in this list.
-It must not know how a verdict is reached.
+Which gates exist without being declared, and where each counts, is `kvtier_evidence.gatespec`'s. It must not
+know how a verdict is reached.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
-from kvtier_operator.rollout.vocabulary import STAGE_ORDER, Stage
+from kvtier_crds.quantity import parse_decimal, parse_limit
+from kvtier_evidence import metrics
+from kvtier_evidence.gatespec import GateDeclaration, with_defaults
+from kvtier_evidence.metrics import Scope
+from kvtier_evidence.metrics import Stage as EvidenceStage
 
-ZERO_TOLERANCE = ("illegalFallbacks", "isolationFailures", "allocationFailures", "replayFailures")
-OUTPUT_METRIC = "outputRelativeError"
-RATIO_METRIC = "tpotRatio"
-STALL_METRIC = "exposedStallFraction"
-QUALITY_METRIC = "taskScoreDrop"
-SPLIT_METRIC = "assignmentSplit"
-MEDIAN_LIMIT = "1.25"
 PROBE_SET = "ProbeSet"
-
-_SERVED: frozenset[Stage] = frozenset({Stage.CANARY, Stage.RAMP, Stage.FULL})
-_COUNTED_IN: Mapping[str, frozenset[Stage]] = {
-    RATIO_METRIC: _SERVED,
-    STALL_METRIC: _SERVED,
-    SPLIT_METRIC: _SERVED,
-}
 
 
 @dataclass(frozen=True)
-class GateSpec:
-    """One gate. `limits` overrides `maximum` by stage; `fail_only` gates are not asked for a Pass.
+class ProbeSet:
+    """What a probeRef's ConfigMap holds: how many prompts, and the digest of all of it."""
 
-    quantile: percent, 0 where it has no meaning. design_effect and min_samples: empty and 0 when undeclared.
-    """
-
-    name: str
-    metric: str
-    maximum: str
-    quantile: float = 0.0
-    limits: tuple[tuple[Stage, str], ...] = ()
-    stages: tuple[Stage, ...] = ()
-    scope: str = ""
-    probe_ref: str = ""
-    design_effect: str = ""
-    min_samples: int = 0
-    fail_only: bool = False
-    built_in: bool = False
-
-    def limit(self, stage: Stage) -> str:
-        return dict(self.limits).get(stage, self.maximum)
-
-    def counts_in(self, stage: Stage) -> bool:
-        """Whether this stage looks at the gate at all (table of release.md)."""
-        return stage in _COUNTED_IN.get(self.metric, frozenset(STAGE_ORDER))
-
-    def must_pass_in(self, stage: Stage) -> bool:
-        """Whether leaving this stage needs its Pass. `stages` narrows where, never whether it may fail. Task
-        quality is bound to the candidate's digest, not to traffic: it is earned in Shadow and carried."""
-        if self.metric == QUALITY_METRIC and stage is not Stage.SHADOW:
-            return False
-        return self.counts_in(stage) and not self.fail_only and (not self.stages or stage in self.stages)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "metric": self.metric,
-            "max": self.maximum,
-            "quantile": str(self.quantile),
-            "limits": {str(stage): limit for stage, limit in self.limits},
-            "stages": [str(stage) for stage in self.stages],
-            "scope": self.scope,
-            "probeRef": self.probe_ref,
-            "designEffect": self.design_effect,
-            "minSamples": self.min_samples,
-            "failOnly": self.fail_only,
-        }
+    digest: str
+    size: int
 
 
-def gates_from_spec(declared: Sequence[Mapping[str, Any]], design_effect: str | None) -> tuple[GateSpec, ...]:
-    """Declared gates in their order, then the built-in ones. `design_effect` is the rollout-wide default."""
-    gates = [_declared(raw, str(design_effect or "")) for raw in declared]
-    metrics = {gate.metric for gate in gates}
-    effect = str(design_effect or "")
-    if RATIO_METRIC not in metrics:
-        gates.append(
-            GateSpec(
-                name=_free("tail", gates),
-                metric=RATIO_METRIC,
-                maximum="1.05",
-                quantile=99.0,
-                limits=((Stage.CANARY, "1.25"), (Stage.FULL, "1.25")),
-                design_effect=effect,
-                built_in=True,
-            )
-        )
-    if STALL_METRIC not in metrics:
-        gates.append(
-            GateSpec(_free("stall", gates), STALL_METRIC, "0.02", design_effect=effect, built_in=True)
-        )
-    for gate in [gate for gate in gates if gate.metric == RATIO_METRIC and gate.quantile > 50]:
-        gates.append(
-            GateSpec(
-                name=_free(f"{gate.name}-median", gates),
-                metric=RATIO_METRIC,
-                maximum=MEDIAN_LIMIT,
-                quantile=50.0,
-                design_effect=gate.design_effect,
-                fail_only=True,
-                built_in=True,
-            )
-        )
-    gates.extend(
-        GateSpec(metric, metric, "0", built_in=True) for metric in ZERO_TOLERANCE if metric not in metrics
-    )
-    gates.append(GateSpec("split", SPLIT_METRIC, "0", fail_only=True, built_in=True))
-    return tuple(gates)
+def declarations(
+    declared: Sequence[Mapping[str, Any]], probes: Mapping[str, ProbeSet]
+) -> tuple[GateDeclaration, ...]:
+    """In the order of the spec. A probe set that is not there yet has size 0 and no digest. Raises LimitError
+    or QuantityError naming the gate."""
+    return tuple(_declaration(raw, probes) for raw in declared)
 
 
-def missing_for_approximate(gates: Sequence[GateSpec]) -> str:
-    """Name of the metric an approximate candidate must declare and does not; empty when complete."""
-    declared = {gate.metric for gate in gates if not gate.built_in}
-    return next((metric for metric in (OUTPUT_METRIC, QUALITY_METRIC) if metric not in declared), "")
-
-
-def _free(name: str, gates: Sequence[GateSpec]) -> str:
-    taken = {gate.name for gate in gates}
-    return name if name not in taken else f"{name}-default"
-
-
-def _declared(raw: Mapping[str, Any], design_effect: str) -> GateSpec:
-    return GateSpec(
-        name=str(raw["name"]),
+def _declaration(raw: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> GateDeclaration:
+    name = str(raw["name"])
+    where = f"spec.gates[{name}]"
+    quantile = raw.get("quantile")
+    effect = raw.get("designEffect")
+    scope = Scope.PROBE_SET if raw.get("scope") == PROBE_SET else Scope.POPULATION
+    probe = probes.get(str((raw.get("probeRef") or {}).get("name", "")), ProbeSet("", 0))
+    return GateDeclaration(
+        name=name,
         metric=str(raw["metric"]),
-        maximum=str(raw["max"]),
-        quantile=float(raw.get("quantile") or 0),
-        limits=tuple((Stage(item["stage"]), str(item["max"])) for item in raw.get("perStage") or []),
-        stages=tuple(Stage(stage) for stage in raw.get("stages") or []),
-        scope=str(raw.get("scope") or ""),
-        probe_ref=str((raw.get("probeRef") or {}).get("name", "")),
-        design_effect=str(raw.get("designEffect") or design_effect),
-        min_samples=int(raw.get("minSamples") or 0),
+        limit=parse_limit(raw["max"], f"{where}.max"),
+        quantile=None if quantile is None else parse_decimal(quantile, f"{where}.quantile"),
+        per_stage=tuple(
+            (EvidenceStage(item["stage"]), parse_limit(item["max"], f"{where}.perStage"))
+            for item in raw.get("perStage") or []
+        ),
+        stages=tuple(EvidenceStage(stage) for stage in raw.get("stages") or []),
+        scope=scope,
+        min_samples=int(raw["minSamples"]) if raw.get("minSamples") else None,
+        design_effect=None if effect is None else parse_decimal(effect, f"{where}.designEffect"),
+        probe_set_digest=probe.digest,
+        probe_set_size=probe.size,
     )
+
+
+def probe_names(declared: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """ConfigMaps that the gates refer to."""
+    names = {str((raw.get("probeRef") or {}).get("name", "")) for raw in declared}
+    return tuple(sorted(names - {""}))
+
+
+def gates_digest(
+    declared: Sequence[GateDeclaration],
+    *,
+    exact: bool,
+    design_effect: Decimal | None,
+    settle: float,
+    warmup: float,
+) -> str:
+    """Of everything that shapes what is counted and where the limits lie; part of every window's key."""
+    rows = [
+        {
+            "name": gate.name,
+            "metric": gate.metric,
+            "limit": str(gate.limit),
+            "quantile": str(gate.quantile),
+            "perStage": [[str(stage), str(limit)] for stage, limit in gate.per_stage],
+            "stages": [str(stage) for stage in gate.stages],
+            "scope": str(gate.scope),
+            "minSamples": gate.min_samples,
+            "designEffect": str(gate.design_effect),
+            "probeSet": gate.probe_set_digest,
+        }
+        for gate in with_defaults(declared, exact=exact)
+    ]
+    body = {"gates": rows, "designEffect": str(design_effect), "settle": settle, "warmup": warmup}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def missing_for_approximate(declared: Sequence[GateDeclaration]) -> str:
+    """Name of the metric an approximate candidate must declare and does not; empty when complete."""
+    present = {gate.metric for gate in declared}
+    needed = (metrics.OUTPUT_RELATIVE_ERROR, metrics.TASK_SCORE_DROP)
+    return next((metric for metric in needed if metric not in present), "")

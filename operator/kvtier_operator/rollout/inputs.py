@@ -84,7 +84,8 @@ class AgentView:
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """One gate at one look. `log_e` is its evidence of harm in this window (natural log, unweighted)."""
+    """One gate at one look. `log_e` is its evidence of harm in this window (natural log, unweighted) and
+    `weight` its share of the false-rollback budget, 0 for gates that have none."""
 
     name: str
     verdict: Verdict
@@ -98,6 +99,7 @@ class GateVerdict:
     k: str = ""
     basis: str = ""
     log_e: float = 0.0
+    weight: float = 0.0
     message: str = ""
 
 
@@ -108,6 +110,7 @@ class Look:
     opening_fence: int
     at: float
     verdicts: tuple[GateVerdict, ...]
+    window: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvtier_evidence.metrics import METRICS
 from kvtier_operator.rollout.inputs import (
     AgentView,
     ApproveCandidate,
@@ -23,6 +24,7 @@ from kvtier_operator.rollout.state import FrozenCell, Rollback, RolloutState, Wi
 from kvtier_operator.rollout.vocabulary import LEASE_GRACE, Blocker, Cause, Phase, Stage
 
 APPROVAL_SECONDS = 24 * 3600.0
+CARRIED = frozenset(name for name, metric in METRICS.items() if metric.carried)
 MAX_CELLS = 24
 MAX_MISSING = 16
 MIN_TICK, MAX_TICK = 1.0, 10.0
@@ -114,7 +116,7 @@ def enter_step(
         blocker=Blocker.NONE,
         blocker_message="",
         window=Window(0, inputs.now, spec.window_hash, resumes),
-        gates=tuple(gate for gate in state.gates if gate.metric == "taskScoreDrop"),
+        gates=tuple(gate for gate in state.gates if gate.metric in CARRIED),
         cells=freeze(state, inputs),
         schedule=None,
         overridden=overridden,
@@ -136,8 +138,13 @@ def freeze(state: RolloutState, inputs: Inputs) -> tuple[FrozenCell, ...]:
     look = inputs.look
     if look is None or state.window is None or look.opening_fence != state.window.opening_fence:
         return state.cells
-    fresh = [FrozenCell(item.name, state.stage, state.step, round(item.log_e, 3)) for item in look.verdicts]
-    cells = sorted([*state.cells, *(cell for cell in fresh if cell.log_e > 0)], key=lambda cell: -cell.log_e)
+    fresh = [
+        FrozenCell(item.name, look.window, round(item.weight, 6), round(item.log_e, 3))
+        for item in look.verdicts
+        if item.weight > 0
+    ]
+    # The least evidence of harm goes first when there are too many: what is lost was worth least.
+    cells = sorted([*state.cells, *fresh], key=lambda cell: -cell.log_e)
     return tuple(cells[:MAX_CELLS])
 
 

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from kvtier_crds.quantity import QuantityError, parse_decimal, parse_duration, parse_fraction, parse_limit
-from kvtier_operator.rollout.gateset import GateSpec, gates_from_spec
+from kvtier_crds.quantity import QuantityError, parse_decimal, parse_duration, parse_fraction
+from kvtier_evidence.gatespec import GateDeclaration, GateSpec, planned_cells, resolve
+from kvtier_evidence.limits import LimitError
+from kvtier_evidence.metrics import Stage as EvidenceStage
+from kvtier_operator.rollout.gateset import ProbeSet, declarations, gates_digest
 from kvtier_operator.rollout.vocabulary import STAGE_ORDER, OnInsufficient, OnLeaseExpired, Stage, Verb
 
 DEFAULT_LEASE_TTL = 60.0
@@ -78,8 +81,10 @@ class RolloutSpec:
     selector_name: str
     unsupported: str
     ladder: tuple[Step, ...]
-    gates: tuple[GateSpec, ...]
+    gates: tuple[GateDeclaration, ...]
     gates_digest: str
+    design_effect: Decimal | None
+    exact: bool
     blast_radius: BlastRadius
     holdback: Decimal
     settle: float
@@ -111,6 +116,23 @@ class RolloutSpec:
                 found = step
         return found
 
+    def gates_of(self, step: Step) -> tuple[GateSpec, ...]:
+        """The gates of one step, built-in ones included."""
+        return resolve(
+            self.gates,
+            EvidenceStage(step.stage),
+            exact=self.exact,
+            min_samples=step.min_samples,
+            design_effect=self.design_effect,
+        )
+
+    @property
+    def cells(self) -> int:
+        """Cells of the false-rollback budget over the whole ladder."""
+        return planned_cells(
+            self.gates, [EvidenceStage(step.stage) for step in self.ladder], exact=self.exact
+        )
+
     def after(self, step: Step) -> Step | None:
         """The next rung; None after the last. Always one fraction at a time."""
         place = self.position(step.stage, step.index)
@@ -121,24 +143,21 @@ class RolloutSpec:
 
 def short_hash(value: object) -> str:
     """16 hex digits over canonical JSON; for change detection, not identity."""
-    return hashlib.sha256(_canonical(value)).hexdigest()[:16]
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
-
-
-def parse_spec(spec: Mapping[str, Any]) -> RolloutSpec:
-    """Raises SpecError naming the field."""
+def parse_spec(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet] | None = None) -> RolloutSpec:
+    """`probes` by the name of their ConfigMap. Raises SpecError naming the field."""
     try:
-        return _parse(spec)
-    except QuantityError as error:
+        return _parse(spec, probes or {})
+    except (QuantityError, LimitError) as error:
         raise SpecError(str(error)) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise SpecError(f"spec is incomplete: {error}") from error
 
 
-def _parse(spec: Mapping[str, Any]) -> RolloutSpec:
+def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> RolloutSpec:
     candidate = dict(spec["candidate"])
     stages = list(spec.get("stages") or [])
     evidence = dict(spec.get("evidence") or {})
@@ -147,11 +166,13 @@ def _parse(spec: Mapping[str, Any]) -> RolloutSpec:
     settle = parse_duration(evidence.get("settle", f"{int(DEFAULT_SETTLE)}s"), "spec.evidence.settle")
     warmup = parse_duration(evidence.get("warmup", f"{int(DEFAULT_WARMUP)}s"), "spec.evidence.warmup")
     ladder, holdback = _ladder(stages)
-    gates = gates_from_spec(list(spec.get("gates") or []), evidence.get("designEffect"))
-    gates_digest = "sha256:" + hashlib.sha256(_canonical([gate.to_json() for gate in gates])).hexdigest()
+    gates = declarations(list(spec.get("gates") or []), probes)
+    declared_effect = evidence.get("designEffect")
+    effect = None if declared_effect is None else parse_decimal(declared_effect, "spec.evidence.designEffect")
+    exact = not (candidate.get("selectorRef") or {})
+    digest = gates_digest(gates, exact=exact, design_effect=effect, settle=settle, warmup=warmup)
     window_parts = {
-        name: spec.get(name)
-        for name in ("stages", "gates", "evidence", "errorBudget", "leaseTTL", "blastRadius")
+        name: spec.get(name) for name in ("stages", "errorBudget", "leaseTTL", "blastRadius", "gates")
     }
     return RolloutSpec(
         cache_name=str(spec["cacheRef"]["name"]),
@@ -159,7 +180,9 @@ def _parse(spec: Mapping[str, Any]) -> RolloutSpec:
         unsupported=_unsupported(candidate),
         ladder=ladder,
         gates=gates,
-        gates_digest=gates_digest,
+        gates_digest=digest,
+        design_effect=effect,
+        exact=exact,
         blast_radius=BlastRadius(
             tuple(radius.get("tenants") or ()),
             tuple(radius.get("requestClasses") or ()),
@@ -178,7 +201,7 @@ def _parse(spec: Mapping[str, Any]) -> RolloutSpec:
         progress_deadline=_seconds(spec, "progressDeadline", DEFAULT_DEADLINE),
         intent=_intent(spec.get("intent")),
         candidate_hash=short_hash(candidate),
-        window_hash=short_hash(window_parts),
+        window_hash=short_hash({**window_parts, "digest": digest}),
     )
 
 
@@ -238,15 +261,3 @@ def _ladder(stages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Step, ...], Deci
     if served != sorted(served):
         raise SpecError("spec.stages: traffic fractions must grow from stage to stage (Full is 1 - holdback)")
     return tuple(steps), holdback
-
-
-__all__ = [
-    "BlastRadius",
-    "Intent",
-    "RolloutSpec",
-    "SpecError",
-    "Step",
-    "parse_limit",
-    "parse_spec",
-    "short_hash",
-]

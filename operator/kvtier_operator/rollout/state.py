@@ -68,8 +68,8 @@ class FrozenCell:
     """Evidence of harm of one gate in a finished step; it counts on in the pooled test (gates.md 5)."""
 
     gate: str
-    stage: Stage
-    step: int
+    window: str
+    weight: float
     log_e: float
 
 

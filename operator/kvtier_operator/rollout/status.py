@@ -126,7 +126,12 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
     )
     status["gates"] = [_gate(gate) for gate in state.gates]
     status["frozenCells"] = [
-        {"gate": cell.gate, "stage": str(cell.stage), "step": cell.step, "logE": f"{cell.log_e:.3f}"}
+        {
+            "gate": cell.gate,
+            "window": cell.window,
+            "weight": f"{cell.weight:.6f}",
+            "logE": f"{cell.log_e:.3f}",
+        }
         for cell in state.cells
     ]
     status["unreachable"] = [{"node": lost.node, "since": format_stamp(lost.since)} for lost in state.lost]
@@ -231,7 +236,7 @@ def from_status(status: Mapping[str, Any]) -> RolloutState:
         window=_read_window(status, schedule, window_hash),
         gates=tuple(_read_gate(row) for row in status.get("gates") or []),
         cells=tuple(
-            FrozenCell(row["gate"], Stage(row["stage"]), int(row.get("step") or 0), float(row["logE"]))
+            FrozenCell(row["gate"], row["window"], float(row["weight"]), float(row["logE"]))
             for row in status.get("frozenCells") or []
         ),
         schedule=_read_schedule(schedule),
