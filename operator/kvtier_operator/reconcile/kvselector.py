@@ -1,0 +1,92 @@
+"""KVSelector: what its family promises, what it must see, and whether this version implements it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from kvtier_operator.conditions import Condition, false, merge, true, unknown
+from kvtier_operator.ports import Deps, Done, JsonObject, Kind, ObjectKey, ReconcileOutcome
+from kvtier_operator.reconcile.status import write_status
+
+OWNED = ("observedGeneration", "guarantee", "needs", "appendable", "conditions")
+
+
+@dataclass(frozen=True)
+class FamilyFacts:
+    """What one family of selectors is. `guarantee` speaks of the attention mass that it leaves out; `needs`
+    is what it must see; `appendable`: its index follows new rows without being rebuilt.
+
+    Source: the families of the retrieval specification, section D.0 and the paragraphs of each.
+    """
+
+    guarantee: str
+    needs: tuple[str, ...]
+    appendable: bool
+
+
+FAMILIES: dict[str, FamilyFacts] = {
+    "sparq": FamilyFacts("estimate", ("query",), True),
+    "quest": FamilyFacts("upperBound", ("query",), True),
+    "infinigen": FamilyFacts("heuristic", ("previousHiddenState", "weights"), True),
+    "pqcache": FamilyFacts("estimate", ("query",), True),
+    "retrievalAttention": FamilyFacts("heuristic", ("query", "prefillQueries"), False),
+    "squeezedAttention": FamilyFacts("estimate", ("query",), False),
+    "magicPig": FamilyFacts("sampled", ("query",), True),
+    "infLlm": FamilyFacts("heuristic", ("query",), True),
+    "emLlm": FamilyFacts("heuristic", ("query", "surprisal"), True),
+    "clusterKv": FamilyFacts("heuristic", ("query",), True),
+    "certifiedScan": FamilyFacts("upperBound", ("query",), True),
+}
+IMPLEMENTED = ("quest",)
+
+
+def plan(selector: JsonObject, now: datetime) -> JsonObject:
+    """The status to have. Pure."""
+    family = selector["spec"]["family"]
+    facts = FAMILIES.get(family)
+    generation = int(selector["metadata"].get("generation") or 1)
+    before = (selector.get("status") or {}).get("conditions") or []
+    status: JsonObject = {
+        "observedGeneration": generation,
+        "conditions": merge(before, _conditions(family, facts), generation=generation, now=now),
+    }
+    if facts is not None:
+        status |= {
+            "guarantee": facts.guarantee,
+            "needs": list(facts.needs),
+            "appendable": facts.appendable,
+        }
+    return status
+
+
+def _conditions(family: str, facts: FamilyFacts | None) -> list[Condition]:
+    if facts is None:
+        return [false("Accepted", "UnknownFamily", f"spec.family {family} is not known to this version")]
+    if family not in IMPLEMENTED:
+        return [
+            false(
+                "Accepted",
+                "NotImplemented",
+                f"spec.family {family} is declared but no agent implements it; implemented: "
+                f"{', '.join(IMPLEMENTED)}",
+            ),
+            unknown("IndexReady", "NotImplemented", "no agent builds this index"),
+        ]
+    return [
+        true("Accepted", "Valid", "a KVRollout may name this selector"),
+        true("IndexReady", "BuiltPerSession", "boxes are built as rows are written under a grant"),
+    ]
+
+
+class KVSelectorReconciler:
+    kind = Kind.KV_SELECTOR
+
+    def __init__(self, deps: Deps) -> None:
+        self._deps = deps
+
+    async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
+        selector = self._deps.store.get(key)
+        if selector is not None and "deletionTimestamp" not in selector["metadata"]:
+            await write_status(self._deps.api, selector, plan(selector, self._deps.clock.now()), OWNED)
+        return Done()
