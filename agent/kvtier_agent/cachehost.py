@@ -23,17 +23,24 @@ from kvtier_agent.evidence_port import EvidencePort, Outcome
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import Assignment, CacheEnforcement, ServedArm, SessionFacts
 from kvtier_crds.manifest import RuntimeManifest, model_fingerprint
+from kvtier_evidence.metrics import (
+    ALLOCATION_FAILURES,
+    ILLEGAL_FALLBACKS,
+    ISOLATION_FAILURES,
+    OUTPUT_MISMATCHES,
+    REPLAY_FAILURES,
+)
 from kvtier_evidence.window import WindowKey
 
 _MAX_CLOSED = 4096
 
 # Zero-tolerance counters by the refusal that moves them, for sessions that a candidate serves.
 _COUNTER_OF = {
-    Reason.NO_DESTINATION_CAPACITY: "allocationFailures",
-    Reason.IDENTITY_MISMATCH: "isolationFailures",
-    Reason.RECYCLED_DESTINATION: "isolationFailures",
-    Reason.STALE_CACHE_GENERATION: "replayFailures",
-    Reason.SUPPORT_GAP: "replayFailures",
+    Reason.NO_DESTINATION_CAPACITY: ALLOCATION_FAILURES,
+    Reason.IDENTITY_MISMATCH: ISOLATION_FAILURES,
+    Reason.RECYCLED_DESTINATION: ISOLATION_FAILURES,
+    Reason.STALE_CACHE_GENERATION: REPLAY_FAILURES,
+    Reason.SUPPORT_GAP: REPLAY_FAILURES,
 }
 _ALWAYS_ALLOWED_FALLBACKS = frozenset({"exactFetch", "reject"})
 
@@ -127,7 +134,14 @@ class CacheHost:
         )
         self.sessions[handle.session_id] = session
         if window is not None and session.counted:
-            self.evidence.assigned(window, handle.session_id, assignment.arm, assignment.sampled)
+            self.evidence.assigned(
+                window,
+                handle.session_id,
+                tenant=facts.tenant,
+                session_root_id=facts.session_root_id,
+                candidate=assignment.arm is ServedArm.CANDIDATE,
+                compared=assignment.sampled,
+            )
         return session
 
     async def attend(self, session: Session, frame: FrameInput, queries: int) -> FrameAnswer:
@@ -192,17 +206,21 @@ class CacheHost:
             if outcome.probe is None:
                 return "a probe session reports a probe pair"
             session.outcome_reported = True
-            self.evidence.probe(session.window, outcome.probe)
-            return ""
+            return self.evidence.probe(session.window, outcome.probe)
         if outcome.probe is not None:
             return "only probe sessions report probe pairs"
         if not session.counted:
             return "the session is outside the blast radius"
         session.outcome_reported = True
-        self.evidence.outcome(
-            session.window, session.handle.session_id, outcome.with_stall(session.decode_stall_seconds)
+        return self.evidence.outcome(
+            session.window, session.handle.session_id, outcome, session.decode_stall_seconds
         )
-        return ""
+
+    def abandon(self, session: Session) -> None:
+        """Nobody will report an outcome: its unit ends with the values it has."""
+        if session.window is not None and session.counted and not session.outcome_reported:
+            session.outcome_reported = True
+            self.evidence.ended(session.window, session.handle.session_id)
 
     def idle_sessions(self, idle_ns: int) -> list[Session]:
         """Sessions without a stream that nobody used for that long."""
@@ -232,7 +250,10 @@ class CacheHost:
             return None
         total = session.step_errors.pop(frame.step)
         if session.window is not None and session.counted:
-            self.evidence.step_error(session.window, session.handle.session_id, total)
+            self.evidence.step_error(session.window, session.handle.session_id, frame.step, total)
+            terms = session.assignment.terms
+            if terms is not None and terms.selector is None and total != 0:
+                self.evidence.zero_tolerance(session.window, OUTPUT_MISMATCHES)
         return total
 
     def _check_fallback(self, session: Session, result: FrameResult) -> None:
@@ -251,7 +272,7 @@ class CacheHost:
             and session.assignment.arm is not ServedArm.CANDIDATE
         )
         if forbidden or unpermitted:
-            self.evidence.zero_tolerance(window, "illegalFallbacks")
+            self.evidence.zero_tolerance(window, ILLEGAL_FALLBACKS)
 
     def _count_refusal(self, window: WindowKey | None, assignment: Assignment, error: CoreError) -> None:
         counter = _COUNTER_OF.get(error.reason)

@@ -1,4 +1,4 @@
-"""`kvtier-agent`: reads the command line, starts one agent, and exits 2 naming the flag that cannot be used."""
+"""`kvtier-agent`: reads the command line and starts one agent; exits 2 naming the flag at fault."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="JSON",
-        help='repeatable: {"className","medium","deviceKind","capacity","device":{"path"|"cudaIndex"},"reserve"}',
+        help='repeatable; className, medium, deviceKind, capacity, device {"path" | "cudaIndex"}, reserve',
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--kubeconfig", default="", metavar="FILE", help="empty: in-cluster service account")

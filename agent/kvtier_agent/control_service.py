@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from kvtier.v1 import control_pb2, control_pb2_grpc
-from kvtier_agent import convert
+from kvtier_agent import convert, evidence_convert
 from kvtier_agent.errors import to_detail
 from kvtier_agent.node import Command, Node, ProofFacts, parse_manifest
 from kvtier_agent.rpc import RpcScope, ServicerContext, metadata_of
@@ -107,16 +107,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def _grant(self, request: control_pb2.GrantRequest, traceparent: str) -> control_pb2.GrantResponse:
         candidate = parse_manifest(request.manifest, request.digest)
-        digest, lease = await self._node.grant(
-            _command(request),
-            convert.grant_terms(request, candidate),
-            candidate,
-            convert.window_of(request.window),
-            convert.gate_terms(request),
-            request.settle_ms,
-            request.warmup_ms,
-            traceparent,
-        )
+        terms = convert.grant_terms(request, candidate)
+        window = convert.window_terms(request, terms)
+        digest, lease = await self._node.grant(_command(request), terms, candidate, window, traceparent)
         return control_pb2.GrantResponse(
             candidate_digest=digest,
             boot_id=self._node.boot_id,
@@ -155,9 +148,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.ReadEvidenceRequest
     ) -> control_pb2.ReadEvidenceResponse:
         host = self._node.check_read(convert.cache_name(request.cache), request.fence.value)
-        answer = host.evidence.read(convert.window_of(request.window), request.epoch, request.ack_seq)
-        assert isinstance(answer, control_pb2.ReadEvidenceResponse)
-        return answer
+        delta = host.evidence.read(convert.window_of(request.window), request.epoch, request.ack_seq)
+        return evidence_convert.delta_message(delta)
 
     def _proof(self, facts: ProofFacts) -> control_pb2.Proof:
         return control_pb2.Proof(

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from kvtier.v1 import attention_pb2, common_pb2, control_pb2, evidence_pb2
 from kvtier_agent.cachehost import CacheName, FrameAnswer
 from kvtier_agent.engine_port import FrameInput, TierReport
-from kvtier_agent.evidence_port import GateTerms, Outcome, ProbeResult
+from kvtier_agent.evidence_port import GateTerms, Outcome, ProbeResult, WindowTerms
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
@@ -92,8 +92,18 @@ def grant_terms(request: control_pb2.GrantRequest, candidate: RuntimeManifest) -
     return terms
 
 
-def gate_terms(request: control_pb2.GrantRequest) -> tuple[GateTerms, ...]:
-    return tuple(GateTerms(gate.name, gate.metric, gate.quantile, gate.limit) for gate in request.gates)
+def window_terms(request: control_pb2.GrantRequest, terms: GrantTerms) -> WindowTerms:
+    """Raises BAD_ARGUMENT for times below 0."""
+    for name in ("settle_ms", "warmup_ms"):
+        if getattr(request, name) < 0:
+            raise CoreError(Reason.BAD_ARGUMENT, f"{name} must not be negative")
+    return WindowTerms(
+        key=window_of(request.window),
+        gates=tuple(GateTerms(gate.name, gate.metric, gate.quantile, gate.limit) for gate in request.gates),
+        fraction=float(terms.traffic_fraction),
+        settle_ms=request.settle_ms,
+        warmup_ms=request.warmup_ms,
+    )
 
 
 def window_of(key: evidence_pb2.WindowKey) -> WindowKey:

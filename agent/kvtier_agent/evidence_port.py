@@ -6,10 +6,10 @@ Kept apart so that servicers are tested without statistics. It knows no wire mes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-from kvtier_core.release.enforcement import ServedArm
+from kvtier_evidence.delta import Delta
 from kvtier_evidence.window import WindowKey
 
 
@@ -43,44 +43,45 @@ class Outcome:
     last_token_seconds: float
     cancelled: bool
     probe: ProbeResult | None = None
-    stall_seconds: float = 0.0
 
-    def with_stall(self, seconds: float) -> Outcome:
-        return replace(self, stall_seconds=seconds)
 
-    @property
-    def decode_seconds(self) -> float:
-        """Wall time from the first to the last token."""
-        return self.last_token_seconds - self.first_token_seconds
+@dataclass(frozen=True)
+class WindowTerms:
+    """What a grant says about the evidence of its window; `fraction` is the candidate's share of sessions."""
 
-    @property
-    def time_per_output_token(self) -> float | None:
-        """Seconds; None when fewer than two tokens were made (the request leaves both arms)."""
-        return None if self.output_tokens < 2 else self.decode_seconds / (self.output_tokens - 1)
-
-    @property
-    def exposed_stall_fraction(self) -> float | None:
-        """Exposed transfer stall over decode wall time, in [0, 1]; None without a decode."""
-        if self.output_tokens < 2 or self.decode_seconds <= 0:
-            return None
-        return min(1.0, max(0.0, self.stall_seconds / self.decode_seconds))
+    key: WindowKey
+    gates: Sequence[GateTerms]
+    fraction: float
+    settle_ms: int
+    warmup_ms: int
 
 
 class EvidencePort(Protocol):
     """The windows of one cache. Every call is cheap and made on the event loop."""
 
-    def open(self, window: WindowKey, gates: Sequence[GateTerms], settle_ms: int, warmup_ms: int) -> None:
-        """Starts counting in a window, or goes on in it; the previous one stays readable."""
+    def open(self, terms: WindowTerms) -> None:
+        """Starts counting in a window, or goes on in it; the previous one stays readable.
 
-    def assigned(self, window: WindowKey, unit: str, arm: ServedArm, sampled: bool) -> None: ...
+        Raises BAD_ARGUMENT naming the gate that cannot be collected, before anything changed.
+        """
 
-    def step_error(self, window: WindowKey, unit: str, error: float) -> None: ...
+    def assigned(
+        self, key: WindowKey, unit: str, *, tenant: str, session_root_id: str, candidate: bool, compared: bool
+    ) -> None: ...
 
-    def outcome(self, window: WindowKey, unit: str, outcome: Outcome) -> None: ...
+    def step_error(self, key: WindowKey, unit: str, step: int, error: float) -> None:
+        """NaN is a step without a value."""
 
-    def probe(self, window: WindowKey, result: ProbeResult) -> None: ...
+    def outcome(self, key: WindowKey, unit: str, outcome: Outcome, stall_seconds: float) -> str:
+        """Returns why it was not counted, or an empty text."""
 
-    def zero_tolerance(self, window: WindowKey, counter: str) -> None: ...
+    def ended(self, key: WindowKey, unit: str) -> None:
+        """The session ended and nobody will report an outcome."""
 
-    def read(self, window: WindowKey, epoch: str, ack_seq: int) -> Any:
+    def probe(self, key: WindowKey, result: ProbeResult) -> str:
+        """Returns why it was not counted, or an empty text."""
+
+    def zero_tolerance(self, key: WindowKey, counter: str) -> None: ...
+
+    def read(self, key: WindowKey, epoch: str, ack_seq: int) -> Delta:
         """The reply for a reader at (epoch, ack_seq); raises WINDOW_UNKNOWN."""

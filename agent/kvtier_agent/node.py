@@ -18,7 +18,7 @@ from typing import TypeVar
 from kvtier_agent.cachehost import CacheHost, CacheName, Session, manifest_set_digest_input
 from kvtier_agent.config import Limits
 from kvtier_agent.engine_port import EnginePort, EngineRunner, TierReport
-from kvtier_agent.evidence_port import EvidencePort, GateTerms
+from kvtier_agent.evidence_port import EvidencePort, WindowTerms
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTier, NodeTiers
 from kvtier_core.errors import CoreError, Reason
@@ -89,6 +89,7 @@ class Node:
         self._evidence_factory = evidence_factory
         self._book = FenceBook(state.fences)
         self._locks: dict[str, asyncio.Lock] = {}
+        self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="control")
 
     # --- start and end ---------------------------------------------------------------------------------
@@ -111,6 +112,7 @@ class Node:
             except CoreError as error:
                 self.faults[record.uid] = f"{error.reason}: {error.message}"
                 log.error("cache %s cannot be restored: %s", record.uid, error)
+        await self.refresh_reports()
         await self._in_thread(
             lambda: self._state.drop_unused_manifests(frozenset(r.baseline_digest for r in records))
         )
@@ -179,10 +181,7 @@ class Node:
         command: Command,
         terms: GrantTerms,
         candidate: RuntimeManifest,
-        window: WindowKey,
-        gates: Sequence[GateTerms],
-        settle_ms: int,
-        warmup_ms: int,
+        window: WindowTerms,
         traceparent: str,
     ) -> tuple[str, Lease]:
         """Gives the candidate a lease from the command's arrival; returns its recomputed digest."""
@@ -195,13 +194,12 @@ class Node:
             if self.draining:
                 raise CoreError(Reason.DRAINING, "the agent is draining and takes no candidate")
             running = await self._in_thread(host.runner.engine.live_manifest)
-            recomputed = check_candidate(running, candidate, terms, window)
+            recomputed = check_candidate(running, candidate, terms, window.key)
+            host.evidence.open(window)
             if judgement is Judgement.ADVANCE:
                 await self._commit(command, CommandKind.GRANT, host.baseline_digest)
             lease = host.enforcement.grant(terms, judgement, received)
-            if window != host.window:
-                host.evidence.open(window, gates, settle_ms, warmup_ms)
-            host.window = window
+            host.window = window.key
             host.rollout_traceparent = traceparent
             self.changed.set()
             return recomputed, lease
@@ -279,23 +277,30 @@ class Node:
         baselines = {uid: host.baseline_digest for uid, host in self.caches.items()}
         return f"sha256:{hashlib.sha256(manifest_set_digest_input(baselines)).hexdigest()}"
 
-    def tier_reports(self) -> list[TierReport]:
-        """This node's tiers, with what the engines use and measured of them added up."""
-        reports = []
-        for tier in self.tiers.all():
-            report = tier.report()
-            for host in self.caches.values():
-                for used in host.runner.engine.tiers():
-                    if used.class_name == report.class_name:
-                        report = _add_report(report, used)
-            reports.append(report)
-        return reports
+    def tier_reports(self) -> Sequence[TierReport]:
+        """This node's tiers as of the last refresh."""
+        return self._reports
+
+    async def refresh_reports(self) -> None:
+        """Adds up what the engines use and measured. They answer under their lock, so never on the loop."""
+        engines = [host.runner.engine for host in self.caches.values()]
+        used = await self._in_thread(lambda: [report for engine in engines for report in engine.tiers()])
+        reports = [tier.report() for tier in self.tiers.all()]
+        for engine_report in used:
+            reports = [
+                _add_report(report, engine_report)
+                if report.class_name == engine_report.class_name
+                else report
+                for report in reports
+            ]
+        self._reports = reports
 
     async def expire_idle_sessions(self) -> int:
         """Closes sessions that nobody used for the idle time; returns how many."""
         idle_ns = int(self.limits.session_idle_seconds * 1e9)
         expired = [s for host in self.caches.values() for s in host.idle_sessions(idle_ns)]
         for session in expired:
+            session.host.abandon(session)
             await session.host.close_session(session)
         return len(expired)
 

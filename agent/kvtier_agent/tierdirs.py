@@ -86,6 +86,11 @@ class NodeTiers:
                 return tier.config.device_kind
         return SIMULATED_DEVICE_KIND
 
+    def device_kind_of(self, class_name: str) -> str:
+        """Empty for media that have no device kind."""
+        tier = self._by_name.get(class_name)
+        return "" if tier is None else tier.config.device_kind
+
     def close(self) -> None:
         for lock in self._locks:
             lock.release()
