@@ -130,14 +130,44 @@ class LastIntent(Struct):
     at: Timestamp | None = None
 
 
-class FrozenCell(Struct):
-    """Evidence of harm of one gate in a finished step; it counts on in the pooled test."""
+class EvidenceCell(Struct):
+    """Evidence of harm of one gate in one window; it counts on in the pooled test."""
 
     gate: Short
     window: Short
     """Stage, step and opening fence."""
     weight: Number
     log_e: Annotated[Number, Field(alias="logE")]
+
+
+class EvidenceFail(Struct):
+    gate: Short
+    window: Short
+    reason: Short
+
+
+class ProbePass(Struct):
+    """A probe set's Pass: tied to the candidate, not to traffic."""
+
+    gate: Short
+    candidate_digest: Sha256
+    probe_set_digest: Annotated[str, Field(max_length=71)] = ""
+    limit: Number
+    value: Number | None = None
+    bound: Number | None = None
+    n: Int64 = 0
+
+
+class EvidenceCarry(Struct):
+    """What the attempt's evidence takes from window to window."""
+
+    cells: Annotated[tuple[EvidenceCell, ...], Field(max_length=64, json_schema_extra=ATOMIC_LIST)] = ()
+    failed: EvidenceFail | None = None
+    mismatched: Annotated[tuple[Short, ...], Field(max_length=16, json_schema_extra=ATOMIC_LIST)] = ()
+    """Windows whose arms did not fit the assignment."""
+    probe_passes: Annotated[
+        tuple[ProbePass, ...], Field(max_length=8, json_schema_extra=map_list("gate"))
+    ] = ()
 
 
 class Unreachable(Struct):
@@ -193,7 +223,7 @@ class KVRolloutStatus(Status):
     window: Window | None = None
     gates: Annotated[tuple[GateStatus, ...], Field(max_length=32, json_schema_extra=map_list("name"))] = ()
     schedule: Schedule | None = None
-    frozen_cells: Annotated[tuple[FrozenCell, ...], Field(max_length=256, json_schema_extra=ATOMIC_LIST)] = ()
+    carry: EvidenceCarry | None = None
     revoking: Revoking | None = None
     grant_expires: Timestamp | None = None
     """Of the approved candidate; absent when this rollout holds no approval."""

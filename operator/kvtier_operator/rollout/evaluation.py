@@ -24,10 +24,25 @@ def current_look(state: RolloutState, inputs: Inputs) -> Look | None:
 
 
 def failed_gate(state: RolloutState, inputs: Inputs) -> GateVerdict | None:
-    """The gate with the most evidence of harm among those that fail; zero tolerance first (infinite)."""
+    """The gate of a Fail. Pooled evidence of earlier windows may name one that this stage does not have."""
     look = current_look(state, inputs)
-    failed = [item for item in look.verdicts if item.verdict is Verdict.FAIL] if look else []
-    return max(failed, key=lambda item: item.log_e, default=None)
+    if look is None:
+        return None
+    failing = [item for item in look.verdicts if item.verdict is Verdict.FAIL]
+    if not look.failed:
+        return failing[0] if failing else None
+    named = next((item for item in look.verdicts if item.name == look.failed), None)
+    return named or GateVerdict(look.failed, Verdict.FAIL, "BoundOutsideLimit")
+
+
+def describe(gate: GateVerdict | GateStatus) -> str:
+    """One line with the numbers that decided."""
+    parts = [f"{gate.name}: {gate.reason}"]
+    shown = (("value", gate.value), ("bound", gate.bound), ("limit", gate.limit))
+    parts += [f"{name} {text}" for name, text in shown if text]
+    if gate.n:
+        parts.append(f"n {gate.n}")
+    return ", ".join(parts)
 
 
 def all_pass(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> bool:
@@ -67,15 +82,16 @@ def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rollo
     seen = {item.name for item in look.verdicts}
     carried = tuple(gate for gate in state.gates if gate.metric in CARRIED and gate.name not in seen)
     gates = tuple(_gate_status(item, look, state) for item in look.verdicts) + carried
+    state = replace(state, gates=gates, carry=look.carry)
     interval = tick_seconds(spec)
     due = state.schedule.due_at if state.schedule else inputs.now
     if inputs.now < due:
-        return replace(state, gates=gates)
+        return state
     missed = math.floor((inputs.now - due) / interval)
     schedule = Schedule(
         due_at=due + (missed + 1) * interval, ran_at=inputs.now, late_by=round(inputs.now - due, 3)
     )
-    return replace(state, gates=gates, schedule=schedule)
+    return replace(state, schedule=schedule)
 
 
 def _gate_status(item: GateVerdict, look: Look, state: RolloutState) -> GateStatus:
@@ -93,7 +109,6 @@ def _gate_status(item: GateVerdict, look: Look, state: RolloutState) -> GateStat
         basis=item.basis,
         at=look.at,
         overridden=state.overridden,
-        message=item.message[:160],
     )
 
 

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvtier_operator.rollout.evaluation import all_pass, failed_gate, insufficient_gates, record_look
+from kvtier_operator.rollout.evaluation import (
+    all_pass,
+    describe,
+    failed_gate,
+    insufficient_gates,
+    record_look,
+)
 from kvtier_operator.rollout.inputs import (
     AgentView,
     ApproveCandidate,
@@ -26,7 +32,6 @@ from kvtier_operator.rollout.moves import (
     advance,
     current_step,
     enter_step,
-    freeze,
     is_mine,
     needs_refence,
     refence,
@@ -62,12 +67,12 @@ def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
         raise ValueError("holding needs a KVCache and a readable spec")
     if state.phase is Phase.COMPLETED and (not is_mine(cache, inputs) or inputs.superseded_by):
         return _let_go(state, inputs)
-    state = _watch_agents(state, inputs, spec)
+    state = record_look(_watch_agents(state, inputs, spec), inputs, spec)
     if spec.candidate_hash != state.candidate_hash:
         return _edited_candidate(state, inputs)
     harm = _reason_to_return(state, inputs, spec)
     if harm is not None:
-        return roll_back(record_look(state, inputs, spec), inputs, *harm)
+        return roll_back(state, inputs, *harm)
     if _expired(state, inputs):
         return _resume(state, inputs, spec)
     if state.window is not None and state.window.spec_hash != spec.window_hash:
@@ -76,7 +81,6 @@ def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
         return refence(state, inputs, "fence moved by someone else")
     if _to_take_back(state, inputs):
         return refence(state, inputs, "an agent left the blast radius")
-    state = record_look(state, inputs, spec)
     if state.phase is Phase.PROGRESSING and _ready(state, inputs):
         onward = _onward(state, inputs, spec)
         if onward is not None:
@@ -149,7 +153,7 @@ def _reason_to_return(
         return Cause.OBJECT_DELETED, f"KVCache {spec.cache_name} is being deleted"
     failed = failed_gate(state, inputs)
     if failed is not None:
-        return Cause.GATE_FAILED, failed.message or f"{failed.name}: {failed.reason}", failed.name
+        return Cause.GATE_FAILED, describe(failed), failed.name
     if inputs.candidate.ref is None:
         return Cause.INPUT_DRIFT, inputs.candidate.message
     if inputs.candidate.ref.digest != candidate.digest:
@@ -244,7 +248,7 @@ def _reopen(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     Completed the audit does, under the new numbers."""
     if state.phase is Phase.COMPLETED and state.window is not None:
         window = replace(state.window, spec_hash=spec.window_hash, opened_at=inputs.now)
-        target = replace(state, window=window, cells=freeze(state, inputs))
+        target = replace(state, window=window)
         return advance(state, inputs, target, new_window=True)
     step = current_step(state, spec)
     return enter_step(
@@ -297,7 +301,6 @@ def promote(
         phase=Phase.COMPLETED,
         finished_at=inputs.now,
         grant_expires=expires,
-        cells=freeze(state, inputs),
         overridden=overridden,
     )
     digest = short_digest(state.candidate.digest) if state.candidate else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvtier_evidence.carry import Carry
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import CandidateRef, ManifestRef, RolloutState
 from kvtier_operator.rollout.vocabulary import Blocker, Cause, Verdict
@@ -84,12 +85,12 @@ class AgentView:
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """One gate at one look. `log_e` is its evidence of harm in this window (natural log, unweighted) and
-    `weight` its share of the false-rollback budget, 0 for gates that have none."""
+    """One gate at one look, as the judge printed it."""
 
     name: str
     verdict: Verdict
     reason: str
+    required: bool = True
     metric: str = ""
     value: str = ""
     bound: str = ""
@@ -98,19 +99,18 @@ class GateVerdict:
     expected_n: int = 0
     k: str = ""
     basis: str = ""
-    log_e: float = 0.0
-    weight: float = 0.0
-    message: str = ""
 
 
 @dataclass(frozen=True)
 class Look:
-    """All gates judged on one state of one window. A look at another window than the open one is ignored."""
+    """All gates judged on one state of one window. A look at another window than the open one is ignored.
+    `failed` names the gate of a Fail, `carry` is what the next look must be given."""
 
     opening_fence: int
     at: float
     verdicts: tuple[GateVerdict, ...]
-    window: str = ""
+    carry: Carry
+    failed: str = ""
 
 
 @dataclass(frozen=True)

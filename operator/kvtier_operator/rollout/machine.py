@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvtier_evidence.carry import Carry
 from kvtier_operator.rollout.conditions import with_conditions
-from kvtier_operator.rollout.evaluation import all_pass
+from kvtier_operator.rollout.evaluation import all_pass, record_look
 from kvtier_operator.rollout.holding import plan_holding, promote
 from kvtier_operator.rollout.inputs import Inputs, Notice, Plan
 from kvtier_operator.rollout.intents import answered, judge_intent, pending_intent
@@ -52,6 +53,8 @@ def _plan(state: RolloutState, inputs: Inputs) -> Plan:
         return Plan(state, release=True)
     intent = pending_intent(state, inputs)
     if intent is not None:
+        if inputs.spec is not None:
+            state = record_look(state, inputs, inputs.spec)
         return _on_intent(state, inputs, intent)
     if state.phase is Phase.ROLLING_BACK:
         return plan_return(state, inputs)
@@ -155,4 +158,4 @@ def _worth_writing(old: RolloutState, new: RolloutState) -> bool:
 def _settled(state: RolloutState) -> RolloutState:
     gates = tuple(replace(gate, value="", bound="", n=0, expected_n=0, k="", at=0.0) for gate in state.gates)
     conditions = tuple(replace(condition, message="") for condition in state.conditions)
-    return replace(state, gates=gates, schedule=None, conditions=conditions)
+    return replace(state, gates=gates, carry=Carry(), schedule=None, conditions=conditions)

@@ -20,12 +20,11 @@ from kvtier_operator.rollout.inputs import (
     SpanNote,
 )
 from kvtier_operator.rollout.spec import RolloutSpec, Step
-from kvtier_operator.rollout.state import FrozenCell, Rollback, RolloutState, Window
+from kvtier_operator.rollout.state import Rollback, RolloutState, Window
 from kvtier_operator.rollout.vocabulary import LEASE_GRACE, Blocker, Cause, Phase, Stage
 
 APPROVAL_SECONDS = 24 * 3600.0
 CARRIED = frozenset(name for name, metric in METRICS.items() if metric.carried)
-MAX_CELLS = 24
 MAX_MISSING = 16
 MIN_TICK, MAX_TICK = 1.0, 10.0
 
@@ -117,7 +116,6 @@ def enter_step(
         blocker_message="",
         window=Window(0, inputs.now, spec.window_hash, resumes),
         gates=tuple(gate for gate in state.gates if gate.metric in CARRIED),
-        cells=freeze(state, inputs),
         schedule=None,
         overridden=overridden,
         lost=(),
@@ -131,21 +129,6 @@ def enter_step(
         spans=(stage_span(state, step.stage, step.index, why),),
         new_window=True,
     )
-
-
-def freeze(state: RolloutState, inputs: Inputs) -> tuple[FrozenCell, ...]:
-    """The evidence of harm gathered in the step that is left, added to that of the steps before."""
-    look = inputs.look
-    if look is None or state.window is None or look.opening_fence != state.window.opening_fence:
-        return state.cells
-    fresh = [
-        FrozenCell(item.name, look.window, round(item.weight, 6), round(item.log_e, 3))
-        for item in look.verdicts
-        if item.weight > 0
-    ]
-    # The least evidence of harm goes first when there are too many: what is lost was worth least.
-    cells = sorted([*state.cells, *fresh], key=lambda cell: -cell.log_e)
-    return tuple(cells[:MAX_CELLS])
 
 
 def refence(state: RolloutState, inputs: Inputs, why: str) -> Plan:
@@ -185,7 +168,6 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
         schedule=None,
         grant_expires=0.0,
         supersedes="",
-        cells=freeze(state, inputs),
         lost=(),
     )
     notice = Notice(True, "RollingBack", f"{cause} in {state.stage}: {message}")

@@ -6,8 +6,9 @@ on what agents answer, never on memory. Times are seconds since the epoch (UTC).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvtier_evidence.carry import Carry
 from kvtier_operator.rollout.vocabulary import (
     Blocker,
     CandidateClass,
@@ -60,17 +61,6 @@ class GateStatus:
     basis: str = ""
     at: float = 0.0
     overridden: bool = False
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class FrozenCell:
-    """Evidence of harm of one gate in a finished step; it counts on in the pooled test (gates.md 5)."""
-
-    gate: str
-    window: str
-    weight: float
-    log_e: float
 
 
 @dataclass(frozen=True)
@@ -126,11 +116,11 @@ class Condition:
 
 @dataclass(frozen=True)
 class RolloutState:
-    """`candidate_hash` is of spec.candidate, so that an edit can be told from a drift of what it refers to.
-    `supersedes` names whose candidate is being revoked before this attempt may start: an approved rollout, or
-    this one's own former attempt. `shares` counts the parts of the false-promotion budget that this digest
-    has used, the open window's included. `grant_expires` is set while an approved candidate goes on after
-    Completed."""
+    """carry: what the attempt's evidence takes from window to window. candidate_hash: of spec.candidate, so
+    that an edit can be told from a drift of what it refers to. supersedes: whose candidate is being revoked
+    before this attempt may start, an approved rollout's or that of this one's own former attempt. shares:
+    how many parts of the digest's false-promotion budget are used, the open window's included.
+    grant_expires: set while an approved candidate goes on after Completed."""
 
     phase: Phase = Phase.PENDING
     stage: Stage = Stage.OFF
@@ -145,7 +135,7 @@ class RolloutState:
     candidate_hash: str = ""
     window: Window | None = None
     gates: tuple[GateStatus, ...] = ()
-    cells: tuple[FrozenCell, ...] = ()
+    carry: Carry = field(default_factory=Carry)
     schedule: Schedule | None = None
     lost: tuple[LostAgent, ...] = ()
     nodes_granted: int = 0

@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvtier_crds.models.common import short_digest
+from kvtier_operator.rollout.carrystatus import carry_from_json, carry_to_json, slim_carry
 from kvtier_operator.rollout.evaluation import summary_verdict
 from kvtier_operator.rollout.state import (
     CandidateRef,
     Condition,
-    FrozenCell,
     GateStatus,
     LastIntent,
     LostAgent,
@@ -74,7 +74,7 @@ def to_status(state: RolloutState, *, deadline_seconds: float = 0.0) -> Json:
 def _slimmed(state: RolloutState, level: int) -> RolloutState:
     if level == 0:
         return state
-    gates = tuple(replace(gate, basis="", k="", message="", expected_n=0) for gate in state.gates)
+    gates = tuple(replace(gate, basis="", k="", expected_n=0) for gate in state.gates)
     conditions = tuple(replace(condition, message=condition.message[:80]) for condition in state.conditions)
     state = replace(state, gates=gates, conditions=conditions)
     if level == 1:
@@ -84,7 +84,7 @@ def _slimmed(state: RolloutState, level: int) -> RolloutState:
         rollback = replace(rollback, missing=rollback.missing[:4], message=rollback.message[:120])
     gates = tuple(replace(gate, value="", bound="", limit="", at=0.0) for gate in state.gates)
     state = replace(state, gates=gates, rollback=rollback, lost=state.lost[:4])
-    return state if level == 2 else replace(state, gates=state.gates[:16], cells=state.cells[:12])
+    return state if level == 2 else replace(state, gates=state.gates[:16], carry=slim_carry(state.carry))
 
 
 def _render(state: RolloutState, deadline_seconds: float) -> Json:
@@ -125,15 +125,7 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
         }
     )
     status["gates"] = [_gate(gate) for gate in state.gates]
-    status["frozenCells"] = [
-        {
-            "gate": cell.gate,
-            "window": cell.window,
-            "weight": f"{cell.weight:.6f}",
-            "logE": f"{cell.log_e:.3f}",
-        }
-        for cell in state.cells
-    ]
+    status["carry"] = carry_to_json(state.carry)
     status["unreachable"] = [{"node": lost.node, "since": format_stamp(lost.since)} for lost in state.lost]
     if state.supersedes:
         since = format_stamp(state.revoking_since)
@@ -174,7 +166,6 @@ def _gate(gate: GateStatus) -> Json:
         "expectedN": gate.expected_n or None,
         "k": gate.k,
         "overridden": gate.overridden or None,
-        "message": gate.message[:160],
         "at": format_stamp(gate.at),
     }
     return {**_clean(row), "n": gate.n}
@@ -235,10 +226,7 @@ def from_status(status: Mapping[str, Any]) -> RolloutState:
         candidate_hash=candidate_hash,
         window=_read_window(status, schedule, window_hash),
         gates=tuple(_read_gate(row) for row in status.get("gates") or []),
-        cells=tuple(
-            FrozenCell(row["gate"], row["window"], float(row["weight"]), float(row["logE"]))
-            for row in status.get("frozenCells") or []
-        ),
+        carry=carry_from_json(status.get("carry")),
         schedule=_read_schedule(schedule),
         lost=tuple(
             LostAgent(row["node"], parse_stamp(row.get("since"))) for row in status.get("unreachable") or []
@@ -309,7 +297,6 @@ def _read_gate(row: Mapping[str, Any]) -> GateStatus:
         expected_n=int(row.get("expectedN") or 0),
         k=str(row.get("k") or ""),
         basis=str(row.get("basis") or ""),
-        message=str(row.get("message") or ""),
         at=parse_stamp(row.get("at")),
         overridden=bool(row.get("overridden")),
     )
