@@ -1,0 +1,165 @@
+"""Gates as declared, and the same gates resolved for one stage, built-in ones included.
+
+Built-in gates cannot be removed; tail and stall gates exist with defaults where none is declared; every
+ratio gate has a Fail-only guard on the median. Knows declarations; not the custom resource.
+
+Sections 1, 4.3, 9 ("Limits by stage") and 12 of the evidence specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+from kvtier_evidence import metrics
+from kvtier_evidence.limits import LimitError, check_range
+from kvtier_evidence.metrics import METRICS, Kind, Metric, Scope, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class GateDeclaration:
+    """One gate of a rollout as a person wrote it, limits already parsed."""
+
+    name: str
+    metric: str
+    limit: Decimal
+    quantile: Decimal | None = None
+    per_stage: tuple[tuple[Stage, Decimal], ...] = ()
+    stages: tuple[Stage, ...] = ()
+    """Where the gate must Pass; it may Fail in every stage of its metric. Empty: all of them."""
+    scope: Scope = Scope.POPULATION
+    min_samples: int | None = None
+    design_effect: Decimal | None = None
+    probe_set_digest: str = ""
+    probe_set_size: int = 0
+
+    def __post_init__(self) -> None:
+        metric = METRICS.get(self.metric)
+        if metric is None or metric.kind in (Kind.COUNT, Kind.SPLIT):
+            raise LimitError(f"gate {self.name}: {self.metric} is not a metric that can be gated")
+        needs = metric.kind in (Kind.QUANTILE, Kind.RATIO)
+        if needs != (self.quantile is not None):
+            raise LimitError(f"gate {self.name}: {self.metric} {'needs a' if needs else 'takes no'} quantile")
+        if self.design_effect is not None and self.design_effect < 1:
+            raise LimitError(f"gate {self.name}: a design effect is at least 1")
+        if metric.limits is not None:
+            for limit in (self.limit, *(limit for _, limit in self.per_stage)):
+                check_range(limit, metric.limits)
+        if self.scope is Scope.PROBE_SET and metric.kind is not Kind.PAIRED:
+            raise LimitError(f"gate {self.name}: scope ProbeSet is for {metrics.TASK_SCORE_DROP}")
+
+
+@dataclass(frozen=True, slots=True)
+class GateSpec:
+    """One gate of one stage: everything the judge needs to know about it."""
+
+    name: str
+    metric: Metric
+    limit: Decimal
+    quantile: Decimal | None = None
+    scope: Scope = Scope.POPULATION
+    min_samples: int = metrics.DEFAULT_MIN_SAMPLES
+    design_effect: Decimal | None = None
+    """Declared; None: measured in an earlier window, or unknown."""
+    required: bool = True
+    """Promotion waits for its Pass; otherwise it can only Fail."""
+    probe_set_digest: str = ""
+    probe_set_size: int = 0
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether it has a cell in the false-rollback budget."""
+        if self.metric.kind is Kind.PAIRED:
+            return self.scope is Scope.POPULATION
+        return self.metric.kind in (Kind.QUANTILE, Kind.RATIO, Kind.MEAN)
+
+
+def with_defaults(declared: Sequence[GateDeclaration], *, exact: bool) -> tuple[GateDeclaration, ...]:
+    """The declared gates, then the built-in ones; tail and stall where no gate has their metric.
+
+    Raises LimitError on two gates of one name, a built-in's name included.
+    """
+    out = list(declared)
+    have = {g.metric for g in out}
+    if metrics.TPOT_RATIO not in have:
+        out.append(
+            GateDeclaration(
+                "tail",
+                metrics.TPOT_RATIO,
+                metrics.DEFAULT_TAIL_LIMIT,
+                metrics.DEFAULT_TAIL_QUANTILE,
+                metrics.DEFAULT_TAIL_PER_STAGE,
+            )
+        )
+    if metrics.EXPOSED_STALL_FRACTION not in have:
+        out.append(GateDeclaration("stall", metrics.EXPOSED_STALL_FRACTION, metrics.DEFAULT_STALL_LIMIT))
+    for name in metrics.ZERO_TOLERANCE:
+        if name not in have and (exact or not METRICS[name].exact_only):
+            out.append(GateDeclaration(name, name, Decimal(0)))
+    names = [g.name for g in out]
+    names += [g.name + metrics.MEDIAN_GUARD_SUFFIX for g in out if g.metric == metrics.TPOT_RATIO]
+    for name in names:
+        if names.count(name) > 1:
+            raise LimitError(f"gate name {name} is used twice")
+    return tuple(out)
+
+
+def resolve(
+    declared: Sequence[GateDeclaration],
+    stage: Stage,
+    *,
+    exact: bool,
+    min_samples: int | None = None,
+    design_effect: Decimal | None = None,
+) -> tuple[GateSpec, ...]:
+    """The gates of one stage, in a fixed order, each ratio gate followed by its median guard.
+
+    `min_samples` is the stage's and `design_effect` the rollout's; a gate's own comes first.
+    """
+    out: list[GateSpec] = []
+    for g in with_defaults(declared, exact=exact):
+        metric = METRICS[g.metric]
+        if stage not in metric.stages:
+            continue
+        spec = GateSpec(
+            name=g.name,
+            metric=metric,
+            limit=dict(g.per_stage).get(stage, g.limit),
+            quantile=g.quantile,
+            scope=g.scope,
+            min_samples=_first(g.min_samples, min_samples, metrics.DEFAULT_MIN_SAMPLES),
+            design_effect=g.design_effect if g.design_effect is not None else design_effect,
+            required=not g.stages or stage in g.stages,
+            probe_set_digest=g.probe_set_digest,
+            probe_set_size=g.probe_set_size,
+        )
+        out.append(spec)
+        if metric.kind is Kind.RATIO and g.quantile is not None:
+            out.append(median_guard(spec))
+    return tuple(out)
+
+
+def median_guard(gate: GateSpec) -> GateSpec:
+    """The Fail-only companion: the median sees a slowdown that a tail cannot see for a thousand units.
+
+    Never stricter than the gate it stands beside.
+    """
+    return GateSpec(
+        name=gate.name + metrics.MEDIAN_GUARD_SUFFIX,
+        metric=gate.metric,
+        limit=max(metrics.MEDIAN_GUARD_LIMIT, gate.limit),
+        quantile=Decimal(50),
+        min_samples=gate.min_samples,
+        design_effect=gate.design_effect,
+        required=False,
+    )
+
+
+def planned_cells(declared: Sequence[GateDeclaration], steps: Sequence[Stage], *, exact: bool) -> int:
+    """Cells of the false-rollback budget over all steps of a plan (a Ramp step is one entry each)."""
+    return sum(spec.budgeted for stage in steps for spec in resolve(declared, stage, exact=exact))
+
+
+def _first(*values: int | None) -> int:
+    return next(v for v in values if v is not None)
