@@ -1,0 +1,356 @@
+"""The one function that turns a look at a window into verdicts and a decision.
+
+Pure: the same gates, counts, terms and carried state give the same judgement, on any replica and after any
+restart. Knows no cluster, no clock and no transport; the release machine acts on what it answers.
+
+Sections 4 to 6 and 9 of the evidence specification.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from enum import StrEnum
+
+from kvtier_evidence import metrics
+from kvtier_evidence.bounds import bound_text, value_text
+from kvtier_evidence.budgets import SPLIT_ALPHA, Cell, alpha_promote, cause, fail_total
+from kvtier_evidence.carry import Carry, FailCause, ProbePass
+from kvtier_evidence.design import Estimate
+from kvtier_evidence.evalues import NEG
+from kvtier_evidence.external import Basis
+from kvtier_evidence.gates import zero_rate_bound
+from kvtier_evidence.gatespec import GateSpec
+from kvtier_evidence.measure import Measured, Setting, measure, measure_probe_set
+from kvtier_evidence.metrics import Arm, Kind, Scope
+from kvtier_evidence.reader import WindowEvidence
+from kvtier_evidence.split import SplitCheck, check_split
+from kvtier_evidence.verdicts import Outcome, Reason, Statistics, Verdict, statistical_outcome, zero_outcome
+
+
+class Decision(StrEnum):
+    PROMOTE = "Promote"
+    """Every required gate passes at this look."""
+    FAIL = "Fail"
+    """Return to the baseline; `Judgement.failed` names the gate."""
+    HOLD = "Hold"
+    """Neither; the policy `onInsufficient` applies at the deadline."""
+    HOLD_UNREADABLE = "HoldUnreadable"
+    """Neither, and some evidence could not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one look is judged by, besides gates and counts."""
+
+    fraction: float
+    """Share of sessions that get the candidate in this window: 0 in Shadow, 1 - holdback in Full."""
+    share: int
+    """Which part of the false-promotion budget this window works with: 1, 2, ... by candidate digest."""
+    planned_cells: int
+    """Cells of the whole plan (`gatespec.planned_cells`): each has an equal part of the rollback budget."""
+    false_promotion: float = 0.05
+    false_rollback: float = 0.01
+    estimates: Mapping[str, Estimate] = field(default_factory=dict)
+    """Design effects by gate, measured before this window opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """One gate at one look, as the status shows it."""
+
+    name: str
+    verdict: Verdict
+    reason: Reason
+    value: float | None
+    bound: float | None
+    """Upper bound of the value; for a Fail the lower one."""
+    limit: Decimal
+    n: int
+    expected_n: int | None
+    k: float | None
+    basis: Basis
+    required: bool
+
+    @property
+    def value_text(self) -> str:
+        return value_text(self.value)
+
+    @property
+    def bound_text(self) -> str:
+        return bound_text(self.bound, upper=self.verdict is not Verdict.FAIL)
+
+    @property
+    def limit_text(self) -> str:
+        return f"{self.limit.normalize():f}"
+
+    @property
+    def k_text(self) -> str:
+        return value_text(self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """All gates at one look, the decision, and what the next look must be given."""
+
+    results: tuple[GateResult, ...]
+    decision: Decision
+    failed: FailCause | None
+    carry: Carry
+
+
+def judge(gates: Sequence[GateSpec], evidence: WindowEvidence, terms: Terms, carry: Carry) -> Judgement:
+    """Judges one look; `gates` are those resolved for the window's stage. ValueError on bad terms."""
+    if (
+        terms.planned_cells < 1
+        or not 0.0 < terms.false_rollback < 1.0
+        or not 0.0 < terms.false_promotion < 1.0
+    ):
+        raise ValueError("terms need a planned cell and error budgets inside (0, 1)")
+    return _Look(gates, evidence, terms, carry).judgement()
+
+
+class _Look:
+    """The pieces of one judgement, each computed once."""
+
+    def __init__(
+        self, gates: Sequence[GateSpec], evidence: WindowEvidence, terms: Terms, carry: Carry
+    ) -> None:
+        self._gates = gates
+        self._evidence = evidence
+        self._terms = terms
+        self._window = evidence.key.label
+        self._alpha_pass = alpha_promote(terms.false_promotion, terms.share)
+        self._split = self._check_split(carry)
+        self._measured = {
+            g.name: measure(
+                g,
+                evidence.merged,
+                evidence.agents,
+                Setting(self._alpha_pass, terms.fraction, terms.estimates.get(g.name)),
+            )
+            for g in gates
+            if g.budgeted
+        }
+        self._mismatch = self._split.log_e >= -math.log(SPLIT_ALPHA)
+        self._carry = replace(
+            carry.with_cells(self._open_cells(), self._window),
+            mismatched=carry.mismatched | ({self._window} if self._mismatch else set()),
+        )
+        self._total = fail_total(self._carry.cells)
+        self._failing = self._failing_gate()
+
+    def judgement(self) -> Judgement:
+        results = tuple(self._result(g) for g in self._gates)
+        carry = self._remember(results)
+        if carry.failed is not None:
+            decision = Decision.FAIL
+        elif all(r.verdict is Verdict.PASS for r in results if r.required):
+            decision = Decision.PROMOTE
+        elif any(r.verdict is Verdict.PROVIDER_ERROR for r in results):
+            decision = Decision.HOLD_UNREADABLE
+        else:
+            decision = Decision.HOLD
+        return Judgement((*results, *self._split_result()), decision, carry.failed, carry)
+
+    def _check_split(self, carry: Carry) -> SplitCheck:
+        found = check_split(self._evidence.agents, self._terms.fraction)
+        # Once a window's arms did not fit they never do again.
+        return replace(found, log_e=math.inf) if self._window in carry.mismatched else found
+
+    def _open_cells(self) -> list[Cell]:
+        weight = 1.0 / self._terms.planned_cells
+        cells = []
+        for gate in self._gates:
+            if gate.budgeted:
+                m = self._measured[gate.name]
+                void = (gate.metric.two_arm and self._mismatch) or m.blocked is Reason.NO_DATA
+                cells.append(Cell(gate.name, self._window, weight, NEG if void else m.evidence.log_fail))
+        return cells
+
+    def _failing_gate(self) -> str | None:
+        """The gate that carries a Fail of the pooled evidence, here or in an earlier window."""
+        if self._total < -math.log(self._terms.false_rollback):
+            return None
+        names = {g.name for g in self._gates}
+        here = [c for c in self._carry.cells if c.gate in names]
+        found = cause(here) or cause(self._carry.cells)
+        return found.gate if found else None
+
+    def _result(self, gate: GateSpec) -> GateResult:
+        sticky = self._carry.failed
+        if gate.metric.kind is Kind.ZERO:
+            result = self._zero(gate)
+        elif gate.metric.kind is Kind.PAIRED:
+            result = self._task(gate)
+        else:
+            result = self._statistical(gate)
+        if sticky is not None and sticky.gate == gate.name and result.verdict is not Verdict.FAIL:
+            return replace(result, verdict=Verdict.FAIL, reason=sticky.reason)
+        return result
+
+    def _statistical(self, gate: GateSpec) -> GateResult:
+        m = self._measured[gate.name]
+        outcome = statistical_outcome(
+            Statistics(
+                log_pass=m.evidence.log_pass,
+                alpha_pass=self._alpha_pass,
+                n=m.n / (m.k or 1.0),
+                min_samples=gate.min_samples,
+                log_fail_total=self._total if self._failing == gate.name else NEG,
+                alpha_fail=self._terms.false_rollback,
+                two_arm=gate.metric.two_arm,
+                error=self._evidence.error,
+                split_log_e=self._split.log_e,
+                complete=self._evidence.complete,
+                k_known=m.k is not None,
+                blocked=m.blocked,
+            )
+        )
+        return self._shown(gate, m, outcome)
+
+    def _shown(self, gate: GateSpec, m: Measured, outcome: Outcome) -> GateResult:
+        if outcome.verdict is Verdict.FAIL:
+            bound = m.lower(self._terms.false_rollback / self._terms.planned_cells)
+        else:
+            bound = m.upper(self._alpha_pass)
+        floor = gate.min_samples * (m.k or 1.0)
+        expected = None
+        if m.expected is not None and math.isfinite(m.expected):
+            expected = math.ceil(max(floor, m.expected))
+        return GateResult(
+            gate.name,
+            outcome.verdict,
+            outcome.reason,
+            m.value,
+            bound,
+            gate.limit,
+            m.n,
+            expected,
+            m.k,
+            Basis.ANYTIME,
+            gate.required,
+        )
+
+    def _zero(self, gate: GateSpec) -> GateResult:
+        events = self._evidence.merged.zero_tolerance.get(gate.metric.name, 0)
+        n = self._evidence.merged.get(metrics.REQUESTS, Arm.CANDIDATE).histogram.measured
+        outcome = zero_outcome(
+            events,
+            n,
+            gate.min_samples,
+            error=self._evidence.error,
+            mismatch=self._mismatch,
+            complete=self._evidence.complete,
+        )
+        return GateResult(
+            gate.name,
+            outcome.verdict,
+            outcome.reason,
+            float(events),
+            zero_rate_bound(n, self._alpha_pass) if events == 0 else float(events),
+            gate.limit,
+            n,
+            gate.min_samples,
+            None,
+            Basis.EVENT_COUNT,
+            gate.required,
+        )
+
+    def _task(self, gate: GateSpec) -> GateResult:
+        result = self._probe_set(gate) if gate.scope is Scope.PROBE_SET else self._statistical(gate)
+        earlier = self._carry.probe_passes.get(gate.name)
+        if (
+            result.verdict is not Verdict.INSUFFICIENT
+            or earlier is None
+            or not earlier.fits(gate, self._evidence.key)
+        ):
+            return result
+        return replace(
+            result,
+            verdict=Verdict.PASS,
+            reason=Reason.BOUND_INSIDE_LIMIT,
+            value=earlier.value,
+            bound=earlier.bound,
+            n=earlier.n,
+            basis=Basis.CARRIED,
+        )
+
+    def _probe_set(self, gate: GateSpec) -> GateResult:
+        found = measure_probe_set(gate, self._evidence.merged)
+        if found is None:
+            reason = self._evidence.error or Reason.NO_DATA
+        elif found.outside:
+            reason = Reason.BOUND_OUTSIDE_LIMIT
+        elif self._evidence.error is not None:
+            reason = self._evidence.error
+        elif found.scored < found.size:
+            reason = Reason.BELOW_MIN_SAMPLES
+        else:
+            reason = Reason.BOUND_INSIDE_LIMIT if found.inside else Reason.BOUND_STRADDLES_LIMIT
+        outcome = Outcome(reason)
+        failed = outcome.verdict is Verdict.FAIL
+        return GateResult(
+            gate.name,
+            outcome.verdict,
+            outcome.reason,
+            found.high if found and found.low == found.high else None,
+            None if found is None else found.low if failed else found.high,
+            gate.limit,
+            found.scored if found else 0,
+            gate.probe_set_size or None,
+            None,
+            Basis.PROBE_SET,
+            gate.required,
+        )
+
+    def _split_result(self) -> tuple[GateResult, ...]:
+        """The split check as a row of its own: it never blocks by itself, it voids the others."""
+        f = self._terms.fraction
+        if not 0.0 < f < 1.0:
+            return ()
+        reason = Reason.BELOW_MIN_SAMPLES
+        floor = metrics.DEFAULT_MIN_SAMPLES
+        if self._mismatch:
+            reason = Reason.SAMPLE_RATIO_MISMATCH
+        elif self._evidence.error is not None:
+            reason = self._evidence.error
+        elif not self._evidence.complete:
+            reason = Reason.COVERAGE_INCOMPLETE
+        elif self._split.sessions >= floor:
+            reason = Reason.BOUND_INSIDE_LIMIT
+        return (
+            GateResult(
+                metrics.SESSION_SPLIT,
+                Outcome(reason).verdict,
+                reason,
+                self._split.share,
+                None,
+                Decimal(repr(f)),
+                self._split.sessions,
+                floor,
+                None,
+                Basis.ANYTIME,
+                required=False,
+            ),
+        )
+
+    def _remember(self, results: Sequence[GateResult]) -> Carry:
+        carry = self._carry
+        passes = dict(carry.probe_passes)
+        kinds = {g.name: g for g in self._gates}
+        for r in results:
+            gate = kinds[r.name]
+            if gate.metric.carried and r.verdict is Verdict.PASS and r.basis is not Basis.CARRIED:
+                passes[r.name] = ProbePass.of(gate, self._evidence.key, r.value, r.bound, r.n)
+        if carry.failed is None:
+            bad = next((r for r in results if r.verdict is Verdict.FAIL), None)
+            if bad is not None:
+                failed = FailCause(bad.name, self._window, bad.reason)
+                carry = replace(carry, failed=failed)
+            elif self._failing is not None and self._failing not in kinds:
+                failed = FailCause(self._failing, self._window, Reason.BOUND_OUTSIDE_LIMIT)
+                carry = replace(carry, failed=failed)
+        return replace(carry, probe_passes=passes)

@@ -1,0 +1,234 @@
+"""What one gate measures at one look, by kind: e-values, units, the displayed value and its bounds.
+
+Binds the formulas to a window's counts. Knows gates and counts; budgets and verdicts are the judge's.
+
+Sections 4 and 6.1 of the evidence specification.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+from kvtier_evidence import bounds, forecast
+from kvtier_evidence.design import Estimate, used_effect
+from kvtier_evidence.gates import (
+    ONE,
+    Effect,
+    Evidence,
+    Pair,
+    ProbeSetOutcome,
+    RatioEvidence,
+    mean_evidence,
+    paired_evidence,
+    pool_and_agents,
+    probe_set_outcome,
+    quantile_evidence,
+)
+from kvtier_evidence.gatespec import GateSpec
+from kvtier_evidence.limits import share_above
+from kvtier_evidence.metrics import Arm, Kind
+from kvtier_evidence.verdicts import Reason
+from kvtier_evidence.window import MetricCounts, WindowCounts
+
+_ENOUGH_FOR_A_LAW = 20
+Alphas = Callable[[float], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One gate at one look. `upper` and `lower` are bounds on the value at a given alpha."""
+
+    evidence: Evidence
+    n: int
+    """Units with a value, warm-up left out; of the candidate's arm where there are two."""
+    k: float | None
+    """Design effect of the Pass side; None: not known."""
+    value: float | None
+    upper: Alphas
+    lower: Alphas
+    expected: float | None
+    """Forecast of the units until Pass; None: no forecast."""
+    blocked: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a measurement takes from outside the counts."""
+
+    alpha_pass: float
+    fraction: float
+    estimate: Estimate | None
+    """Design effect measured before this window opened."""
+
+
+def measure(
+    gate: GateSpec, merged: WindowCounts, agents: Mapping[str, WindowCounts], at: Setting
+) -> Measured:
+    """Measures a quantile, ratio, mean or paired (scope Population) gate."""
+    match gate.metric.kind:
+        case Kind.QUANTILE:
+            return _quantile(gate, merged, agents, at)
+        case Kind.RATIO:
+            return _ratio(gate, merged, at)
+        case Kind.MEAN:
+            return _mean(gate, merged, agents, at)
+        case Kind.PAIRED:
+            return _paired(gate, merged, at)
+        case _:
+            raise ValueError(f"gate {gate.name} of kind {gate.metric.kind.value} is not a statistical one")
+
+
+def probe_pairs(gate: GateSpec, counts: WindowCounts) -> list[Pair]:
+    """Pairs of the gate's probe set, in a fixed order; of any set when none is named."""
+    wanted = gate.probe_set_digest
+    return [
+        pair
+        for (name, probe_set, _), pair in sorted(counts.probes.items())
+        if name == gate.name and wanted in ("", probe_set)
+    ]
+
+
+def measure_probe_set(gate: GateSpec, merged: WindowCounts) -> ProbeSetOutcome | None:
+    """Scope ProbeSet; None when the set's size is not known, or more prompts came than it has."""
+    pairs = probe_pairs(gate, merged)
+    if gate.probe_set_size < 1 or len(pairs) > gate.probe_set_size:
+        return None
+    return probe_set_outcome(pairs, gate.probe_set_size, Fraction(gate.limit))
+
+
+def _effect(gate: GateSpec, merged: WindowCounts, n: int, at: Setting) -> tuple[float | None, Effect]:
+    """k for Pass (None: not known) and the effect to compute with."""
+    if gate.design_effect is not None:
+        k = float(gate.design_effect)
+        return k, Effect(k, k)
+    if at.estimate is not None:
+        used = used_effect(at.estimate)
+        return used.k_pass, Effect(used.k_pass or used.k_fail, used.k_fail)
+    sums = merged.blocks.get(gate.name)
+    # No block was counted: all units may be one.
+    whole = max(1.0, sums.mean_block if sums is not None and sums.blocks else float(n))
+    return None, Effect(whole, whole)
+
+
+def _quantile(
+    gate: GateSpec, merged: WindowCounts, agents: Mapping[str, WindowCounts], at: Setting
+) -> Measured:
+    share = share_above(_percent(gate))
+    counts = merged.get(gate.metric.name, Arm.CANDIDATE)
+    both = counts.with_warmup()
+    h = counts.histogram
+    k, effect = _effect(gate, merged, both.histogram.n, at)
+    up = counts.above_up.get(gate.name, 0)
+
+    def against(c: MetricCounts, above_up: int) -> Evidence:
+        hist = c.histogram
+        return quantile_evidence(
+            share, hist.n, above_up, c.above_down.get(gate.name, 0), hist.missing, effect
+        )
+
+    log_pass = against(counts, up).log_pass
+    per_agent = {
+        name: against(c.get(gate.metric.name, Arm.CANDIDATE).with_warmup(), 0).log_fail
+        for name, c in agents.items()
+    }
+    log_fail = pool_and_agents(against(both, 0).log_fail, per_agent)
+    limit = float(gate.limit)
+
+    def upper(alpha: float) -> float:
+        # The exact count at the limit is sharper than the grid beside it.
+        grid = bounds.quantile_upper(h, share, alpha, effect)
+        return min(grid, limit) if log_pass >= -math.log(alpha) else max(grid, limit)
+
+    return Measured(
+        Evidence(log_pass, log_fail),
+        h.measured,
+        k,
+        h.quantile(1.0 - share),
+        upper,
+        lambda alpha: bounds.quantile_lower(both.histogram, share, alpha, effect),
+        forecast.units_for_share(share, up / ONE + h.missing, h.n, at.alpha_pass, k or effect.k_pass),
+    )
+
+
+def _ratio(gate: GateSpec, merged: WindowCounts, at: Setting) -> Measured:
+    share, ratio = share_above(_percent(gate)), float(gate.limit)
+    c = merged.get(gate.metric.name, Arm.CANDIDATE)
+    b = merged.get(gate.metric.name, Arm.BASELINE)
+    k, effect = _effect(gate, merged, c.histogram.n + b.histogram.n, at)
+    clean = RatioEvidence(c.histogram, b.histogram, share, effect)
+    warm = clean
+    if c.warmup.n or b.warmup.n:
+        warm = RatioEvidence(c.with_warmup().histogram, b.with_warmup().histogram, share, effect)
+    qc, qb = c.histogram.quantile(1.0 - share), b.histogram.quantile(1.0 - share)
+    blocked = None
+    if at.fraction >= 1.0 or (b.histogram.measured == 0 and c.histogram.measured >= gate.min_samples):
+        blocked = Reason.NO_CONCURRENT_BASELINE
+    elif qb == 0.0:
+        blocked = Reason.NO_DATA
+    return Measured(
+        Evidence(clean.log_pass(ratio), warm.log_fail(ratio)),
+        c.histogram.measured,
+        k,
+        qc / qb if qc is not None and qb else None,
+        clean.upper,
+        warm.lower,
+        forecast.units_for_ratio(b.histogram, share, ratio, at.fraction, k or effect.k_pass),
+        blocked,
+    )
+
+
+def _mean(gate: GateSpec, merged: WindowCounts, agents: Mapping[str, WindowCounts], at: Setting) -> Measured:
+    limit = float(gate.limit)
+    counts = merged.get(gate.metric.name, Arm.CANDIDATE)
+    h, both = counts.histogram, counts.with_warmup().histogram
+    k, effect = _effect(gate, merged, both.n, at)
+    per_agent = {
+        name: mean_evidence(
+            c.get(gate.metric.name, Arm.CANDIDATE).with_warmup().histogram, limit, effect
+        ).log_fail
+        for name, c in agents.items()
+    }
+    log_fail = pool_and_agents(mean_evidence(both, limit, effect).log_fail, per_agent)
+    law = [(0.0, 0.6), (min(1.0, 1.25 * limit), 0.4)]
+    if h.n >= _ENOUGH_FOR_A_LAW:
+        law = [(x, w / h.n) for x, w in h.cells(upper=True)]
+    return Measured(
+        Evidence(mean_evidence(h, limit, effect).log_pass, log_fail),
+        h.measured,
+        k,
+        bounds.sample_mean(h),
+        lambda alpha: bounds.mean_upper(h, alpha, effect),
+        lambda alpha: bounds.mean_lower(both, alpha, effect),
+        forecast.units_for_law(limit, law, at.alpha_pass, k or effect.k_pass),
+    )
+
+
+def _paired(gate: GateSpec, merged: WindowCounts, at: Setting) -> Measured:
+    pairs = probe_pairs(gate, merged)
+    scored = [p for p in pairs if not p.missing]
+    # Prompts are drawn one by one, so they are not clustered unless someone says so.
+    k = float(gate.design_effect) if gate.design_effect is not None else 1.0
+    effect = Effect(k, k)
+    law = [(0.5, 1.0)]
+    if len(pairs) >= _ENOUGH_FOR_A_LAW:
+        law = [((1.0 + p.hi) / 2.0, 1.0 / len(pairs)) for p in pairs]
+    limit = float(gate.limit)
+    return Measured(
+        paired_evidence(pairs, limit, effect),
+        len(scored),
+        k,
+        math.fsum((p.lo + p.hi) / 2.0 for p in scored) / len(scored) if scored else None,
+        lambda alpha: bounds.paired_upper(pairs, alpha, effect),
+        lambda alpha: bounds.paired_lower(pairs, alpha, effect),
+        forecast.units_for_law((1.0 + limit) / 2.0, law, at.alpha_pass, k),
+    )
+
+
+def _percent(gate: GateSpec) -> Decimal:
+    if gate.quantile is None:
+        raise ValueError(f"gate {gate.name} has no quantile")
+    return gate.quantile
