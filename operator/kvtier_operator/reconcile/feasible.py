@@ -1,0 +1,170 @@
+"""Arithmetic of a cache on the nodes of its pool: what fits where, with the numbers. Pure.
+
+A schema cannot see other objects; this can. All sizes are bytes per node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier_crds.manifest import Dtype, RuntimeManifest
+from kvtier_crds.quantity import parse_bytes
+from kvtier_operator.conditions import Condition, false, true, unknown
+from kvtier_operator.ports import JsonObject, NodeView
+
+DTYPE_BYTES = {Dtype.FLOAT32: 4, Dtype.FLOAT16: 2, Dtype.BFLOAT16: 2}
+PROBLEMS_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a manifest does not run on a node. `node` empty: on none, whatever it has."""
+
+    node: str
+    reason: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.message}" if self.node else self.message
+
+
+@dataclass(frozen=True)
+class Feasibility:
+    """`nodes` is how many live nodes were looked at."""
+
+    nodes: int
+    problems: tuple[Problem, ...]
+
+    def of(self, node: str) -> tuple[Problem, ...]:
+        return tuple(problem for problem in self.problems if problem.node in ("", node))
+
+    def condition(self) -> Condition:
+        if self.problems:
+            shown = "; ".join(str(problem) for problem in self.problems[:PROBLEMS_SHOWN])
+            rest = len(self.problems) - PROBLEMS_SHOWN
+            more = f"; and {rest} more" if rest > 0 else ""
+            return false("Feasible", self.problems[0].reason, shown + more)
+        if not self.nodes:
+            return unknown("Feasible", "NoLiveNodes", "no live agent to compare with")
+        return true("Feasible", "FitsEveryNode", f"fits on {self.nodes} live nodes")
+
+
+def open_chunk_bytes(manifest: RuntimeManifest) -> int:
+    """What one session needs in the first tier before anything is sealed: one open chunk of K and of V in
+    each layer, chunkTokens * kvHeads * headDim values each."""
+    geometry = manifest.model.geometry
+    values = manifest.chunk_tokens * geometry.kv_heads * geometry.head_dim
+    return 2 * geometry.layers * values * DTYPE_BYTES[geometry.dtype]
+
+
+def unsupported(cache: JsonObject) -> tuple[Problem, ...]:
+    """Fields that are valid but that this version does not carry out."""
+    spec = cache["spec"]
+    found = []
+    deletion = spec.get("deletion") or {}
+    if deletion.get("policy", "delete") != "delete":
+        found.append(f"spec.deletion.policy {deletion['policy']} is not implemented; legal now: delete")
+    if deletion.get("cryptoErase"):
+        found.append("spec.deletion.cryptoErase is not implemented")
+    if spec.get("keySecretRef"):
+        found.append("spec.keySecretRef is not implemented: rows are not encrypted")
+    if (spec.get("sessions") or {}).get("interruption", "drop") != "drop":
+        found.append("spec.sessions.interruption preserve is not implemented; legal now: drop")
+    return tuple(Problem("", "NotImplemented", message) for message in found)
+
+
+def feasibility(
+    manifest: RuntimeManifest,
+    pool: JsonObject,
+    nodes: Sequence[NodeView],
+    other_budgets: Mapping[str, int],
+) -> Feasibility:
+    """`other_budgets`: bytes per node that other caches of the pool were promised, by tier class."""
+    problems = [*_first_tier(manifest)]
+    live = [view for view in nodes if view.live]
+    reserves = {
+        tier["tierClassName"]: parse_bytes(tier.get("reserve", 0), "spec.tiers[].reserve")
+        for tier in pool["spec"]["tiers"]
+    }
+    for view in live:
+        problems += _on_node(manifest, view, reserves, other_budgets)
+    return Feasibility(len(live), tuple(problems))
+
+
+def _first_tier(manifest: RuntimeManifest) -> list[Problem]:
+    need, first = open_chunk_bytes(manifest), manifest.tiers[0]
+    if first.budget_bytes >= need:
+        return []
+    return [
+        Problem(
+            "",
+            "BudgetTooSmall",
+            f"spec.tiers[0].budget of {first.tier_class_name} is {first.budget_bytes} bytes, one session "
+            f"needs {need} for its open chunks",
+        )
+    ]
+
+
+def _on_node(
+    manifest: RuntimeManifest, view: NodeView, reserves: Mapping[str, int], others: Mapping[str, int]
+) -> list[Problem]:
+    status = view.raw.get("status") or {}
+    tiers = {tier["class"]: tier for tier in status.get("tiers") or []}
+    if not tiers:
+        return []  # it has not reported yet; it will answer for itself when asked to apply
+    name, problems = view.target.name, []
+    numerics = status.get("numericsVersion")
+    if numerics and numerics != manifest.numerics_version:
+        problems.append(
+            Problem(
+                name,
+                "NumericsMismatch",
+                f"numerics {numerics}, the manifest needs {manifest.numerics_version}",
+            )
+        )
+    for wanted in manifest.tiers:
+        there = tiers.get(wanted.tier_class_name)
+        if there is None:
+            problems.append(Problem(name, "TierMissing", f"has no tier {wanted.tier_class_name}"))
+            continue
+        kind = there.get("deviceKind")
+        if wanted.medium.value == "gpu" and kind and kind != manifest.device_kind:
+            problems.append(
+                Problem(
+                    name,
+                    "NumericsMismatch",
+                    f"tier {wanted.tier_class_name} is {kind}, the manifest needs {manifest.device_kind}",
+                )
+            )
+        reserve = reserves.get(wanted.tier_class_name, 0)
+        usable = int(there.get("capacity") or 0) - reserve
+        promised = others.get(wanted.tier_class_name, 0)
+        if wanted.budget_bytes + promised > usable:
+            problems.append(
+                Problem(
+                    name,
+                    "BudgetExceedsCapacity",
+                    f"tier {wanted.tier_class_name} has {usable} bytes, this cache needs "
+                    f"{wanted.budget_bytes} and others hold {promised}",
+                )
+            )
+    return problems
+
+
+def budgets_of_others(cache: JsonObject, all_caches: Sequence[JsonObject]) -> dict[str, int]:
+    """Bytes per node and tier class that the other caches of the same pool declare. Of two that do not fit
+    together, the older one keeps its place: younger ones are not counted."""
+    metadata, pool = cache["metadata"], cache["spec"]["poolRef"]["name"]
+    mine = (metadata.get("creationTimestamp", ""), metadata["name"])
+    total: dict[str, int] = {}
+    for other in all_caches:
+        theirs = other["metadata"]
+        if theirs.get("uid") == metadata.get("uid") or other["spec"]["poolRef"]["name"] != pool:
+            continue
+        if (theirs.get("creationTimestamp", ""), theirs["name"]) > mine:
+            continue
+        for tier in other["spec"]["tiers"]:
+            name = tier["tierClassName"]
+            total[name] = total.get(name, 0) + parse_bytes(tier["budget"], "spec.tiers[].budget")
+    return total

@@ -1,0 +1,351 @@
+"""KVCache: compiles the baseline, keeps it on every node of the pool, and says how that stands.
+
+Order of an adoption: ControllerRevision, then status (baseline and fence by compare-and-swap), then agents;
+a crash in between leaves something that the next reconcile completes. The fence belongs to whoever swaps it;
+the status that is applied here never holds it. Stages, grants and evidence are the rollout's.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+
+from kvtier_crds.manifest import ManifestError, RuntimeManifest
+from kvtier_crds.models.common import short_digest
+from kvtier_operator.events import post_changes
+from kvtier_operator.fleet import parse_time
+from kvtier_operator.ports import (
+    CACHE_FINALIZER,
+    Deps,
+    Done,
+    EventType,
+    JsonObject,
+    Kind,
+    NodeView,
+    NotFound,
+    ObjectKey,
+    ReconcileOutcome,
+    Requeue,
+    add_op,
+    expect_op,
+    remove_op,
+)
+from kvtier_operator.reconcile.feasible import (
+    Feasibility,
+    budgets_of_others,
+    feasibility,
+    unsupported,
+)
+from kvtier_operator.reconcile.kvcache_nodes import Baseline, CacheNodes, NodeResult, cache_ref
+from kvtier_operator.reconcile.kvcache_plan import (
+    OWNED,
+    Findings,
+    Standing,
+    ledger_moved,
+    ledger_of,
+    status,
+)
+from kvtier_operator.reconcile.kvcache_refs import Resolved, resolve
+from kvtier_operator.reconcile.status import write_status
+from kvtier_operator.revisions import (
+    Revision,
+    RevisionDamaged,
+    Role,
+    read_revision,
+    revision_manifest,
+    selector_for,
+)
+
+_log = logging.getLogger(__name__)
+
+INITIAL_FENCE = 1
+QUIET_SECONDS = 60.0
+RETRY_SECONDS = 3.0
+LEDGER_SECONDS = 60.0
+REMOVAL_GRACE = timedelta(seconds=66)
+FINISHED_PHASES = ("Completed", "RolledBack", "Invalid")
+EVENT_CONDITIONS = ("Ready", "Feasible", "SpecApplied", "BaselineVerified", "Degraded")
+
+
+@dataclass(frozen=True)
+class _Adopted:
+    """The baseline in force: its manifest, its canonical bytes and the fence that goes with it."""
+
+    manifest: RuntimeManifest
+    data: bytes
+    fence: int
+
+
+class KVCacheReconciler:
+    kind = Kind.KV_CACHE
+
+    def __init__(self, deps: Deps) -> None:
+        self._deps = deps
+        self._nodes = CacheNodes(deps)
+        self._ledger_written: dict[str, float] = {}
+        self._revisions: dict[str, bytes] = {}
+        self._removal_fence: dict[str, int] = {}
+
+    async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
+        cache = self._deps.store.get(key)
+        if cache is None:
+            return Done()
+        if "deletionTimestamp" in cache["metadata"]:
+            return await self._delete(key, cache)
+        if CACHE_FINALIZER not in (cache["metadata"].get("finalizers") or []):
+            await self._add_finalizer(key, cache)
+        resolved = resolve(cache, self._deps.store)
+        views = self._views(cache)
+        feasible = self._feasible(cache, resolved, views)
+        damaged = ""
+        adopted: _Adopted | None = None
+        try:
+            adopted = await self._baseline(key, cache, resolved, feasible, views)
+        except RevisionDamaged as error:
+            damaged = str(error)
+        rollout = self._unfinished_rollout(cache)
+        results = await self._converge(key, cache, adopted, views, feasible, rollout=rollout)
+        findings = Findings(
+            cache=cache,
+            missing=resolved.missing,
+            wanted=resolved.wanted,
+            baseline=None if adopted is None else adopted.manifest,
+            approved_digest=((cache.get("status") or {}).get("approved") or {}).get("digest", ""),
+            feasibility=feasible,
+            nodes=tuple(result.finding for result in results),
+            damaged=damaged,
+        )
+        await self._write(cache, findings)
+        return self._next(findings)
+
+    # --- the baseline ----------------------------------------------------------------------------------
+
+    async def _baseline(
+        self,
+        key: ObjectKey,
+        cache: JsonObject,
+        resolved: Resolved,
+        feasible: Feasibility,
+        views: list[NodeView],
+    ) -> _Adopted | None:
+        current = cache.get("status") or {}
+        if current.get("baseline"):
+            reference = current["baseline"]
+            revision = await self._read(key, reference["revision"], reference["digest"])
+            return _adopted(revision, int(current.get("fence") or INITIAL_FENCE))
+        kept = await self._kept_baseline(cache)
+        if kept is not None:
+            fence = 1 + max(
+                int(current.get("fence") or 0), await self._nodes.highest_fence(views, _uid(cache))
+            )
+            await self._swap_in(key, cache, kept.digest, kept.key.name, fence)
+            await self._deps.api.event(
+                cache,
+                EventType.WARNING,
+                "StatusRebuilt",
+                f"status.baseline was lost; rebuilt from ControllerRevision {kept.key.name}, fence {fence}",
+            )
+            return _adopted(kept, fence)
+        exact = resolved.exact
+        if exact is None or resolved.pool is None or feasible.problems or cache["spec"].get("suspend"):
+            return None
+        data, digest = exact.canonical(), exact.digest()
+        fence = max(INITIAL_FENCE, int(current.get("fence") or 0) + 1)
+        manifest = revision_manifest(cache, data, digest, Role.BASELINE, fence)
+        revision = read_revision(await self._deps.api.apply(manifest))
+        await self._swap_in(key, cache, digest, revision.key.name, fence)
+        await self._deps.api.event(
+            cache, EventType.NORMAL, "BaselineAdopted", f"{digest} in ControllerRevision {revision.key.name}"
+        )
+        return _adopted(revision, fence)
+
+    async def _swap_in(
+        self, key: ObjectKey, cache: JsonObject, digest: str, revision: str, fence: int
+    ) -> None:
+        """Raises Conflict when the status has gone on since it was read."""
+        baseline = {"digest": digest, "short": short_digest(digest), "revision": revision}
+        current = cache.get("status")
+        ops = [expect_op("/metadata/uid", _uid(cache))]
+        if current is None:
+            ops += [expect_op("/status", None), add_op("/status", {"baseline": baseline, "fence": fence})]
+        else:
+            ops += [
+                expect_op("/status/baseline", None),
+                expect_op("/status/fence", current.get("fence")),
+                add_op("/status/baseline", baseline),
+                add_op("/status/fence", fence),
+            ]
+        await self._deps.api.compare_and_swap(key, ops)
+
+    async def _kept_baseline(self, cache: JsonObject) -> Revision | None:
+        """The newest revision labelled as baseline, when there is one: the status has been lost."""
+        objects = await self._deps.api.list_all(
+            Kind.CONTROLLER_REVISION, cache["metadata"]["namespace"], selector_for(_uid(cache))
+        )
+        revisions = [read_revision(obj) for obj in objects]
+        baselines = [revision for revision in revisions if revision.role is Role.BASELINE]
+        return max(baselines, key=lambda revision: (revision.number, revision.key.name), default=None)
+
+    async def _read(self, key: ObjectKey, name: str, digest: str) -> Revision:
+        """A revision by name, from memory when its digest is known: it is immutable."""
+        where = ObjectKey(Kind.CONTROLLER_REVISION, key.namespace, name)
+        known = self._revisions.get(digest)
+        if known is not None:
+            return Revision(where, digest, Role.BASELINE, 0, known)
+        try:
+            revision = read_revision(await self._deps.api.get(where))
+        except NotFound as error:
+            raise RevisionDamaged(f"ControllerRevision {name} of status.baseline does not exist") from error
+        if revision.digest != digest:
+            raise RevisionDamaged(f"ControllerRevision {name} holds {revision.digest}, not {digest}")
+        self._revisions[digest] = revision.data
+        return revision
+
+    # --- nodes -------------------------------------------------------------------------------------------
+
+    async def _converge(
+        self,
+        key: ObjectKey,
+        cache: JsonObject,
+        adopted: _Adopted | None,
+        views: list[NodeView],
+        feasible: Feasibility,
+        *,
+        rollout: bool,
+    ) -> list[NodeResult]:
+        baseline = None
+        if adopted is not None and not cache["spec"].get("suspend"):
+            baseline = Baseline(cache_ref(cache), adopted.manifest.digest(), adopted.data, adopted.fence)
+        results = await self._nodes.converge(views, baseline, uid=_uid(cache), rollout=rollout)
+        refused = [result for result in results if result.fence_refused]
+        if refused and adopted is not None and not rollout:
+            # No rollout owns the number now, so it may advance; the next reconcile sends the new one.
+            highest = max(adopted.fence, *(result.highest_fence for result in refused))
+            await self._advance_fence(key, cache, highest + 1)
+        return results
+
+    async def _advance_fence(self, key: ObjectKey, cache: JsonObject, to: int) -> int:
+        before = (cache.get("status") or {}).get("fence")
+        await self._deps.api.compare_and_swap(
+            key,
+            [
+                expect_op("/metadata/uid", _uid(cache)),
+                expect_op("/status/fence", before),
+                add_op("/status/fence", to),
+            ],
+        )
+        return to
+
+    def _views(self, cache: JsonObject) -> list[NodeView]:
+        return self._deps.fleet.members(cache["metadata"]["namespace"], cache["spec"]["poolRef"]["name"])
+
+    def _feasible(self, cache: JsonObject, resolved: Resolved, views: list[NodeView]) -> Feasibility:
+        problems = (*unsupported(cache), *resolved.problems)
+        if resolved.exact is None or resolved.pool is None:
+            return Feasibility(0, problems)
+        others = budgets_of_others(cache, self._deps.store.list_all(Kind.KV_CACHE, _namespace(cache)))
+        found = feasibility(resolved.exact, resolved.pool, views, others)
+        return Feasibility(found.nodes, (*problems, *found.problems))
+
+    def _unfinished_rollout(self, cache: JsonObject) -> bool:
+        return any(
+            rollout["spec"]["cacheRef"]["name"] == cache["metadata"]["name"]
+            and (rollout.get("status") or {}).get("phase", "Pending") not in FINISHED_PHASES
+            and (rollout.get("status") or {}).get("fence")
+            for rollout in self._deps.store.list_all(Kind.KV_ROLLOUT, _namespace(cache))
+        )
+
+    # --- the status --------------------------------------------------------------------------------------
+
+    async def _write(self, cache: JsonObject, findings: Findings) -> None:
+        uid, clock = _uid(cache), self._deps.clock
+        before = (cache.get("status") or {}).get("ledger") or []
+        now = clock.monotonic()
+        last = self._ledger_written.get(uid)
+        due = last is None or now - last >= LEDGER_SECONDS
+        fresh = due and ledger_moved(before, ledger_of(findings))
+        wanted = status(findings, clock.now(), fresh_ledger=fresh)
+        if await write_status(self._deps.api, cache, wanted, OWNED):
+            await post_changes(self._deps.api, cache, wanted["conditions"], EVENT_CONDITIONS)
+            if fresh:
+                self._ledger_written[uid] = now
+
+    def _next(self, findings: Findings) -> ReconcileOutcome:
+        jitter = 0.8 + 0.4 * self._deps.randomness()
+        settled = (Standing.PROVED, Standing.LOST)
+        if findings.baseline is None or all(node.standing in settled for node in findings.nodes):
+            return Requeue(QUIET_SECONDS * jitter, "looks again at what agents run")
+        return Requeue(RETRY_SECONDS * jitter, "not every node has proved the baseline")
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    async def _add_finalizer(self, key: ObjectKey, cache: JsonObject) -> None:
+        present = cache["metadata"].get("finalizers")
+        ops = [expect_op("/metadata/uid", _uid(cache)), expect_op("/metadata/finalizers", present)]
+        ops.append(add_op("/metadata/finalizers", [*(present or []), CACHE_FINALIZER]))
+        await self._deps.api.compare_and_swap(key, ops, subresource="")
+
+    async def _delete(self, key: ObjectKey, cache: JsonObject) -> ReconcileOutcome:
+        """A higher fence first, so that nothing of an earlier time is accepted; then every agent forgets the
+        cache; then the finalizer. A node that cannot be asked is waited for as long as a lease may last."""
+        finalizers = cache["metadata"].get("finalizers") or []
+        uid = _uid(cache)
+        if CACHE_FINALIZER not in finalizers:
+            return Done()
+        left: dict[str, str] = {}
+        if (cache.get("status") or {}).get("baseline"):
+            fence = self._removal_fence.get(uid)
+            if fence is None:
+                views = self._views(cache)
+                highest = await self._nodes.highest_fence(views, uid)
+                fence = 1 + max(highest, int(cache["status"].get("fence") or 0))
+                self._removal_fence[uid] = await self._advance_fence(key, cache, fence)
+            left = await self._nodes.remove(self._views(cache), cache_ref(cache), fence)
+        since = parse_time(cache["metadata"]["deletionTimestamp"])
+        if left and since is not None and self._deps.clock.now() - since < REMOVAL_GRACE:
+            return Requeue(RETRY_SECONDS, f"not removed on {len(left)} nodes")
+        if left:
+            names = ", ".join(f"{name} ({reason})" for name, reason in sorted(left.items())[:6])
+            await self._deps.api.event(
+                cache,
+                EventType.WARNING,
+                "RemovedWithoutNodes",
+                f"not removed on {names}; it will be when they are back",
+            )
+        index = finalizers.index(CACHE_FINALIZER)
+        try:
+            await self._deps.api.compare_and_swap(
+                key,
+                [
+                    expect_op("/metadata/uid", uid),
+                    expect_op(f"/metadata/finalizers/{index}", CACHE_FINALIZER),
+                    remove_op(f"/metadata/finalizers/{index}"),
+                ],
+                subresource="",
+            )
+        except NotFound:
+            _log.debug("gone already", extra={"object": str(key)})
+        self._nodes.forget(uid)
+        self._removal_fence.pop(uid, None)
+        self._ledger_written.pop(uid, None)
+        return Done()
+
+
+def _adopted(revision: Revision, fence: int) -> _Adopted:
+    try:
+        manifest = RuntimeManifest.parse(revision.data)
+    except ManifestError as error:
+        raise RevisionDamaged(f"ControllerRevision {revision.key.name}: {error}") from error
+    return _Adopted(manifest, revision.data, fence)
+
+
+def _uid(cache: JsonObject) -> str:
+    return str(cache["metadata"]["uid"])
+
+
+def _namespace(cache: JsonObject) -> str:
+    return str(cache["metadata"]["namespace"])
+
+
+__all__ = ["KVCacheReconciler"]

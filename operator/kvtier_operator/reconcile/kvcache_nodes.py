@@ -1,0 +1,205 @@
+"""KVCache on the nodes: asks each agent what it runs, applies the baseline where it must, and takes a proof.
+
+Never advances a fence by itself: it says that one is needed, and the reconcile decides. Knows no status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.v1 import common_pb2 as common
+from kvtier.v1 import control_pb2 as control
+from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable, Deps, JsonObject, NodeView
+from kvtier_operator.proofs import ProofVerdict, check_proof
+from kvtier_operator.reconcile.kvcache_plan import NodeFinding, Standing
+
+PROOF_SECONDS = 300.0
+FENCE_REASONS = ("FENCE_STALE", "FENCE_CONFLICT")
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What should run. `fence` is the number of KVCache status."""
+
+    cache: common.CacheRef
+    digest: str
+    data: bytes
+    fence: int
+
+
+@dataclass(frozen=True)
+class NodeResult:
+    """`highest_fence` is what the agent holds; `fence_refused`: it wants a higher one than we sent."""
+
+    finding: NodeFinding
+    highest_fence: int = 0
+    fence_refused: bool = False
+
+
+@dataclass(frozen=True)
+class _Proved:
+    boot_id: str
+    digest: str
+    at: float
+
+
+class CacheNodes:
+    """Remembers which node proved what, so that a quiet reconcile costs one GetState a node."""
+
+    def __init__(self, deps: Deps) -> None:
+        self._deps = deps
+        self._proved: dict[tuple[str, str], _Proved] = {}
+
+    def forget(self, uid: str) -> None:
+        self._proved = {key: value for key, value in self._proved.items() if key[0] != uid}
+
+    async def converge(
+        self, views: Sequence[NodeView], baseline: Baseline | None, *, uid: str, rollout: bool
+    ) -> list[NodeResult]:
+        """One result for each node, all at once. With `baseline` None nodes are only looked at. `rollout`:
+        one is unfinished, so a candidate may be held and the current fence is not ours to use up."""
+        return list(
+            await asyncio.gather(*(self._node(view, baseline, uid, rollout=rollout) for view in views))
+        )
+
+    async def highest_fence(self, views: Sequence[NodeView], uid: str) -> int:
+        """Over the nodes that answer; 0 when none knows the cache."""
+        results = await self.converge(views, None, uid=uid, rollout=False)
+        return max((result.highest_fence for result in results), default=0)
+
+    async def _node(
+        self, view: NodeView, baseline: Baseline | None, uid: str, *, rollout: bool
+    ) -> NodeResult:
+        name = view.target.name
+        if not view.live:
+            self._proved.pop((uid, name), None)
+            return NodeResult(NodeFinding(name, Standing.LOST))
+        try:
+            state = await self._deps.agents.get_state(view.target)
+        except (AgentError, AgentUnreachable) as error:
+            return NodeResult(NodeFinding(name, Standing.UNREACHABLE, _short(error)))
+        held = next((cache for cache in state.caches if cache.cache.uid == uid), None)
+        highest = held.highest_fence if held is not None else 0
+        if state.draining:
+            return NodeResult(NodeFinding(name, Standing.DRAINING), highest)
+        if baseline is None:
+            return NodeResult(NodeFinding(name, Standing.APPLYING, "no baseline yet"), highest)
+        target = replace(view.target, boot_id=state.boot_id)
+        try:
+            finding = await self._prove(target, held, baseline, rollout=rollout)
+        except AgentError as error:
+            self._proved.pop((uid, name), None)
+            return NodeResult(
+                NodeFinding(name, Standing.REFUSED, _short(error)),
+                max(highest, int(error.facts.get("highest_fence", 0))),
+                error.reason in FENCE_REASONS,
+            )
+        except AgentUnreachable as error:
+            return NodeResult(NodeFinding(name, Standing.UNREACHABLE, _short(error)), highest)
+        faults = tuple(
+            f"{tier.tier_class}: {tier.condition}" for tier in state.tiers if tier.condition != "Ready"
+        )
+        return NodeResult(replace(finding, tier_faults=faults), highest)
+
+    async def _prove(
+        self, target: AgentTarget, held: control.CacheState | None, baseline: Baseline, *, rollout: bool
+    ) -> NodeFinding:
+        memory = (baseline.cache.uid, target.name)
+        now = self._deps.clock.monotonic()
+        known = self._proved.get(memory)
+        applied = held is not None and held.baseline_digest == baseline.digest
+        used = dict(held.used_by_tier) if held is not None else {}
+        pinned = dict(held.pinned_by_tier) if held is not None else {}
+        fresh = (
+            applied
+            and known is not None
+            and (known.boot_id, known.digest) == (target.boot_id, baseline.digest)
+            and now - known.at < PROOF_SECONDS
+        )
+        if fresh:
+            return NodeFinding(target.name, Standing.PROVED, used=used, pinned=pinned)
+        if not applied:
+            await self._apply(target, held, baseline, rollout=rollout)
+        nonce = self._deps.nonce()
+        highest = held.highest_fence if held is not None else 0
+        answer = await self._deps.agents.prove(
+            target,
+            control.ProveRequest(
+                cache=baseline.cache,
+                # A read: any fence from the agent's highest on will do, and it must not be below.
+                fence=common.Fence(value=max(baseline.fence, highest), stage="Off"),
+                boot_id=target.boot_id,
+                nonce=nonce,
+            ),
+        )
+        verdict = check_proof(
+            answer.proof,
+            nonce=nonce,
+            boot_id=target.boot_id,
+            baseline=baseline.digest,
+            candidate_allowed=True,
+        )
+        if verdict is not ProofVerdict.HOLDS:
+            self._proved.pop(memory, None)
+            detail = f"{verdict.value}: runs {answer.proof.baseline_digest[:19]}"
+            return NodeFinding(target.name, Standing.UNPROVED, detail, used, pinned)
+        self._proved[memory] = _Proved(target.boot_id, baseline.digest, now)
+        return NodeFinding(target.name, Standing.PROVED, used=used, pinned=pinned)
+
+    async def _apply(
+        self, target: AgentTarget, held: control.CacheState | None, baseline: Baseline, *, rollout: bool
+    ) -> None:
+        fence = baseline.fence
+        highest = held.highest_fence if held is not None else 0
+        if rollout and highest < fence - 1:
+            # The current number belongs to the rollout's grant on this node; the one before is burned.
+            fence -= 1
+        await self._deps.agents.apply_baseline(
+            target,
+            control.ApplyBaselineRequest(
+                cache=baseline.cache,
+                fence=common.Fence(value=fence, stage="Off"),
+                boot_id=target.boot_id,
+                manifest=baseline.data,
+                digest=baseline.digest,
+            ),
+        )
+
+    async def remove(self, views: Sequence[NodeView], cache: common.CacheRef, fence: int) -> dict[str, str]:
+        """Makes nodes forget the cache. Returns what is left: a reason by node name."""
+        results = await asyncio.gather(*(self._remove(view, cache, fence) for view in views))
+        return {view.target.name: reason for view, reason in zip(views, results, strict=True) if reason}
+
+    async def _remove(self, view: NodeView, cache: common.CacheRef, fence: int) -> str:
+        if not view.live:
+            return "its Lease has ended"
+        try:
+            state = await self._deps.agents.get_state(view.target)
+            if not any(held.cache.uid == cache.uid for held in state.caches):
+                return ""
+            await self._deps.agents.remove_cache(
+                view.target,
+                control.RemoveCacheRequest(
+                    cache=cache, fence=common.Fence(value=fence, stage="Off"), boot_id=state.boot_id
+                ),
+            )
+        except AgentError as error:
+            return "" if error.reason == "CACHE_UNKNOWN" else _short(error)
+        except AgentUnreachable as error:
+            return _short(error)
+        return ""
+
+
+def cache_ref(cache: JsonObject) -> common.CacheRef:
+    metadata = cache["metadata"]
+    return common.CacheRef(namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"])
+
+
+def _short(error: AgentError | AgentUnreachable) -> str:
+    """Stable from one try to the next, so that a status does not change with every address or number of a
+    connection attempt."""
+    if isinstance(error, AgentError):
+        return f"{error.reason}: {error.message[:160]}"
+    return error.code
