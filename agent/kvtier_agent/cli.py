@@ -21,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="kvtier-agent",
         description="Runs the KV cache tiers of one node and answers attention from them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--node-name", required=True, help="name of the Kubernetes Node and of the KVNode")
@@ -77,7 +78,3 @@ async def _serve(config: AgentConfig) -> None:
     logging.getLogger("grpc").setLevel(logging.WARNING)
     server = AgentServer(config, build_engine, EvidenceWindows, make_registration)
     await server.run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -426,6 +426,8 @@ def _same_name(name: CacheName, wanted: CacheName) -> bool:
 
 
 def _add_report(node: TierReport, engine: TierReport) -> TierReport:
+    if node.class_name != engine.class_name:
+        return node
     return TierReport(
         class_name=node.class_name,
         medium=node.medium,

@@ -1,0 +1,357 @@
+"""Leases, assignment, publication: by table, and by a state machine against a model of intervals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from decimal import Decimal
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.enforcement import (
+    CacheEnforcement,
+    LocalReturn,
+    ReturnReason,
+    ServedArm,
+    SessionFacts,
+)
+from kvtier_core.release.fences import Judgement
+from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
+
+MS = 1_000_000
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1_000 * MS
+
+    def __call__(self) -> int:
+        return self.now
+
+    def advance_ms(self, ms: int) -> None:
+        self.now += ms * MS
+
+
+def terms(
+    fence: int = 1,
+    *,
+    stage: str = "Canary",
+    fraction: str = "1",
+    sample: str = "0",
+    ttl_ms: int = 1000,
+    digest: str = "sha256:cc",
+    radius: BlastRadius | None = None,
+) -> GrantTerms:
+    return GrantTerms(
+        fence=FenceToken(fence, "rollout", 1, stage, 0),
+        candidate_digest=digest,
+        baseline_digest="sha256:bb",
+        ttl_ms=ttl_ms,
+        traffic_fraction=Decimal(fraction),
+        sample_fraction=Decimal(sample),
+        blast_radius=radius or BlastRadius(),
+        selector=None,
+    )
+
+
+def facts(root: str = "root", tenant: str = "beta", **more: object) -> SessionFacts:
+    return replace(SessionFacts(tenant, "chat", root, root), **more)  # type: ignore[arg-type]
+
+
+def granted(clock: FakeClock, wanted: GrantTerms | None = None) -> CacheEnforcement:
+    enforcement = CacheEnforcement(clock)
+    enforcement.grant(wanted or terms(), Judgement.ADVANCE, clock())
+    return enforcement
+
+
+def test_a_lease_ends_by_time_alone_at_the_next_publication() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock)
+    session = enforcement.assign(facts())
+    assert session.arm is ServedArm.CANDIDATE
+    clock.advance_ms(999)
+    assert enforcement.may_publish(session)
+    clock.advance_ms(1)
+    assert not enforcement.may_publish(session)
+    assert enforcement.returned == LocalReturn(ReturnReason.LEASE_EXPIRED, 1, "rollout")
+    assert enforcement.plan_step(session, "root", 3, False).fallback == "LeaseExpired"
+
+
+def test_permission_planned_before_expiry_is_not_permission_after_it() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock)
+    session = enforcement.assign(facts())
+    assert enforcement.plan_step(session, "root", 1, True).publish is ServedArm.CANDIDATE
+    clock.advance_ms(5000)
+    assert not enforcement.may_publish(session)
+
+
+def test_renewal_extends_from_receipt_and_is_never_shorter() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock)
+    clock.advance_ms(600)
+    lease = enforcement.renew(1, "sha256:cc", 1000, clock())
+    assert lease.remaining_ms(clock()) == 1000
+    late = enforcement.renew(1, "sha256:cc", 1000, clock() - 900 * MS)
+    assert late.remaining_ms(clock()) == 1000
+
+
+@pytest.mark.parametrize(
+    ("fence", "digest", "ttl", "after_ms", "reason"),
+    [
+        pytest.param(1, "sha256:cc", 1000, 1000, Reason.LEASE_EXPIRED, id="ended"),
+        pytest.param(2, "sha256:cc", 1000, 0, Reason.FENCE_CONFLICT, id="other-fence"),
+        pytest.param(1, "sha256:dd", 1000, 0, Reason.FENCE_CONFLICT, id="other-candidate"),
+        pytest.param(1, "sha256:cc", 1001, 0, Reason.BAD_ARGUMENT, id="longer-than-the-grant"),
+        pytest.param(1, "sha256:cc", 0, 0, Reason.BAD_ARGUMENT, id="no-time"),
+    ],
+)
+def test_renewal_refused(fence: int, digest: str, ttl: int, after_ms: int, reason: Reason) -> None:
+    clock = FakeClock()
+    enforcement = granted(clock)
+    clock.advance_ms(after_ms)
+    with pytest.raises(CoreError) as refused:
+        enforcement.renew(fence, digest, ttl, clock())
+    assert refused.value.reason is reason
+
+
+def test_a_repeated_grant_neither_extends_nor_revives() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock)
+    clock.advance_ms(400)
+    assert enforcement.grant(terms(), Judgement.REPEAT, clock()).remaining_ms(clock()) == 600
+    clock.advance_ms(600)
+    with pytest.raises(CoreError) as refused:
+        enforcement.grant(terms(), Judgement.REPEAT, clock())
+    assert refused.value.reason is Reason.LEASE_EXPIRED
+    assert enforcement.lease() is None
+
+
+def test_a_new_life_of_the_agent_takes_the_same_grant_again() -> None:
+    clock = FakeClock()
+    reborn = CacheEnforcement(clock, LocalReturn(ReturnReason.BOOT_RESTART, 1, "rollout"))
+    assert reborn.lease() is None
+    assert reborn.grant(terms(), Judgement.REPEAT, clock()).valid(clock())
+    assert reborn.returned is None
+
+
+def test_a_grant_that_was_slow_to_become_durable_does_not_begin() -> None:
+    clock = FakeClock()
+    received = clock()
+    clock.advance_ms(1000)
+    enforcement = CacheEnforcement(clock)
+    with pytest.raises(CoreError) as refused:
+        enforcement.grant(terms(), Judgement.ADVANCE, received)
+    assert refused.value.reason is Reason.LEASE_EXPIRED
+    assert enforcement.lease() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"ttl_ms": 0}, "ttl_ms"),
+        ({"ttl_ms": 3_600_001}, "ttl_ms"),
+        ({"traffic_fraction": Decimal("1.01")}, "traffic_fraction"),
+        ({"sample_fraction": Decimal("NaN")}, "sample_fraction"),
+        ({"traffic_fraction": Decimal("0.1"), "fence": FenceToken(1, "r", 1, "Shadow")}, "traffic_fraction"),
+    ],
+    ids=["no-ttl", "ttl-too-long", "over-one", "not-a-number", "traffic-in-shadow"],
+)
+def test_bad_terms_name_the_field(change: dict[str, object], field: str) -> None:
+    clock = FakeClock()
+    with pytest.raises(CoreError) as refused:
+        granted(clock, replace(terms(), **change))  # type: ignore[arg-type]
+    assert refused.value.reason is Reason.BAD_ARGUMENT
+    assert field in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("radius", "arm"),
+    [
+        pytest.param(BlastRadius(), ServedArm.CANDIDATE, id="all"),
+        pytest.param(BlastRadius(frozenset({"beta"})), ServedArm.CANDIDATE, id="tenant-inside"),
+        pytest.param(BlastRadius(frozenset({"gamma"})), ServedArm.BASELINE, id="tenant-outside"),
+        pytest.param(
+            BlastRadius(frozenset({"beta"}), frozenset({"long"})), ServedArm.BASELINE, id="class-outside"
+        ),
+    ],
+)
+def test_blast_radius(radius: BlastRadius, arm: ServedArm) -> None:
+    session = granted(FakeClock(), terms(radius=radius)).assign(facts())
+    assert session.arm is arm
+    assert session.in_radius is (arm is ServedArm.CANDIDATE)
+
+
+def test_assignment_is_monotone_in_the_fraction_and_near_it() -> None:
+    roots = [f"root-{i}" for i in range(2000)]
+    chosen: list[set[str]] = []
+    for fraction in ("0.05", "0.25", "0.5", "1"):
+        enforcement = granted(FakeClock(), terms(fraction=fraction))
+        chosen.append({r for r in roots if enforcement.assign(facts(r)).arm is ServedArm.CANDIDATE})
+        assert abs(len(chosen[-1]) / len(roots) - float(fraction)) < 0.04
+    assert chosen[0] < chosen[1] < chosen[2] < chosen[3]
+
+
+def test_sampling_does_not_depend_on_the_arm_and_steps_are_sampled_inside() -> None:
+    enforcement = granted(FakeClock(), terms(fraction="0.5", sample="0.5"))
+    sessions = [enforcement.assign(facts(f"r{i}")) for i in range(2000)]
+    for arm in ServedArm:
+        of_arm = [s.sampled for s in sessions if s.arm is arm]
+        assert abs(sum(of_arm) / len(of_arm) - 0.5) < 0.06
+    sampled = next(s for s in sessions if s.sampled)
+    plans = [enforcement.plan_step(sampled, "r", step, False).compare for step in range(1000)]
+    assert 400 < sum(plans) < 600
+    assert enforcement.plan_step(sampled, "r", plans.index(False), True).compare
+
+
+def test_shadow_compares_but_publishes_the_exact_answer() -> None:
+    enforcement = granted(FakeClock(), terms(stage="Shadow", fraction="0", sample="1"))
+    session = enforcement.assign(facts())
+    plan = enforcement.plan_step(session, "root", 1, True)
+    assert (plan.publish, plan.compare) == (ServedArm.BASELINE, True)
+    assert not enforcement.may_publish(session)
+
+
+@pytest.mark.parametrize(
+    ("probe", "arm", "held", "expected"),
+    [
+        pytest.param(True, ServedArm.CANDIDATE, True, ServedArm.CANDIDATE, id="probe-on-candidate"),
+        pytest.param(True, ServedArm.BASELINE, True, ServedArm.BASELINE, id="probe-on-baseline"),
+        pytest.param(True, ServedArm.CANDIDATE, False, Reason.NO_CANDIDATE, id="probe-without-grant"),
+        pytest.param(False, ServedArm.CANDIDATE, True, Reason.BAD_ARGUMENT, id="forced-without-probe"),
+        pytest.param(True, None, True, ServedArm.BASELINE, id="probe-unforced"),
+    ],
+)
+def test_probes(probe: bool, arm: ServedArm | None, held: bool, expected: ServedArm | Reason) -> None:
+    clock = FakeClock()
+    shadow = terms(stage="Shadow", fraction="0")
+    enforcement = granted(clock, shadow) if held else CacheEnforcement(clock)
+    asked = facts(probe=probe, forced_arm=arm)
+    if isinstance(expected, Reason):
+        with pytest.raises(CoreError) as refused:
+            enforcement.assign(asked)
+        assert refused.value.reason is expected
+        return
+    session = enforcement.assign(asked)
+    assert session.arm is expected
+    assert not session.in_radius
+    assert enforcement.may_publish(session) is (expected is ServedArm.CANDIDATE)
+
+
+def test_a_session_keeps_its_arm_through_stages_but_not_through_a_revocation() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock, terms(1))
+    session = enforcement.assign(facts())
+    enforcement.grant(terms(2, stage="Ramp"), Judgement.ADVANCE, clock())
+    assert enforcement.may_publish(session)
+    enforcement.revoke("IntentAbort")
+    assert not enforcement.may_publish(session)
+    assert enforcement.plan_step(session, "root", 1, False).fallback == "IntentAbort"
+    enforcement.grant(terms(3), Judgement.ADVANCE, clock())
+    assert not enforcement.may_publish(session), "a session that fell back stays on the exact path"
+    assert enforcement.may_publish(enforcement.assign(facts("new")))
+
+
+def test_a_session_opened_before_the_grant_stays_exact() -> None:
+    clock = FakeClock()
+    enforcement = CacheEnforcement(clock)
+    session = enforcement.assign(facts())
+    enforcement.grant(terms(sample="1"), Judgement.ADVANCE, clock())
+    plan = enforcement.plan_step(session, "root", 1, True)
+    assert (plan.publish, plan.compare, plan.fallback) == (ServedArm.BASELINE, False, "")
+
+
+def test_another_candidate_takes_over_no_session_of_the_first() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock)
+    session = enforcement.assign(facts())
+    enforcement.grant(terms(2, digest="sha256:dd"), Judgement.ADVANCE, clock())
+    assert not enforcement.may_publish(session)
+    assert enforcement.plan_step(session, "root", 1, False).fallback == "CandidateReplaced"
+
+
+def test_expiry_between_two_grants_is_noticed_though_nobody_looked() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock)
+    session = enforcement.assign(facts())
+    clock.advance_ms(1000)
+    enforcement.grant(terms(2), Judgement.ADVANCE, clock())
+    assert not enforcement.may_publish(session)
+
+
+def test_steps_in_flight_are_counted_also_when_they_fail() -> None:
+    enforcement = granted(FakeClock())
+    with enforcement.candidate_step():
+        assert enforcement.in_flight == 1
+        with pytest.raises(RuntimeError), enforcement.candidate_step():
+            raise RuntimeError
+    assert enforcement.in_flight == 0
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """A candidate's answer leaves only inside an unbroken interval of permission of its own candidate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.enforcement = CacheEnforcement(self.clock)
+        self.fence = 0
+        self.digest = ""
+        self.until = 0
+        self.interval = 0
+        self.sessions: list[tuple[object, int]] = []
+
+    def held(self) -> bool:
+        return self.clock.now < self.until
+
+    @rule(ttl=st.integers(1, 500), digest=st.sampled_from(["sha256:c1", "sha256:c2"]))
+    def grant(self, ttl: int, digest: str) -> None:
+        self.fence += 1
+        if not (self.held() and digest == self.digest):
+            self.interval += 1
+        wanted = terms(self.fence, ttl_ms=ttl, digest=digest)
+        self.enforcement.grant(wanted, Judgement.ADVANCE, self.clock())
+        self.digest, self.until = digest, self.clock.now + ttl * MS
+
+    @rule(share=st.floats(0.01, 1))
+    def renew(self, share: float) -> None:
+        lease = self.enforcement.lease()
+        if lease is None:
+            with pytest.raises(CoreError):
+                self.enforcement.renew(self.fence, self.digest, 1, self.clock())
+            return
+        ttl = max(1, int(lease.terms.ttl_ms * share))
+        self.enforcement.renew(self.fence, self.digest, ttl, self.clock())
+        self.until = max(self.until, self.clock.now + ttl * MS)
+
+    @rule()
+    def revoke(self) -> None:
+        self.enforcement.revoke("GateFailed")
+        self.until = 0
+
+    @rule(ms=st.integers(1, 700))
+    def wait(self, ms: int) -> None:
+        self.clock.advance_ms(ms)
+
+    @rule(root=st.integers(0, 1000))
+    def open(self, root: int) -> None:
+        session = self.enforcement.assign(facts(str(root)))
+        assert (session.arm is ServedArm.CANDIDATE) == self.held()
+        self.sessions.append((session, self.interval if self.held() else 0))
+
+    @invariant()
+    def publication_follows_the_interval(self) -> None:
+        for session, interval in self.sessions:
+            allowed = self.held() and interval == self.interval and interval > 0
+            assert self.enforcement.may_publish(session) == allowed  # type: ignore[arg-type]
+
+    @invariant()
+    def the_lease_is_the_model(self) -> None:
+        assert (self.enforcement.lease() is not None) == self.held()
+
+
+LeaseMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestLeaseMachine = LeaseMachine.TestCase
