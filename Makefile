@@ -1,0 +1,47 @@
+# Two targets are all that a newcomer needs: make demo, make test.
+# Needed on the machine: Linux, Python >= 3.11, Go >= 1.26, make, git.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup venv controlplane demo test lint generate bench unit kernels engine cluster e2e clean
+
+PYTHON ?= python3
+SUITE ?=
+ARGS ?=
+BIN := .venv/bin
+
+help: ## this list
+	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+demo: setup ## the whole idea on real parts, with a report (ARGS=--keep leaves the cluster up)
+	@$(BIN)/python -m tests.e2e.demo $(ARGS)
+
+test: setup ## lint and every suite
+	@$(BIN)/python hack/suites.py
+
+lint: venv ## style, types, import rules, generated files
+	@hack/lint
+
+unit kernels engine: venv ## one suite
+	@$(BIN)/python hack/suites.py $@
+
+cluster e2e: setup ## one suite, against a real API server
+	@$(BIN)/python hack/suites.py $@
+
+bench: setup ## SUITE=name writes build/bench/name.json; without SUITE lists the suites
+	@$(BIN)/python -m tests.bench $(if $(SUITE),$(SUITE),--list) $(ARGS)
+
+generate: venv ## CRDs, API reference, chart copies, gRPC stubs
+	@hack/generate
+
+setup: ## what demo and test need: .venv and the control plane, made at the same time
+	@$(MAKE) --no-print-directory -j2 venv controlplane
+
+venv: ## .venv from the pinned requirements; nothing when it is current
+	@PYTHON=$(PYTHON) hack/venv
+
+controlplane: ## etcd and kube-apiserver, built from source once per machine
+	@$(PYTHON) tests/cluster/kvtier_localplane/build.py >/dev/null
+
+clean: ## reports and caches of this checkout; not .venv, not the built control plane
+	@rm -rf build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,77 @@
+"""The bench report: what a row says of its goal, and that a report is written whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bench.__main__ import main, suites
+from tests.bench.rows import Row, write_report
+
+
+@pytest.mark.parametrize(
+    "row, met, broken",
+    [
+        pytest.param(Row("a", 5, "x", goal=4, floor=2), True, False, id="goal-reached"),
+        pytest.param(Row("a", 3, "x", goal=4, floor=2), False, False, id="between"),
+        pytest.param(Row("a", 1, "x", goal=4, floor=2), False, True, id="below-floor"),
+        pytest.param(Row("a", 2, "x", floor=2), True, False, id="floor-alone"),
+        pytest.param(Row("a", 5, "x"), None, False, id="recorded-only"),
+        pytest.param(
+            Row("a", 3, "s", goal=4, floor=9, lower_is_better=True), True, False, id="lower-reached"
+        ),
+        pytest.param(
+            Row("a", 10, "s", goal=4, floor=9, lower_is_better=True), False, True, id="lower-broken"
+        ),
+    ],
+)
+def test_a_row_knows_its_goal(row: Row, met: bool | None, broken: bool) -> None:
+    assert (row.met, row.broken) == (met, broken)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"value": float("nan")}, id="nan"),
+        pytest.param({"unit": ""}, id="no-unit"),
+        pytest.param({"peer": "sdpa"}, id="peer-without-value"),
+    ],
+)
+def test_a_row_without_sense_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="."):
+        Row(**({"id": "a", "value": 1.0, "unit": "x"} | fields))  # type: ignore[arg-type]
+
+
+def test_a_report_has_the_agreed_keys(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "report.json"
+    write_report(out, [Row("a", 1, "tokens/s", goal=2, peer="sdpa", peer_value=1.5)])
+    assert json.loads(out.read_text()) == [
+        {
+            "id": "a",
+            "value": 1,
+            "unit": "tokens/s",
+            "goal": 2,
+            "floor": None,
+            "peer": "sdpa",
+            "peerValue": 1.5,
+            "met": False,
+        }
+    ]
+    assert [one.name for one in out.parent.iterdir()] == ["report.json"]
+
+
+def test_a_failed_report_leaves_the_last_one(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    write_report(out, [Row("a", 1, "x")])
+    with pytest.raises(ValueError, match="twice: b"):
+        write_report(out, [Row("b", 1, "x"), Row("b", 2, "x")])
+    assert json.loads(out.read_text())[0]["id"] == "a"
+
+
+def test_an_unknown_suite_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no-such-suite"]) == 2
+    assert "no-such-suite" in capsys.readouterr().err
+    assert main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == suites()
