@@ -6,7 +6,7 @@ step runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -69,12 +69,14 @@ class StepRequest:
 @dataclass(frozen=True, slots=True)
 class StepMode:
     """publish: whose answer is returned. compare: compute both, exact first. The candidate's selector and
-    digest are needed for either."""
+    digest are needed for either; a candidate without a selector computes exactly. may_publish is asked when a
+    candidate's answer is ready; when it says no, the exact answer is published and the rows are exact's."""
 
     publish: PublishArm = PublishArm.EXACT
     compare: bool = False
     selector: Selector | None = None
     candidate_digest: str | None = None
+    may_publish: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,8 @@ class StepReceipt:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Frobenius norms over the layer's output [Nq, Hq, d], accumulated in float32: of candidate - exact, and
-    of exact. Both answers used the snapshot `snapshot_generation` at `frontier`."""
+    of exact. Both answers used the snapshot `snapshot_generation` at `frontier`. complete: the candidate read
+    every row here, so it differs by nothing."""
 
     diff_norm: float
     exact_norm: float
@@ -112,6 +115,7 @@ class Comparison:
     snapshot_generation: int
     exact_support_digest: str
     candidate_support_digest: str
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,9 +208,9 @@ class RowStore:
         at = append.first % size
         count = min(int(append.k.shape[0]), size - at)
         line = state.open_line
-        self._pool(state.open_tier).append(self._ref(line), at, append.k[:count], append.v[:count])
+        self._pool(state.open_tier).append(self.ref(line), at, append.k[:count], append.v[:count])
 
-    def _ref(self, line: int) -> SlotRef:
+    def ref(self, line: int) -> SlotRef:
         return SlotRef(int(self.directory.slot[line]), int(self.directory.slot_generation[line]))
 
     def settle(self, append: Append) -> None:
@@ -238,7 +238,7 @@ class RowStore:
 
     def _open_payload(self, append: Append) -> Tensor:
         state = append.session.layers[append.layer]
-        return self._pool(state.open_tier).view(self._ref(state.open_line))
+        return self._pool(state.open_tier).view(self.ref(state.open_line))
 
     def _seal_identity(self, append: Append, part: SealedPart, payload: Tensor) -> BlockIdentity:
         size = self.layout.chunk_tokens
@@ -279,7 +279,7 @@ class RowStore:
             assert part.ref is not None
             line = self._insert(append, part.chunk, part.tier, part.ref, identity.replica_generation)
         elif part.ref is not None:
-            old = self._ref(line)
+            old = self.ref(line)
             directory.publish(
                 line,
                 tier=part.tier,
@@ -347,7 +347,7 @@ class RowStore:
             for line in state.lines:
                 self.directory.state[line] = ChunkState.TOMBSTONED
                 self.transactions.cancel_line(line)
-                self.tiers[int(self.directory.tier[line])].release(self._ref(line))
+                self.tiers[int(self.directory.tier[line])].release(self.ref(line))
                 credit = int(self.directory.credit[line])
                 if credit:
                     self.ledger.release(credit)
@@ -364,7 +364,7 @@ class RowStore:
     def read_rows(self, line: int) -> Tensor:
         """A verified copy of the line's payload [2, Hk, C, d] in host memory."""
         tier = self.tiers[int(self.directory.tier[line])]
-        ref = self._ref(line)
+        ref = self.ref(line)
         if ChunkState(int(self.directory.state[line])) is ChunkState.OPEN:
             return tier.view(ref).to("cpu", copy=True)
         buffer = StagingBuffer(self.layout)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 
 import crc32c
+
 from kvtier_core.checksums import checksum
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.base import BlockIdentity, SlotRef

@@ -1,0 +1,187 @@
+"""Runs a plan: one state per aligned chunk, merged in ascending order.
+
+Why it exists: this order and this unit are the numerics version; whoever computes a chunk's state, its bits
+are the same, so placement cannot change an answer. It must not know why rows were chosen or placed.
+Formula: specification E.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.planner import ChunkRead, Path, Plan
+from kvtier_core.sessions import Append, RowStore
+from kvtier_core.staged import Job, StagedReads
+from kvtier_core.tiers.base import SlotRef
+from kvtier_core.tiers.staging import StagingBuffer
+from kvtier_kernels.ops.chunk_attention import chunk_state
+from kvtier_kernels.state import AttentionState, LogitFrame, finalize, identity, merge
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """out: float32 [Nq, Hq, d]. bytes_by_tier: payload bytes read, by tier name."""
+
+    out: Tensor
+    bytes_by_tier: dict[str, int]
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """q float32 [Nq, Hq, d]; query i stands at first_position + i. deadline on the engine's clock."""
+
+    q: Tensor
+    first_position: int
+    frame: LogitFrame
+    deadline: float | None
+
+
+class Attention:
+    """Attends rows of one engine's store. Single-threaded: the engine's lock is held."""
+
+    def __init__(
+        self,
+        store: RowStore,
+        clock: Callable[[], float],
+        executor: Executor | None,
+        buffers: Sequence[StagingBuffer],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._executor = executor
+        self._buffers = buffers
+
+    def exact(self, plan: Plan, append: Append, query: Query) -> Attended:
+        """All visible rows of the plan. DEADLINE between chunks; typed errors of tiers."""
+
+        def state(read: ChunkRead, k: Tensor, v: Tensor) -> AttentionState:
+            return chunk_state(
+                query.q,
+                k,
+                v,
+                scale=query.frame.scale,
+                q_pos0=query.first_position,
+                row_pos0=read.chunk * self._store.layout.chunk_tokens,
+                frame=query.frame,
+            )
+
+        return self._run(plan, append, query, state)
+
+    def selected(
+        self, plan: Plan, append: Append, query: Query, positions: Sequence[NDArray[np.int64]]
+    ) -> Attended:
+        """Only rows at `positions` (ascending, one array per KV head), still one state per aligned chunk.
+        The plan holds exactly the chunks with a row of some head."""
+        size = self._store.layout.chunk_tokens
+        heads = len(positions)
+        group = query.q.shape[1] // heads
+
+        def state(read: ChunkRead, k: Tensor, v: Tensor) -> AttentionState:
+            first = read.chunk * size
+            parts = []
+            for head, rows in enumerate(positions):
+                lo, hi = np.searchsorted(rows, (first, first + size))
+                q = query.q[:, head * group : (head + 1) * group]
+                if lo == hi:
+                    parts.append(identity((q.shape[0], group), q.shape[2], query.frame))
+                    continue
+                chosen = torch.from_numpy(rows[lo:hi])
+                local = chosen - first
+                parts.append(
+                    chunk_state(
+                        q,
+                        k[:, head].index_select(0, local).unsqueeze(1),
+                        v[:, head].index_select(0, local).unsqueeze(1),
+                        scale=query.frame.scale,
+                        q_pos0=query.first_position,
+                        row_pos0=chosen,
+                        frame=query.frame,
+                    )
+                )
+            return AttentionState(
+                m=torch.cat([part.m for part in parts], dim=1),
+                l=torch.cat([part.l for part in parts], dim=1),
+                u=torch.cat([part.u for part in parts], dim=1),
+                frame=query.frame,
+            )
+
+        return self._run(plan, append, query, state)
+
+    def _run(
+        self,
+        plan: Plan,
+        append: Append,
+        query: Query,
+        state_of: Callable[[ChunkRead, Tensor, Tensor], AttentionState],
+    ) -> Attended:
+        total: AttentionState | None = None
+        bytes_by_tier: dict[str, int] = {}
+        with (
+            self._leases(plan),
+            StagedReads(self._jobs(plan), self._buffers, self._executor, self._clock) as staged,
+        ):
+            for read in plan.reads:
+                if query.deadline is not None and self._clock() > query.deadline:
+                    raise CoreError(
+                        Reason.DEADLINE,
+                        f"the deadline passed before chunk {read.chunk}",
+                        {"chunk": read.chunk, "chunks": len(plan.reads)},
+                    )
+                k, v = self._rows(read, append, staged)
+                state = state_of(read, k, v)
+                total = state if total is None else merge(total, state)
+                self._account(read, bytes_by_tier)
+        if total is None:
+            raise CoreError(Reason.SUPPORT_GAP, "there is no row to attend")
+        out, _ = finalize(total)
+        return Attended(out, bytes_by_tier, staged.stall_seconds)
+
+    @contextmanager
+    def _leases(self, plan: Plan) -> Iterator[None]:
+        readers = self._store.directory.readers
+        lines = [read.line for read in plan.reads if read.path is not Path.FRAME]
+        readers[lines] += 1
+        try:
+            yield
+        finally:
+            self._store.directory.readers[lines] -= 1
+
+    def _jobs(self, plan: Plan) -> list[Job]:
+        store = self._store
+        return [
+            partial(store.tiers[read.tier].read, store.ref(read.line), store.identities[read.line])
+            for read in plan.reads
+            if read.path is Path.STAGED
+        ]
+
+    def _rows(self, read: ChunkRead, append: Append, staged: StagedReads) -> tuple[Tensor, Tensor]:
+        store = self._store
+        if read.path is Path.FRAME:
+            lo = read.chunk * store.layout.chunk_tokens - append.first
+            return append.k[lo : lo + read.rows], append.v[lo : lo + read.rows]
+        if read.path is Path.STAGED:
+            return store.layout.rows(staged.next().payload, read.rows)
+        return store.layout.rows(self._view(read), read.rows)
+
+    def _view(self, read: ChunkRead) -> Tensor:
+        ref: SlotRef = self._store.ref(read.line)
+        return self._store.tiers[read.tier].view(ref)
+
+    def _account(self, read: ChunkRead, bytes_by_tier: dict[str, int]) -> None:
+        if read.path is Path.FRAME:
+            return
+        layout = self._store.layout
+        name = self._store.tiers[read.tier].name
+        size = layout.payload_bytes if read.path is Path.STAGED else read.rows * layout.row_bytes
+        bytes_by_tier[name] = bytes_by_tier.get(name, 0) + size

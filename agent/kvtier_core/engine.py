@@ -1,0 +1,332 @@
+"""One cache on one node: sessions, their rows in tiers, and attention over them.
+
+Why it exists: the face of the core. Synchronous, thread-safe under one lock, without clock, socket or
+cluster: time, files, names and the reader's thread come from outside. A refused frame leaves its session as
+it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+
+from kvtier_core.assembly import LiveConfiguration, build_tiers, check_manifest, close_tiers
+from kvtier_core.attend import Attention
+from kvtier_core.credits import CreditLedger
+from kvtier_core.directory import ChunkState, Directory
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.identity import source_binding
+from kvtier_core.layout import ChunkLayout
+from kvtier_core.measure import measure
+from kvtier_core.placement import Placement
+from kvtier_core.receipts import (
+    ChunkInfo,
+    EngineStats,
+    SessionHandle,
+    SessionSpec,
+    StepAnswer,
+    StepMode,
+    StepRequest,
+    TierStats,
+)
+from kvtier_core.selectors.base import LayerIndex, SelectorFamily, build_family
+from kvtier_core.sessions import LayerState, RowStore, Session
+from kvtier_core.step import StepContext, StepRunner
+from kvtier_core.steporder import check_order, check_shapes
+from kvtier_core.tiers.base import TierMount, tensor_bytes
+from kvtier_core.tiers.fileops import FileOps, OsFileOps
+from kvtier_core.tiers.staging import StagingBuffer
+from kvtier_crds.manifest import RuntimeManifest, Selector
+
+STAGING_BUFFERS = 2
+MAX_SESSIONS = 1 << 28
+
+
+class CacheEngine:
+    """Built from an exact manifest and this node's devices. Raises CoreError and holds nothing then."""
+
+    def __init__(
+        self,
+        manifest: RuntimeManifest,
+        mounts: Mapping[str, TierMount],
+        clock: Callable[[], float],
+        *,
+        files: FileOps | None = None,
+        reader: Executor | None = None,
+        session_name: Callable[[int], str] | None = None,
+        probe: bool = True,
+    ) -> None:
+        """mounts: by tier class name. clock: monotonic seconds. reader: runs staged reads ahead of
+        attention; None reads inline. session_name: from the session's number; must not repeat in the
+        process. probe: measure each tier now."""
+        check_manifest(manifest)
+        geometry = manifest.model.geometry
+        self._lock = threading.RLock()
+        self._manifest = manifest
+        self._clock = clock
+        self._name = session_name or (lambda number: f"{manifest.tenancy.cache_uid}-{number}")
+        self.layout = ChunkLayout(geometry.kv_heads, manifest.chunk_tokens, geometry.head_dim)
+        live = build_tiers(manifest, mounts, self.layout, files or OsFileOps())
+        self._live = LiveConfiguration(
+            tenancy=manifest.tenancy,
+            model=manifest.model,
+            page_tokens=manifest.page_tokens,
+            layout=self.layout,
+            tiers=live,
+            placement=manifest.placement,
+            contract=manifest.contract,
+        )
+        tiers = [item.tier for item in live]
+        if probe:
+            for tier in tiers:
+                measure(tier, clock)
+        self._directory = Directory()
+        self._ledger = CreditLedger([tier.slots.capacity for tier in tiers])
+        self._store = RowStore(self.layout, tiers, self._ledger, self._directory)
+        self._store.placement = Placement(
+            tiers, [item.role for item in live], self._ledger, self._directory, self._store.transactions
+        )
+        buffers = [StagingBuffer(self.layout) for _ in range(STAGING_BUFFERS)]
+        self._staging_bytes = sum(len(buffer) for buffer in buffers)
+        self._attention = Attention(self._store, clock, reader, buffers)
+        self._runner = StepRunner(self._store, self._attention, manifest.digest())
+        self._sessions: dict[str, Session] = {}
+        self._contexts: dict[str, StepContext] = {}
+        self._opened = 0
+        self._families: dict[str, SelectorFamily] = {}
+        self._stopped = False
+
+    # Sessions.
+
+    def open_session(self, spec: SessionSpec) -> SessionHandle:
+        """Reserves one open chunk per layer. NO_DESTINATION_CAPACITY with numbers, BAD_ARGUMENT."""
+        with self._lock:
+            self._check_running()
+            layers = self._manifest.model.geometry.layers
+            self._check_fits(spec, layers)
+            number = self._opened + 1
+            session_id = spec.session_id or self._name(number)
+            if session_id in self._sessions or number >= MAX_SESSIONS:
+                raise CoreError(Reason.BAD_ARGUMENT, f"session {session_id} exists already")
+            family = None if spec.selector is None else self._family(spec.selector)
+            homes, grant = self._store.placement.reserve_open(layers)
+            self._opened = number
+            source = source_binding(
+                self._manifest,
+                tenant=spec.tenant,
+                session_id=session_id,
+                request_generation=number,
+                cache_generation=self._store.transactions.cache_generation,
+            )
+            session = Session(
+                number=number,
+                session_id=session_id,
+                generation=number,
+                spec=spec,
+                source=source,
+                layers=[LayerState(open_tier=home) for home in homes],
+                open_grant=grant,
+                producers=[(0, self._runner.producer(self._runner.baseline_digest))],
+            )
+            indexes: list[LayerIndex | None] = [None] * layers
+            if family is not None:
+                bound = source.digest()
+                indexes = [
+                    None if layer in family.dense_layers else family.index(bound) for layer in range(layers)
+                ]
+            self._sessions[session_id] = session
+            self._contexts[session_id] = StepContext(session, source.digest(), family, indexes)
+            return SessionHandle(session_id, number)
+
+    def _check_fits(self, spec: SessionSpec, layers: int) -> None:
+        if not 0.0 < spec.score_scale < float("inf") or spec.max_tokens < 0:
+            raise CoreError(Reason.BAD_ARGUMENT, "score_scale must be positive, max_tokens not negative")
+        wanted = layers * max(1, -(-spec.max_tokens // self.layout.chunk_tokens))
+        have = sum(self._ledger.capacity(index) for index in range(len(self._store.tiers)))
+        if wanted > have:
+            raise self._store.placement.exhausted(
+                f"{spec.max_tokens} tokens need {wanted} chunks of {self.layout.payload_bytes} bytes, "
+                f"all tiers together hold {have}"
+            )
+
+    def close_session(self, session_id: str, generation: int) -> int:
+        """Frees what the session holds; returns its rows. SESSION_UNKNOWN, GENERATION_STALE."""
+        with self._lock:
+            session = self._session(session_id, generation)
+            del self._sessions[session_id]
+            del self._contexts[session_id]
+            return self._store.drop(session)
+
+    def session_tenant(self, session_id: str, generation: int) -> str:
+        """Whose session it is. SESSION_UNKNOWN, GENERATION_STALE."""
+        with self._lock:
+            return self._session(session_id, generation).spec.tenant
+
+    def _session(self, session_id: str, generation: int) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise CoreError(Reason.SESSION_UNKNOWN, f"no session {session_id} here")
+        if session.generation != generation:
+            raise CoreError(
+                Reason.GENERATION_STALE,
+                f"session {session_id} is of generation {session.generation}, not {generation}",
+                {"generation": session.generation},
+            )
+        return session
+
+    def _check_running(self) -> None:
+        if self._stopped:
+            raise CoreError(Reason.DRAINING, "the engine has stopped")
+
+    def _family(self, selector: Selector) -> SelectorFamily:
+        key = selector.model_dump_json(by_alias=True)
+        found = self._families.get(key)
+        if found is None:
+            geometry = self._manifest.model.geometry
+            found = build_family(
+                selector,
+                page_tokens=self._manifest.page_tokens,
+                kv_heads=geometry.kv_heads,
+                head_dim=geometry.head_dim,
+            )
+            self._families[key] = found
+        return found
+
+    def check_selector(self, selector: Selector) -> None:
+        """Whether this engine can run a candidate's selector at all. MANIFEST_INVALID."""
+        with self._lock:
+            self._family(selector)
+
+    # Steps.
+
+    def step(self, request: StepRequest, mode: StepMode | None = None) -> StepAnswer:
+        """Answers one frame. Refusals leave the session unchanged; a byte-identical repeat is answered again.
+
+        SESSION_UNKNOWN, GENERATION_STALE, FRAME_INVALID, STEP_ORDER, FRONTIER_MISMATCH,
+        NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE, CHECKSUM_MISMATCH, DEADLINE, NO_LEGAL_PATH.
+        """
+        mode = mode or StepMode()
+        geometry = self._manifest.model.geometry
+        with self._lock:
+            self._check_running()
+            session = self._session(request.session_id, request.generation)
+            check_shapes(
+                request,
+                query_heads=geometry.query_heads,
+                kv_heads=geometry.kv_heads,
+                head_dim=geometry.head_dim,
+            )
+            repeat = check_order(session, request)
+            family = None if mode.selector is None else self._family(mode.selector)
+            return self._runner.run(self._contexts[session.session_id], request, mode, family, repeat)
+
+    # What runs.
+
+    def live_manifest(self) -> RuntimeManifest:
+        """The exact manifest that the live objects amount to."""
+        with self._lock:
+            return self._live.manifest()
+
+    def stats(self) -> EngineStats:
+        """Bytes by tier as they are now. Staging buffers are pinned memory of the tier they serve."""
+        with self._lock:
+            tiers = tuple(
+                TierStats(
+                    class_name=live.tier.name,
+                    medium=live.tier.medium.value,
+                    simulated=live.tier.simulated,
+                    capacity_bytes=live.budget_bytes,
+                    used_bytes=live.tier.used_bytes,
+                    pinned_bytes=live.tier.pinned_bytes
+                    + (0 if live.tier.capability.kernel_readable else self._staging_bytes),
+                    read_bytes_per_second=live.tier.measured.read_bytes_per_second,
+                    write_bytes_per_second=live.tier.measured.write_bytes_per_second,
+                    probes=dict(live.tier.measured.probes),
+                    condition=live.tier.condition,
+                )
+                for live in self._live.tiers
+            )
+            states = self._directory.state
+            return EngineStats(
+                tiers=tiers,
+                sessions=len(self._sessions),
+                chunks=len(self._directory),
+                open_chunks=int((states == ChunkState.OPEN).sum()),
+                moved_bytes=dict(self._store.transactions.moved_bytes),
+            )
+
+    # Blocks.
+
+    def list_chunks(
+        self, session_id: str, generation: int, *, offset: int = 0, limit: int | None = None
+    ) -> list[ChunkInfo]:
+        """Published chunks of committed rows, by layer and chunk. SESSION_UNKNOWN, GENERATION_STALE."""
+        with self._lock:
+            session = self._session(session_id, generation)
+            found = [
+                self._info(session, layer, chunk)
+                for layer, state in enumerate(session.layers)
+                for chunk, line in enumerate(state.lines)
+                if self._listed(session, chunk, line)
+            ]
+            return found[offset : None if limit is None else offset + limit]
+
+    def _listed(self, session: Session, chunk: int, line: int) -> bool:
+        sealed = int(self._directory.state[line]) == ChunkState.SEALED
+        return sealed and (chunk + 1) * self.layout.chunk_tokens <= session.committed
+
+    def _info(self, session: Session, layer: int, chunk: int) -> ChunkInfo:
+        line = session.layers[layer].lines[chunk]
+        directory = self._directory
+        rows = int(directory.rows[line])
+        last = chunk * self.layout.chunk_tokens + rows - 1
+        return ChunkInfo(
+            session_id=session.session_id,
+            session_generation=session.generation,
+            layer=layer,
+            chunk=chunk,
+            generation=int(directory.generation[line]),
+            tier_class=self._store.tiers[int(directory.tier[line])].name,
+            rows=rows,
+            bytes=self.layout.payload_bytes,
+            checksum=f"xxh3:{int(directory.checksum[line]):016x}",
+            producer_digest=self._runner.digest_of(session.producer_at(last)),
+            sealed=True,
+        )
+
+    def read_chunk(
+        self, session_id: str, generation: int, layer: int, chunk: int, chunk_generation: int
+    ) -> tuple[ChunkInfo, bytes]:
+        """A published chunk's payload, float32 [2, Hk, C, d], verified before a byte leaves.
+        NOT_VISIBLE when it is not listed, GENERATION_STALE when it has moved since, CHECKSUM_MISMATCH."""
+        with self._lock:
+            session = self._session(session_id, generation)
+            if not 0 <= layer < len(session.layers) or not 0 <= chunk < len(session.layers[layer].lines):
+                raise CoreError(Reason.NOT_VISIBLE, f"layer {layer} has no chunk {chunk}")
+            line = session.layers[layer].lines[chunk]
+            if not self._listed(session, chunk, line):
+                raise CoreError(Reason.NOT_VISIBLE, f"chunk {chunk} of layer {layer} is not published")
+            info = self._info(session, layer, chunk)
+            if info.generation != chunk_generation:
+                raise CoreError(
+                    Reason.GENERATION_STALE,
+                    f"chunk {chunk} of layer {layer}: generation {info.generation}, not {chunk_generation}",
+                    {"generation": info.generation},
+                )
+            return info, bytes(tensor_bytes(self._store.read_rows(line)))
+
+    # Ending.
+
+    def stop(self) -> None:
+        """Ends every session, checks that all capacity came back, closes tiers. Idempotent."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            for session in list(self._sessions.values()):
+                self.close_session(session.session_id, session.generation)
+            try:
+                self._ledger.check()
+            finally:
+                close_tiers(self._live.tiers)

@@ -1,0 +1,261 @@
+"""One frame from request to answer: reserve rows, attend, compare, publish, commit.
+
+Why it exists: the order of these decides what a failure costs and what a comparison means. Exact first, both
+answers from one snapshot, rows committed only with an answer in hand. It must not know which frames may come
+(steporder) nor how tiers work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtier_core.attend import Attended, Attention, Query
+from kvtier_core.directory import NO_PRODUCER
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.identity import full_support_digest, selected_support_digest
+from kvtier_core.planner import Plan, plan_rows
+from kvtier_core.receipts import (
+    Comparison,
+    ExactnessClass,
+    PublishArm,
+    StepAnswer,
+    StepMode,
+    StepReceipt,
+    StepRequest,
+)
+from kvtier_core.selectors.base import LayerIndex, Selection, SelectorFamily, check_fresh
+from kvtier_core.sessions import Append, RowStore, Session
+from kvtier_kernels.state import LogitFrame
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What a session's steps need besides its rows. indexes: per layer, None where there is none."""
+
+    session: Session
+    source_digest: bytes
+    family: SelectorFamily | None
+    indexes: list[LayerIndex | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ArmAnswer:
+    """One arm's answer with what it read. selection None: every visible row."""
+
+    attended: Attended
+    plan: Plan
+    support_digest: str
+    rows: int
+    selection: Selection | None
+
+
+class StepRunner:
+    """Runs frames of one engine. The engine's lock is held; producers are interned digests."""
+
+    def __init__(self, store: RowStore, attention: Attention, baseline_digest: str) -> None:
+        self._store = store
+        self._attention = attention
+        self.baseline_digest = baseline_digest
+        self._producers: list[str] = []
+        self._producer_index: dict[str, int] = {}
+
+    def producer(self, digest: str) -> int:
+        """The index of a producer's digest."""
+        found = self._producer_index.get(digest)
+        if found is None:
+            found = len(self._producers)
+            self._producers.append(digest)
+            self._producer_index[digest] = found
+        return found
+
+    def digest_of(self, producer: int) -> str:
+        return "" if producer == NO_PRODUCER else self._producers[producer]
+
+    def run(
+        self,
+        context: StepContext,
+        request: StepRequest,
+        mode: StepMode,
+        family: SelectorFamily | None,
+        repeat: bool,
+    ) -> StepAnswer:
+        """Answers the frame and takes its rows. On any CoreError nothing was taken."""
+        session = context.session
+        store = self._store
+        if mode.publish is PublishArm.CANDIDATE and mode.candidate_digest is None:
+            raise CoreError(Reason.NO_CANDIDATE, "a candidate's answer needs the candidate's digest")
+        if repeat and not store.rows_equal(
+            session, request.layer, request.first_row_position, request.k, request.v
+        ):
+            raise CoreError(
+                Reason.FRONTIER_MISMATCH,
+                "these rows exist already with other bytes",
+                {"frontier": session.layers[request.layer].frontier},
+            )
+        k, v = (request.k[:0], request.v[:0]) if repeat else (request.k, request.v)
+        append = store.reserve(session, request.layer, k, v)
+        try:
+            answer, approximate = self._answer(context, request, mode, family, append)
+            store.settle(append)
+        except CoreError:
+            store.abort(append)
+            raise
+        if approximate:
+            self._mark_producer(session, request, mode)
+        store.commit(append)
+        self._index(context, append)
+        if not repeat:
+            session.step, session.layer = request.step, request.layer
+        session.committed = max(session.committed, request.committed_frontier)
+        session.snapshot_generation += 1
+        return StepAnswer(answer.out, self._stamp(session, append, answer.receipt), answer.comparison, repeat)
+
+    def _answer(
+        self,
+        context: StepContext,
+        request: StepRequest,
+        mode: StepMode,
+        family: SelectorFamily | None,
+        append: Append,
+    ) -> tuple[StepAnswer, bool]:
+        """The answer, and whether this step publishes approximate answers (in any layer)."""
+        visible = request.first_query_position + int(request.q.shape[0])
+        frame = LogitFrame(context.session.spec.score_scale)
+        query = Query(request.q, request.first_query_position, frame, request.deadline)
+        wants_candidate = mode.publish is PublishArm.CANDIDATE or mode.compare
+        exact: ArmAnswer | None = None
+        candidate: ArmAnswer | None = None
+        fallback = ""
+        if mode.publish is PublishArm.EXACT or mode.compare or not wants_candidate:
+            exact = self._exact(append, query, visible)
+        if wants_candidate:
+            candidate, fallback = self._candidate(context, request, family, append, query, visible)
+            if candidate is None:
+                exact = exact or self._exact(append, query, visible)
+        publishes = mode.publish is PublishArm.CANDIDATE and not fallback
+        if publishes and mode.may_publish is not None and not mode.may_publish():
+            publishes, fallback = False, Reason.LEASE_EXPIRED.value
+            exact = exact or self._exact(append, query, visible)
+        published = candidate if publishes and candidate is not None else exact
+        assert published is not None
+        comparison = None
+        if mode.compare and exact is not None and not fallback:
+            comparison = self._compare(context.session, exact, candidate or exact, visible)
+        approximate = publishes and family is not None and request.q.shape[0] == 1 and family.omits(visible)
+        arm = PublishArm.CANDIDATE if publishes else PublishArm.EXACT
+        digest = mode.candidate_digest if publishes and mode.candidate_digest else self.baseline_digest
+        receipt = self._receipt(context.session, published, arm, digest, fallback, visible)
+        return StepAnswer(published.attended.out, receipt, comparison), approximate
+
+    def _exact(self, append: Append, query: Query, visible: int) -> ArmAnswer:
+        plan = plan_rows(self._store, append, visible)
+        attended = self._attention.exact(plan, append, query)
+        return ArmAnswer(attended, plan, full_support_digest(visible), visible, None)
+
+    def _candidate(
+        self,
+        context: StepContext,
+        request: StepRequest,
+        family: SelectorFamily | None,
+        append: Append,
+        query: Query,
+        visible: int,
+    ) -> tuple[ArmAnswer | None, str]:
+        """The candidate's answer; None when it reads every row, so that the exact one is it. The text is the
+        reason of an exact fetch in its place (B.8, row 3: always allowed), empty for none."""
+        decode = request.q.shape[0] == 1
+        if family is None or not decode or request.layer in family.dense_layers or not family.omits(visible):
+            return None, ""
+        index = context.indexes[request.layer]
+        try:
+            if index is None:
+                raise CoreError(
+                    Reason.NO_CANDIDATE, "the session was not opened under a grant: it has no index"
+                )
+            check_fresh(index, family, context.source_digest)
+            selection = index.select(request.q, visible)
+        except CoreError as error:
+            return None, error.reason.value
+        chunks = self._chunks(selection.positions)
+        plan = plan_rows(self._store, append, visible, chunks)
+        attended = self._attention.selected(plan, append, query, selection.positions)
+        digest = selected_support_digest(visible, selection.positions)
+        most = max(len(rows) for rows in selection.positions)
+        return ArmAnswer(attended, plan, digest, most, selection), ""
+
+    def _chunks(self, positions: Sequence[NDArray[np.int64]]) -> list[int]:
+        size = self._store.layout.chunk_tokens
+        found = np.unique(np.concatenate([rows // size for rows in positions]))
+        return [int(chunk) for chunk in found]
+
+    @staticmethod
+    def _compare(session: Session, exact: ArmAnswer, candidate: ArmAnswer, visible: int) -> Comparison:
+        difference = candidate.attended.out - exact.attended.out
+        return Comparison(
+            diff_norm=float(torch.linalg.vector_norm(difference)),
+            exact_norm=float(torch.linalg.vector_norm(exact.attended.out)),
+            frontier=visible,
+            snapshot_generation=session.snapshot_generation,
+            exact_support_digest=exact.support_digest,
+            candidate_support_digest=candidate.support_digest,
+            complete=candidate.selection is None,
+        )
+
+    def _receipt(
+        self, session: Session, answer: ArmAnswer, arm: PublishArm, digest: str, fallback: str, visible: int
+    ) -> StepReceipt:
+        if answer.selection is not None:
+            exactness = ExactnessClass.APPROXIMATE
+        elif len(session.producers) > 1:
+            exactness = ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY
+        else:
+            exactness = ExactnessClass.EXACT
+        return StepReceipt(
+            exactness=exactness,
+            arm=arm,
+            manifest_digest=digest,
+            support_digest=answer.support_digest,
+            frontier=visible,
+            rows_attended=answer.rows,
+            selected_rows=0 if answer.selection is None else answer.selection.chosen_rows,
+            bytes_by_tier=dict(answer.attended.bytes_by_tier),
+            plan=answer.plan.labels,
+            simulated=answer.plan.simulated,
+            stall_seconds=answer.attended.stall_seconds,
+            producer_digest="",
+            estimated_omitted_mass=math.nan,
+            fallback=fallback,
+            snapshot_generation=session.snapshot_generation,
+        )
+
+    def _stamp(self, session: Session, append: Append, receipt: StepReceipt) -> StepReceipt:
+        """Producer and frontier are known once the rows are in."""
+        frontier = session.layers[append.layer].frontier
+        producer = self.digest_of(session.producer_at(max(0, frontier - 1)))
+        return dataclasses.replace(receipt, producer_digest=producer, frontier=frontier)
+
+    def _mark_producer(self, session: Session, request: StepRequest, mode: StepMode) -> None:
+        """From the first approximate step on, rows of all layers are the candidate's (and stay so)."""
+        assert mode.candidate_digest is not None
+        producer = self.producer(mode.candidate_digest)
+        if session.producers[-1][1] == producer:
+            return
+        first = request.first_row_position
+        session.producers.append((first, producer))
+        size = self._store.layout.chunk_tokens
+        for state in session.layers:
+            for line in state.lines[first // size :]:
+                self._store.directory.producer[line] = producer
+
+    @staticmethod
+    def _index(context: StepContext, append: Append) -> None:
+        index = context.indexes[append.layer]
+        if index is not None and append.k.shape[0]:
+            index.append(append.first, append.k)
