@@ -24,6 +24,7 @@ from kvtier_crds.models.common import (
     cel,
     condition_path,
     map_list,
+    positive_quantity,
     rules,
     struct_config,
 )
@@ -87,7 +88,7 @@ class Device(Struct):
     model_config = struct_config(
         cel(
             "has(self.cudaIndex) != has(self.path)",
-            "device needs exactly one of cudaIndex (gpu) and path (nvme)",
+            "spec.tiers[].device needs exactly one of cudaIndex (gpu) and path (nvme)",
         )
     )
 
@@ -99,12 +100,13 @@ class Device(Struct):
 class PoolTier(Struct):
     model_config = struct_config(
         cel(
-            "quantity(string(self.capacity)).isGreaterThan(quantity('0'))",
-            "tiers[].capacity must be greater than 0",
+            positive_quantity("self.capacity"),
+            "spec.tiers[].capacity must be greater than 0",
         ),
         cel(
+            "!isQuantity(string(self.reserve)) || !isQuantity(string(self.capacity)) || "
             "quantity(string(self.reserve)).isLessThan(quantity(string(self.capacity)))",
-            "tiers[].reserve must be less than tiers[].capacity",
+            "spec.tiers[].reserve must be less than spec.tiers[].capacity",
         ),
     )
 

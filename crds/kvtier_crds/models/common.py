@@ -52,6 +52,11 @@ def rules(*entries: Json) -> Json:
     return {"x-kubernetes-validations": list(entries)}
 
 
+def positive_quantity(field: str) -> str:
+    """CEL: the quantity is greater than 0; what is no quantity at all is left to its pattern."""
+    return f"(!isQuantity(string({field})) || quantity(string({field})).isGreaterThan(quantity('0')))"
+
+
 def map_list(*keys: str) -> Json:
     """The schema extra of a list whose items are keyed: no two with equal keys, merged by key."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": list(keys)}

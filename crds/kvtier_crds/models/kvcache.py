@@ -33,6 +33,7 @@ from kvtier_crds.models.common import (
     cel,
     condition_path,
     map_list,
+    positive_quantity,
     rules,
     struct_config,
 )
@@ -96,7 +97,7 @@ class Model(Struct):
 class CacheTier(Struct):
     model_config = struct_config(
         cel(
-            "quantity(string(self.budget)).isGreaterThan(quantity('0'))",
+            positive_quantity("self.budget"),
             "spec.tiers[].budget must be greater than 0",
         )
     )

@@ -22,6 +22,7 @@ from kvtier_crds.models.common import (
     Struct,
     cel,
     condition_path,
+    positive_quantity,
     rules,
     struct_config,
 )
@@ -50,7 +51,7 @@ class SelectorBudget(Struct):
             "spec.budget needs exactly one of tokens, bytes, units",
         ),
         cel(
-            "!has(self.bytes) || quantity(string(self.bytes)).isGreaterThan(quantity('0'))",
+            f"!has(self.bytes) || {positive_quantity('self.bytes')}",
             "spec.budget.bytes must be greater than 0",
         ),
     )

@@ -121,12 +121,18 @@ class TierClassSpec(Struct):
             "spec.capabilities.checksum may be none only for medium cpu; use crc32c, xxh3 or blake3",
         ),
         cel(
-            "self.medium == 'gpu' ? self.capabilities.visibility in ['streamEvent', 'hostFence'] : "
-            "(self.medium == 'cpu' ? self.capabilities.visibility == 'hostFence' : "
-            "(self.medium == 'nvme' ? self.capabilities.visibility == 'fsync' : "
-            "self.capabilities.visibility in ['hostFence', 'fsync']))",
-            "spec.capabilities.visibility must be streamEvent or hostFence for gpu, hostFence for cpu, "
-            "fsync for nvme, hostFence or fsync for remote",
+            "self.capabilities.visibility != 'streamEvent' || self.medium == 'gpu'",
+            "spec.capabilities.visibility may be streamEvent only for medium gpu; use hostFence or fsync",
+        ),
+        cel(
+            "self.capabilities.visibility != 'fsync' || self.medium in ['nvme', 'remote']",
+            "spec.capabilities.visibility may be fsync only for medium nvme or remote; use hostFence",
+        ),
+        cel(
+            "self.medium != 'nvme' || !(self.capabilities.persistence in ['node', 'durable']) || "
+            "self.capabilities.visibility == 'fsync'",
+            "spec.capabilities.visibility must be fsync for medium nvme with persistence node or durable: "
+            "what outlives the process must be on the device",
         ),
         cel(
             "self.medium != 'gpu' || self.capabilities.persistence in ['ephemeral', 'process']",
