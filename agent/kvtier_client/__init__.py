@@ -1,1 +1,1 @@
-"""What runs in an inference engine's process: the client and the adapter for transformers."""
+"""What runs in an inference engine's process: the client, its sessions and the transformers adapter."""

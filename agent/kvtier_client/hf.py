@@ -1,0 +1,344 @@
+"""Hugging Face transformers over kvtier: an attention function, a mask function and a cache without rows.
+
+It exists so that an unchanged model decodes with every K/V row held by the agent. It keeps lengths only;
+what it cannot do exactly (batches, padding, beams, crops) it refuses with a typed error. It must not
+know tiers or selectors.
+
+    attach(model)
+    with KvtierCache(client, namespace=..., name=..., config=model.config, ...) as cache, torch.no_grad():
+        model.generate(ids, cache=cache, do_sample=False)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from kvtier.v1 import attention_pb2
+from kvtier_client.client import AttentionClient
+from kvtier_client.errors import KvtierError
+from kvtier_client.session import (
+    Arm,
+    AttentionSession,
+    Geometry,
+    SessionRequest,
+    StepReceipt,
+    new_session_root,
+)
+from kvtier_core.errors import Reason
+
+ATTENTION_NAME = "kvtier"
+# The rows' way from update() to the attention function: transformers hands the key tensor through.
+_HANDLE = "_kvtier_layer"
+
+
+class Attachment:
+    """A model that attends through kvtier; `detach`, or leaving the block, gives back what it had."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._before = model.config._attn_implementation
+        AttentionInterface.register(ATTENTION_NAME, kvtier_attention)
+        AttentionMaskInterface.register(ATTENTION_NAME, kvtier_mask)
+        model.set_attn_implementation(ATTENTION_NAME)
+
+    def detach(self) -> None:
+        self._model.set_attn_implementation(self._before)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+def attach(model: PreTrainedModel) -> Attachment:
+    """Makes `model` attend through the KvtierCache that each call passes as `cache`."""
+    return Attachment(model)
+
+
+def geometry_of(config: Any) -> Geometry:
+    """Geometry of a decoder's transformers config."""
+    heads = int(config.num_attention_heads)
+    return Geometry(
+        layers=int(config.num_hidden_layers),
+        query_heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+    )
+
+
+class KvtierCache(Cache):
+    """One request's cache: a session of an agent. Opens it at once, so a refusal comes here.
+
+    config: the model's; model_fingerprint: what this engine runs (see declared_fingerprint);
+    session_root_id: requests of one conversation share it, and with it their arm. Other arguments as in
+    SessionRequest. deadline_seconds: of each frame. Close it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        client: AttentionClient,
+        *,
+        namespace: str,
+        name: str,
+        model_fingerprint: str,
+        config: Any,
+        tenant: str,
+        uid: str = "",
+        request_class: str = "",
+        session_root_id: str | None = None,
+        probe: bool = False,
+        forced_arm: Arm | None = None,
+        max_tokens: int = 0,
+        score_scale: float | None = None,
+        traceparent: str = "",
+        deadline_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        geometry = geometry_of(config)
+        self.session = AttentionSession(
+            client,
+            SessionRequest(
+                namespace=namespace,
+                name=name,
+                uid=uid,
+                tenant=tenant,
+                model_fingerprint=model_fingerprint,
+                geometry=geometry,
+                score_scale=geometry.head_dim**-0.5 if score_scale is None else score_scale,
+                session_root_id=session_root_id or new_session_root(),
+                request_class=request_class,
+                probe=probe,
+                forced_arm=forced_arm,
+                max_tokens=max_tokens,
+                traceparent=traceparent,
+            ),
+            deadline_seconds=deadline_seconds,
+            clock=clock,
+        )
+        self.geometry = geometry
+        self.step = 0
+        self.committed = 0
+        self._next_layer = 0
+        super().__init__(layers=[KvtierLayer(self, i) for i in range(geometry.layers)])
+
+    @property
+    def arm(self) -> Arm:
+        return self.session.arm
+
+    @property
+    def opened(self) -> attention_pb2.OpenSessionResponse:
+        return self.session.opened
+
+    def take_receipts(self) -> list[StepReceipt]:
+        return self.session.take_receipts()
+
+    def report_outcome(
+        self,
+        *,
+        cancelled: bool = False,
+        probe_gate: str = "",
+        probe_set_digest: str = "",
+        prompt_digest: str = "",
+        difference: float | None = None,
+    ) -> attention_pb2.ReportOutcomeResponse:
+        """See AttentionSession.report_outcome. A token's time is when its last layer was answered."""
+        return self.session.report_outcome(
+            cancelled=cancelled,
+            probe_gate=probe_gate,
+            probe_set_digest=probe_set_digest,
+            prompt_digest=prompt_digest,
+            difference=difference,
+        )
+
+    def close(self) -> int:
+        return self.session.close()
+
+    def __enter__(self) -> KvtierCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def reset(self) -> None:
+        _refuse("a cache cannot be reset: close it and open another")
+
+    def activate_past_recording(self) -> None:
+        _refuse("assisted generation rolls rows back, which a session cannot")
+
+    def begin_layer(self, layer: int) -> None:
+        """Layers of a pass come in order; the first starts a step."""
+        if layer != self._next_layer:
+            raise KvtierError(
+                Reason.STEP_ORDER,
+                f"layer {layer} came where layer {self._next_layer} was due: a pass stopped half-way, "
+                "and its session cannot go on",
+            )
+        if layer == 0:
+            self.step += 1
+
+    def end_layer(self, layer: int, length: int) -> None:
+        """Commits the frontier after the last layer."""
+        self._next_layer = (layer + 1) % self.geometry.layers
+        if self._next_layer == 0:
+            self.committed = length
+            self.session.token_done()
+
+
+class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """The length of one layer. `update` hands new rows on and keeps none."""
+
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, cache: KvtierCache, index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_initialized = True
+        self._cache = cache
+        self._index = index
+        self._length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to allocate."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the new rows only, marked with this layer; the attention function sends them."""
+        g = self._cache.geometry
+        if key_states.shape[0] != 1:
+            _refuse(f"a batch of {key_states.shape[0]}: one sequence per session")
+        if key_states.dtype != torch.float32:
+            _refuse(f"rows of {key_states.dtype}: sessions hold float32")
+        if (key_states.shape[1], key_states.shape[3]) != (g.kv_heads, g.head_dim):
+            raise KvtierError(
+                Reason.GEOMETRY_MISMATCH,
+                f"rows of {key_states.shape[1]} heads of {key_states.shape[3]}, the session has "
+                f"{g.kv_heads} of {g.head_dim}",
+            )
+        setattr(key_states, _HANDLE, self)
+        return key_states, value_states
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [1, Hq, N, d], key, value [1, Hk, N, d] of N new positions; returns [1, N, Hq, d]."""
+        cache = self._cache
+        cache.begin_layer(self._index)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = cache.session.attend(cache.step, self._index, self._length, q, k, v, cache.committed)
+        self._length += k.shape[0]
+        cache.end_layer(self._index, self._length)
+        return out.unsqueeze(0)
+
+    def expect(self, scaling: float | None, position_ids: Tensor | None, new: int) -> None:
+        """Scale and positions are part of what the session was opened for."""
+        scale = self._cache.session.request.score_scale
+        if scaling is not None and scaling != scale:
+            raise KvtierError(
+                Reason.GEOMETRY_MISMATCH, f"the model scales by {scaling}, the session by {scale}"
+            )
+        if position_ids is not None and self._index == 0:
+            want = torch.arange(self._length, self._length + new)
+            if position_ids.shape[-1] != new or not torch.equal(position_ids.reshape(-1), want):
+                raise KvtierError(
+                    Reason.POSITION_CONTRACT_MISMATCH,
+                    f"positions must continue at {self._length}, one by one",
+                )
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The whole context; the agent applies causality."""
+        return self._length + query_length, 0
+
+    def reset(self) -> None:
+        _refuse("a cache cannot be reset: close it and open another")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        _refuse("beam search needs copies of a session's rows")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        _refuse("rows of a session cannot be taken back")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        _refuse("one sequence per session")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        _refuse("one sequence per session")
+
+    def offload(self) -> None:
+        """Rows are where the agent put them."""
+
+    def prefetch(self) -> None:
+        """Rows are where the agent put them."""
+
+
+def kvtier_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, Hq, N, d], key and value [1, Hk, N, d], new rows only.
+    Returns ([1, N, Hq, d], None)."""
+    layer = getattr(key, _HANDLE, None)
+    if not isinstance(layer, KvtierLayer):
+        _refuse("no KvtierCache: pass one as `cache` to the model or to generate")
+    if attention_mask is not None:
+        _refuse("a mask of one's own: only causal attention over the whole context")
+    if dropout:
+        _refuse("attention dropout")
+    if query.requires_grad or key.requires_grad:
+        _refuse("gradients: call the model under torch.no_grad()")
+    if kwargs.get("sliding_window") is not None or kwargs.get("softcap") is not None:
+        _refuse("sliding windows and soft caps")
+    layer.expect(scaling, kwargs.get("position_ids"), query.shape[2])
+    return layer.attend(query, key, value), None
+
+
+def kvtier_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> None:
+    """transformers' mask function: no mask is needed, and one that would change the answer is refused.
+
+    It must be registered: transformers gives a model whose attention has no mask function no mask at all,
+    so padding would be attended silently.
+    """
+    if batch_size != 1:
+        _refuse(f"a batch of {batch_size}: one sequence per session")
+    if attention_mask is not None and not bool(attention_mask.all()):
+        _refuse("padding: send the sequence without it")
+    if mask_function is not causal_mask_function:
+        _refuse("only causal attention over the whole context")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise KvtierError(Reason.UNSUPPORTED, what)

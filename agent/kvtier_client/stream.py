@@ -1,0 +1,122 @@
+"""One session's stream of frames and answers, with a deadline on each wait and a bound on each queue.
+
+It exists because gRPC's synchronous iterators wait without a deadline. It must not know what a frame
+computes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+
+import grpc
+
+from kvtier.v1 import attention_pb2, attention_pb2_grpc
+from kvtier_client.errors import KvtierError, from_detail, from_rpc
+from kvtier_core.errors import Reason
+
+MAX_OUTSTANDING = 4
+_CLOSE_SECONDS = 2.0
+
+
+class AttendStream:
+    """Sends at most MAX_OUTSTANDING frames ahead of their answers, which come in the order of the frames.
+
+    Not thread-safe: one engine thread drives it. After a DEADLINE or a failed call it is `broken`.
+    """
+
+    def __init__(self, stub: attention_pb2_grpc.AttentionStub, metadata: Sequence[tuple[str, str]]) -> None:
+        self._frames: queue.Queue[attention_pb2.AttendFrame | None] = queue.Queue(MAX_OUTSTANDING + 1)
+        self._answers: queue.Queue[attention_pb2.AttendAnswer | KvtierError] = queue.Queue(
+            MAX_OUTSTANDING + 1
+        )
+        self._expected: list[int] = []
+        self._sequence = 0
+        self.broken: KvtierError | None = None
+        self._call = stub.Attend(self._outgoing(), metadata=tuple(metadata))
+        self._reader = threading.Thread(target=self._read, name="kvtier-attend", daemon=True)
+        self._reader.start()
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._expected)
+
+    def send(self, frame: attention_pb2.AttendFrame) -> None:
+        """Numbers the frame and hands it over. Raises what broke the stream, or QUEUE_FULL."""
+        if self.broken is not None:
+            raise self.broken
+        if self.outstanding >= MAX_OUTSTANDING:
+            raise KvtierError(Reason.QUEUE_FULL, f"{MAX_OUTSTANDING} frames wait for their answers")
+        self._sequence += 1
+        frame.sequence = self._sequence
+        self._expected.append(self._sequence)
+        self._frames.put_nowait(frame)
+
+    def receive(self, timeout: float) -> attention_pb2.AttendAnswer:
+        """The answer to the oldest frame. A refused frame raises its KvtierError and leaves the stream
+        usable; a wait over `timeout` seconds raises DEADLINE and breaks it."""
+        if self.broken is not None:
+            raise self.broken
+        if not self._expected:
+            raise KvtierError(Reason.STEP_ORDER, "no frame waits for an answer")
+        try:
+            got = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            self._break(KvtierError(Reason.DEADLINE, f"no answer within {timeout:.3f} s"))
+            raise self.broken from None  # type: ignore[misc]
+        if isinstance(got, KvtierError):
+            self._break(got)
+            raise got
+        wanted = self._expected.pop(0)
+        if got.sequence != wanted:
+            self._break(
+                KvtierError(Reason.IDENTITY_MISMATCH, f"answer {got.sequence} came where {wanted} was due")
+            )
+            raise self.broken  # type: ignore[misc]
+        if got.HasField("error"):
+            raise from_detail(got.error)
+        return got
+
+    def close(self) -> None:
+        """Ends the stream; never raises, waits at most two seconds."""
+        self.broken = self.broken or KvtierError(Reason.SESSION_UNKNOWN, "the stream is closed")
+        try:
+            self._frames.put_nowait(None)
+        except queue.Full:
+            self._call.cancel()
+        self._reader.join(_CLOSE_SECONDS)
+        if self._reader.is_alive():
+            self._call.cancel()
+            self._reader.join(_CLOSE_SECONDS)
+
+    def _outgoing(self) -> Iterator[attention_pb2.AttendFrame]:
+        """Runs in gRPC's own thread, which waits here: `close` and `_break` always wake it with None."""
+        while (frame := self._frames.get()) is not None:
+            yield frame
+
+    def _read(self) -> None:
+        end = KvtierError(Reason.SESSION_UNKNOWN, "the agent ended the stream")
+        try:
+            for answer in self._call:
+                self._answers.put_nowait(answer)
+        except queue.Full:
+            self._call.cancel()
+            end = KvtierError(Reason.FRAME_INVALID, "the agent sent more answers than frames")
+        except grpc.RpcError as error:
+            end = from_rpc(error)
+        try:
+            self._answers.put_nowait(end)
+        except queue.Full:
+            # Answers nobody asked for fill the queue; the oldest gives its place to the reason.
+            self._answers.get_nowait()
+            self._answers.put_nowait(end)
+
+    def _break(self, error: KvtierError) -> None:
+        self.broken = error
+        self._call.cancel()
+        try:
+            self._frames.put_nowait(None)
+        except queue.Full:
+            self._frames.get_nowait()
+            self._frames.put_nowait(None)

@@ -1,0 +1,64 @@
+"""Fixtures of the engine suite: a tiny random decoder, a reference agent and a client of it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier_client.client import AttentionClient
+from tests.engine.fake_agent import FakeAgent, serve
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Any:
+    """A 3-layer decoder with random weights, GQA 3, head dim 64, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=192,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        attn_implementation="sdpa",
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def socket_path() -> Iterator[Path]:
+    """A short path: a Unix socket's name may hold about 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        yield Path(folder) / "engine.sock"
+
+
+@pytest.fixture
+def agent(socket_path: Path) -> Iterator[FakeAgent]:
+    with serve(FakeAgent(), socket_path) as running:
+        yield running
+
+
+@pytest.fixture
+def client(agent: FakeAgent, socket_path: Path) -> Iterator[AttentionClient]:
+    with AttentionClient(socket_path, timeout=10.0) as c:
+        yield c
