@@ -141,6 +141,9 @@ class EnginePort(Protocol):
 
     def open_session(self, terms: SessionTerms) -> SessionHandle: ...
 
+    def check_candidate(self, terms: GrantTerms) -> None:
+        """Whether this engine can run the candidate's selector at all; raises CoreError."""
+
     def close_session(self, session_id: str, generation: int) -> int:
         """Rows released."""
 

@@ -160,6 +160,7 @@ class Node:
             self.caches[uid] = host
             self.faults.pop(uid, None)
             host.name = command.cache
+            await self.refresh_reports()
             self.changed.set()
             return (await self._in_thread(host.runner.engine.live_manifest)).digest()
 
@@ -195,6 +196,7 @@ class Node:
                 raise CoreError(Reason.DRAINING, "the agent is draining and takes no candidate")
             running = await self._in_thread(host.runner.engine.live_manifest)
             recomputed = check_candidate(running, candidate, terms, window.key)
+            await self._in_thread(lambda: host.runner.engine.check_candidate(terms))
             host.evidence.open(window)
             if judgement is Judgement.ADVANCE:
                 await self._commit(command, CommandKind.GRANT, host.baseline_digest)

@@ -1,0 +1,223 @@
+"""The real engine behind EnginePort: bytes of frames become tensors here, in the engine's thread, and back.
+
+Conversion only: what may be published is asked by the core through the frame's mode.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from kvtier_agent.config import Medium
+from kvtier_agent.engine_port import (
+    BlockFacts,
+    EnginePort,
+    ExactnessClass,
+    FrameComparison,
+    FrameInput,
+    FrameMode,
+    FrameReceipt,
+    FrameResult,
+    SessionHandle,
+    SessionTerms,
+    TierReport,
+)
+from kvtier_agent.tierdirs import NodeTier
+from kvtier_core.engine import CacheEngine
+from kvtier_core.receipts import (
+    ChunkInfo,
+    PublishArm,
+    SessionSpec,
+    StepAnswer,
+    StepMode,
+    StepReceipt,
+    StepRequest,
+)
+from kvtier_core.release.leases import GrantTerms
+from kvtier_core.tiers.base import MediumKind, TierMount
+from kvtier_crds.manifest import Geometry, RuntimeManifest
+
+_MEDIUM = {
+    Medium.GPU: MediumKind.GPU,
+    Medium.CPU: MediumKind.CPU,
+    Medium.NVME: MediumKind.NVME,
+}
+
+
+def prepare_process() -> None:
+    """One compute thread: several agents share a machine, and a split reduction changes bits."""
+    torch.set_num_threads(1)
+
+
+def build_engine(manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> EnginePort:
+    """Builds the exact cache over the node's tiers; raises the core's refusals."""
+    return CoreEngine(manifest, tiers)
+
+
+class CoreEngine:
+    """Implements EnginePort over CacheEngine."""
+
+    def __init__(self, manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> None:
+        self._geometry = manifest.model.geometry
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="staged-read")
+        mounts = {tier.config.class_name: mount_of(tier) for tier in tiers}
+        try:
+            self._engine = CacheEngine(
+                manifest,
+                mounts,
+                time.monotonic,
+                reader=self._reader,
+                # Random, so that a frame of an earlier life of this agent names no session of this one.
+                session_name=lambda number: uuid.uuid4().hex,
+            )
+        except BaseException:
+            self._reader.shutdown()
+            raise
+
+    def open_session(self, terms: SessionTerms) -> SessionHandle:
+        candidate = terms.candidate
+        spec = SessionSpec(
+            tenant=terms.tenant,
+            score_scale=terms.score_scale,
+            max_tokens=terms.max_tokens,
+            selector=None if candidate is None else candidate.selector,
+            candidate_digest=None if candidate is None else candidate.candidate_digest,
+        )
+        handle = self._engine.open_session(spec)
+        return SessionHandle(handle.session_id, handle.generation)
+
+    def close_session(self, session_id: str, generation: int) -> int:
+        return self._engine.close_session(session_id, generation)
+
+    def check_candidate(self, terms: GrantTerms) -> None:
+        if terms.selector is not None:
+            self._engine.check_selector(terms.selector)
+
+    def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
+        request = step_request(frame, self._geometry)
+        wanted = StepMode()
+        if mode.candidate is not None and (mode.publish_candidate or mode.compare):
+            wanted = StepMode(
+                publish=PublishArm.CANDIDATE if mode.publish_candidate else PublishArm.EXACT,
+                compare=mode.compare,
+                selector=mode.candidate.selector,
+                candidate_digest=mode.candidate.candidate_digest,
+                may_publish=mode.may_publish,
+            )
+        answer = self._engine.step(request, wanted)
+        comparison = None
+        if answer.comparison is not None:
+            comparison = FrameComparison(answer.comparison.diff_norm, answer.comparison.exact_norm)
+        return frame_result(answer, comparison, answer.receipt.arm is PublishArm.CANDIDATE)
+
+    def live_manifest(self) -> RuntimeManifest:
+        return self._engine.live_manifest()
+
+    def tiers(self) -> Sequence[TierReport]:
+        return [
+            TierReport(
+                class_name=stats.class_name,
+                medium=stats.medium,
+                simulated=stats.simulated,
+                capacity_bytes=stats.capacity_bytes,
+                used_bytes=stats.used_bytes,
+                pinned_bytes=stats.pinned_bytes,
+                read_bytes_per_second=stats.read_bytes_per_second,
+                write_bytes_per_second=stats.write_bytes_per_second,
+                probes=dict(stats.probes),
+                condition=stats.condition,
+            )
+            for stats in self._engine.stats().tiers
+        ]
+
+    def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]:
+        return [block_facts(info) for info in self._engine.list_chunks(session_id, generation)]
+
+    def read_block(
+        self, session_id: str, generation: int, layer: int, chunk: int, block_generation: int
+    ) -> tuple[BlockFacts, bytes]:
+        info, data = self._engine.read_chunk(session_id, generation, layer, chunk, block_generation)
+        return block_facts(info), data
+
+    def close(self) -> None:
+        self._engine.stop()
+        self._reader.shutdown()
+
+
+def mount_of(tier: NodeTier) -> TierMount:
+    """The core's view of a claimed device; a simulated gpu tier has no index and runs on the CPU device."""
+    config = tier.config
+    return TierMount(
+        class_name=config.class_name,
+        medium=_MEDIUM[config.medium],
+        folder=tier.directory,
+        cuda_index=None if config.simulated else config.cuda_index,
+    )
+
+
+def step_request(frame: FrameInput, geometry: Geometry) -> StepRequest:
+    """Copies the frame's bytes into tensors [n, heads, headDim]; lengths were checked by the servicer."""
+    return StepRequest(
+        session_id=frame.session_id,
+        generation=frame.generation,
+        step=frame.step,
+        layer=frame.layer,
+        first_row_position=frame.first_row_position,
+        k=_tensor(frame.k, geometry.kv_heads, geometry.head_dim),
+        v=_tensor(frame.v, geometry.kv_heads, geometry.head_dim),
+        first_query_position=frame.first_query_position,
+        q=_tensor(frame.q, geometry.query_heads, geometry.head_dim),
+        committed_frontier=frame.committed_frontier,
+    )
+
+
+def frame_result(answer: StepAnswer, comparison: FrameComparison | None, from_candidate: bool) -> FrameResult:
+    return FrameResult(
+        out=np.ascontiguousarray(answer.out.detach().cpu().numpy(), dtype="<f4").tobytes(),
+        receipt=frame_receipt(answer.receipt),
+        comparison=comparison,
+        from_candidate=from_candidate,
+    )
+
+
+def frame_receipt(receipt: StepReceipt) -> FrameReceipt:
+    return FrameReceipt(
+        exactness=ExactnessClass(receipt.exactness.value),
+        manifest_digest=receipt.manifest_digest,
+        support_digest=receipt.support_digest,
+        frontier=receipt.frontier,
+        rows_attended=receipt.rows_attended,
+        bytes_by_tier=dict(receipt.bytes_by_tier),
+        plan=tuple(receipt.plan),
+        simulated=receipt.simulated,
+        stall_seconds=receipt.stall_seconds,
+        producer_digest=receipt.producer_digest,
+        estimated_omitted_mass=receipt.estimated_omitted_mass,
+        fallback=receipt.fallback,
+        snapshot_generation=receipt.snapshot_generation,
+    )
+
+
+def block_facts(info: ChunkInfo) -> BlockFacts:
+    return BlockFacts(
+        layer=info.layer,
+        chunk=info.chunk,
+        generation=info.generation,
+        tier_class=info.tier_class,
+        rows=info.rows,
+        size_bytes=info.bytes,
+        checksum=info.checksum,
+        producer_digest=info.producer_digest,
+        sealed=info.sealed,
+    )
+
+
+def _tensor(data: bytes, heads: int, dim: int) -> torch.Tensor:
+    # A copy: the core keeps rows, and numpy's view of received bytes is read-only and unaligned.
+    array = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=True)
+    return torch.from_numpy(array).view(-1, heads, dim)

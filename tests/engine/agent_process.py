@@ -1,0 +1,360 @@
+"""Starts a real `kvtier-agent --no-kubernetes` process with certificates of its own, and speaks Control to it.
+
+For tests and benchmarks of whoever needs a live agent: a context manager that gives the engine socket, a
+Control stub over mutual TLS, and commands with fences that grow by themselves. Everything is on the loopback
+and in a temporary folder; nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvtier.v1 import common_pb2, control_pb2, control_pb2_grpc, evidence_pb2
+from kvtier_crds.manifest import (
+    Budget,
+    CapPolicy,
+    Checksum,
+    Contract,
+    Dtype,
+    Exactness,
+    Fallback,
+    Geometry,
+    Medium,
+    Model,
+    PersistentRows,
+    Placement,
+    PositionContract,
+    Rope,
+    RuntimeManifest,
+    Selector,
+    Tenancy,
+    Tier,
+    TierRole,
+)
+from tests.cluster.kvtier_localplane.pki import Certificate, CertificateAuthority
+
+START_SECONDS = 60.0
+CALL_SECONDS = 30.0
+NODE = "node-a"
+CACHE = common_pb2.CacheRef(namespace="serving", name="chat", uid="cache-uid-1")
+
+
+class AgentStartError(AssertionError):
+    """The process ended before it was ready; carries its standard error."""
+
+
+def default_tiers(folder: Path, capacity: str = "256Mi") -> list[dict[str, Any]]:
+    """A simulated gpu tier, a cpu tier and an nvme tier in a folder; the shape of `--tier`."""
+    return [
+        {"className": "gpu-sim", "medium": "gpu", "deviceKind": "simulated", "capacity": capacity},
+        {"className": "dram", "medium": "cpu", "capacity": capacity},
+        {"className": "nvme", "medium": "nvme", "capacity": capacity, "device": {"path": str(folder)}},
+    ]
+
+
+def tiny_geometry(layers: int = 2, query_heads: int = 6, kv_heads: int = 2, head_dim: int = 64) -> Geometry:
+    return Geometry(
+        layers=layers, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=Dtype.FLOAT32
+    )
+
+
+def baseline_manifest(
+    geometry: Geometry | None = None,
+    *,
+    cache: common_pb2.CacheRef = CACHE,
+    budgets: Mapping[str, int] | None = None,
+    chunk_tokens: int = 256,
+    page_tokens: int = 16,
+    artifact_digest: str = "sha256:" + "a" * 64,
+) -> RuntimeManifest:
+    """An exact manifest over `default_tiers`; budgets in bytes by class name (0 leaves the tier out)."""
+    sizes = {"gpu-sim": 64 << 20, "dram": 64 << 20, "nvme": 64 << 20, **(budgets or {})}
+    kinds = {
+        "gpu-sim": (Medium.GPU, TierRole.RESIDENT, Checksum.XXH3),
+        "dram": (Medium.CPU, TierRole.BACKING, Checksum.XXH3),
+        "nvme": (Medium.NVME, TierRole.BACKING, Checksum.XXH3),
+    }
+    return RuntimeManifest(
+        device_kind="simulated",
+        tenancy=Tenancy(namespace=cache.namespace, cache_uid=cache.uid),
+        model=Model(
+            artifact_digest=artifact_digest,
+            checkpoint="tiny",
+            geometry=geometry or tiny_geometry(),
+            rope=Rope(theta="10000"),
+            position_contract=PositionContract.POST_ROPE,
+        ),
+        page_tokens=page_tokens,
+        chunk_tokens=chunk_tokens,
+        tiers=tuple(
+            Tier(
+                tier_class_name=name,
+                medium=kinds[name][0],
+                role=kinds[name][1],
+                budget_bytes=size,
+                codec="identity",
+                checksum=kinds[name][2],
+            )
+            for name, size in sizes.items()
+            if size
+        ),
+        placement=Placement(policy="recency"),
+        contract=Contract(exactness=Exactness.EXACT, allowed_fallbacks=(Fallback.WIDEN,), tolerance="0.001"),
+    )
+
+
+def quest_candidate(
+    baseline: RuntimeManifest, tokens: int = 128, *, sink: int = 16, recent: int = 64
+) -> RuntimeManifest:
+    """The baseline with a Quest selector; differs in selector and contract only."""
+    selector = Selector(
+        family="quest",
+        budget=Budget(tokens=tokens, cap_policy=CapPolicy.TRUNCATE),
+        persistent_rows=PersistentRows(sink=sink, recent=recent),
+    )
+    contract = Contract(
+        exactness=Exactness.APPROXIMATE,
+        allowed_fallbacks=baseline.contract.allowed_fallbacks,
+        tolerance=baseline.contract.tolerance,
+    )
+    return baseline.model_copy(update={"selector": selector, "contract": contract})
+
+
+@dataclass
+class Agent:
+    """A running agent. Control calls raise grpc.RpcError; `detail_of` reads the typed refusal."""
+
+    process: subprocess.Popen[str]
+    socket_path: Path
+    control_address: str
+    boot_id: str
+    channel: grpc.Channel
+    control: Any
+    folder: Path
+    fences: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def fence(self, value: int | None = None, **more: Any) -> common_pb2.Fence:
+        """The next fence, or the one asked for."""
+        return common_pb2.Fence(value=next(self.fences) if value is None else value, **more)
+
+    def state(self) -> control_pb2.GetStateResponse:
+        answer: control_pb2.GetStateResponse = self.control.GetState(
+            control_pb2.GetStateRequest(), timeout=CALL_SECONDS
+        )
+        return answer
+
+    def apply_baseline(
+        self,
+        manifest: RuntimeManifest,
+        *,
+        cache: common_pb2.CacheRef = CACHE,
+        fence: common_pb2.Fence | None = None,
+    ) -> control_pb2.ApplyBaselineResponse:
+        answer: control_pb2.ApplyBaselineResponse = self.control.ApplyBaseline(
+            control_pb2.ApplyBaselineRequest(
+                cache=cache,
+                fence=fence or self.fence(),
+                boot_id=self.boot_id,
+                manifest=manifest.canonical(),
+                digest=manifest.digest(),
+            ),
+            timeout=CALL_SECONDS,
+        )
+        return answer
+
+    def grant(
+        self,
+        baseline: RuntimeManifest,
+        candidate: RuntimeManifest,
+        *,
+        stage: str = "Canary",
+        ttl_ms: int = 60_000,
+        traffic: str = "1",
+        sample: str = "0",
+        rollout_uid: str = "rollout-uid",
+        gates: Sequence[control_pb2.GateLimit] = (),
+        settle_ms: int = 1_000,
+        cache: common_pb2.CacheRef = CACHE,
+        fence: int | None = None,
+    ) -> control_pb2.GrantRequest:
+        """Grants and returns the request, so that a test can renew, repeat or read by its content."""
+        token = self.fence(fence, rollout_uid=rollout_uid, attempt=1, stage=stage)
+        request = control_pb2.GrantRequest(
+            cache=cache,
+            fence=token,
+            boot_id=self.boot_id,
+            manifest=candidate.canonical(),
+            digest=candidate.digest(),
+            baseline_digest=baseline.digest(),
+            ttl_ms=ttl_ms,
+            traffic_fraction=traffic,
+            sample_fraction=sample,
+            window=evidence_pb2.WindowKey(
+                rollout_uid=rollout_uid,
+                attempt=1,
+                stage=stage,
+                candidate_digest=candidate.digest(),
+                baseline_digest=baseline.digest(),
+                gates_digest="sha256:gates",
+                opening_fence=token.value,
+            ),
+            gates=gates,
+            settle_ms=settle_ms,
+            nonce=os.urandom(16),
+        )
+        self.control.Grant(request, timeout=CALL_SECONDS)
+        return request
+
+    def revoke(
+        self,
+        *,
+        reason: str = "IntentAbort",
+        nonce: bytes = b"nonce",
+        cache: common_pb2.CacheRef = CACHE,
+        fence: common_pb2.Fence | None = None,
+    ) -> control_pb2.Proof:
+        request = control_pb2.RevokeRequest(
+            cache=cache,
+            fence=fence or self.fence(stage="ExactBaseline"),
+            boot_id=self.boot_id,
+            reason=reason,
+            nonce=nonce,
+        )
+        proof: control_pb2.Proof = self.control.Revoke(request, timeout=CALL_SECONDS).proof
+        return proof
+
+    def prove(
+        self, fence: int, *, nonce: bytes = b"nonce", cache: common_pb2.CacheRef = CACHE
+    ) -> control_pb2.Proof:
+        request = control_pb2.ProveRequest(cache=cache, fence=common_pb2.Fence(value=fence), nonce=nonce)
+        proof: control_pb2.Proof = self.control.Prove(request, timeout=CALL_SECONDS).proof
+        return proof
+
+    def terminate(self, timeout: float = 40.0) -> int:
+        """SIGTERM, and the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash."""
+        self.process.kill()
+        self.process.wait(10)
+
+
+def detail_of(error: grpc.RpcError) -> common_pb2.ErrorDetail:
+    """The typed refusal of a failed call."""
+    trailing: Any = error.trailing_metadata()  # type: ignore[attr-defined]
+    for key, value in trailing or ():
+        if key == "kvtier-error-bin":
+            return common_pb2.ErrorDetail.FromString(value)
+    raise AssertionError(f"no ErrorDetail in {error}") from error
+
+
+@contextlib.contextmanager
+def running_agent(
+    *,
+    tiers: Sequence[Mapping[str, Any]] | Callable[[Path], Sequence[Mapping[str, Any]]] = default_tiers,
+    folder: Path | None = None,
+    extra: Sequence[str] = (),
+    node: str = NODE,
+) -> Iterator[Agent]:
+    """A live agent; on exit it is terminated, killed if that takes long. With `folder` its state survives,
+    so a second call is a restart on the same node."""
+    with contextlib.ExitStack() as stack:
+        base = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv")))
+        authority = CertificateAuthority("kvtier-test-ca", base / "pki")
+        server = authority.issue(node, base / "pki", san_ip=["127.0.0.1"])
+        operator = authority.issue("kvtier-operator", base / "pki", server=False)
+        chosen = tiers(base / "nvme") if callable(tiers) else tiers
+        process = _start(base, node, server, chosen, extra)
+        try:
+            ready = _wait_ready(process, base / "agent.log")
+            channel = stack.enter_context(_channel(ready["control"], node, operator))
+            yield Agent(
+                process=process,
+                socket_path=Path(ready["socket"]),
+                control_address=ready["control"],
+                boot_id=ready["bootID"],
+                channel=channel,
+                control=control_pb2_grpc.ControlStub(channel),  # type: ignore[no-untyped-call]
+                folder=base,
+            )
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(15)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait(10)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def agent_arguments(
+    base: Path, node: str, server: Certificate, tiers: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """The command line without the program."""
+    arguments = [
+        *("--node-name", node, "--node-uid", f"{node}-uid", "--pool", "serving/pool"),
+        *("--state-dir", str(base / "state"), "--run-dir", str(base / "run")),
+        *("--listen", "127.0.0.1:0", "--no-kubernetes", "--drain", "5"),
+        *("--tls-cert", str(server.cert_file), "--tls-key", str(server.key_file)),
+        *("--tls-ca", str(server.ca_file)),
+    ]
+    for tier in tiers:
+        arguments += ["--tier", json.dumps(tier)]
+    return arguments
+
+
+def _start(
+    base: Path, node: str, server: Certificate, tiers: Sequence[Mapping[str, Any]], extra: Sequence[str]
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "kvtier_agent", *agent_arguments(base, node, server, tiers), *extra]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    with open(base / "agent.log", "ab") as log:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+
+
+def _wait_ready(process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
+    lines: queue.Queue[str] = queue.Queue()
+    assert process.stdout is not None
+    stdout = process.stdout
+    threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True).start()
+    try:
+        line = lines.get(timeout=START_SECONDS)
+    except queue.Empty:
+        line = ""
+    if not line:
+        process.kill()
+        raise AgentStartError(f"no ready line; exit {process.wait(10)}; {log.read_text()[-4000:]}")
+    ready: dict[str, Any] = json.loads(line)
+    assert ready["event"] == "ready"
+    return ready
+
+
+def _channel(address: str, node: str, operator: Certificate) -> grpc.Channel:
+    credentials = grpc.ssl_channel_credentials(
+        operator.ca_file.read_bytes(), operator.key_file.read_bytes(), operator.cert_file.read_bytes()
+    )
+    options = [("grpc.ssl_target_name_override", node)]
+    return grpc.secure_channel(address, credentials, options)
