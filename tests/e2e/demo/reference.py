@@ -1,4 +1,4 @@
-"""Greedy tokens by transformers' own DynamicCache and sdpa, fp32, one thread: what "exact" is compared with."""
+"""Greedy tokens by transformers' DynamicCache and sdpa, fp32, one thread: what "exact" is compared with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 
 import torch
+
 from tests.engine.smollm2 import load_smollm2
 
 

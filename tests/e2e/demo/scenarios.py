@@ -192,10 +192,10 @@ def abort_in_canary(demo: Demo, name: str, selector: str) -> bool:
             if event["event"] == "longDone":
                 arm, exactness = event["arm"], event["exactness"]
                 break
-            if event["event"] == "token" and event["arm"] == "candidate":
-                if event["index"] == 6 and not aborted:
-                    abort(demo, name)
-                    aborted = True
+            on_candidate = event["event"] == "token" and event["arm"] == "candidate"
+            if on_candidate and event["index"] == 6 and not aborted:
+                abort(demo, name)
+                aborted = True
         if arm == "candidate" and aborted:
             break
     folded = [e for i, e in enumerate(exactness) if i == 0 or exactness[i - 1] != e]
@@ -236,7 +236,8 @@ def dead_man(demo: Demo, name: str, selector: str) -> bool:
     rollout = demo.wait_rollout(name, stage_is("Canary"), "Canary", 180)
     candidate = rollout["status"]["candidate"]["digest"]
     probe = AgentProbe(demo.stack)
-    until("both agents hold it", lambda: probe.candidates() == dict.fromkeys(NODES, candidate), 30, demo.stack)
+    everywhere = dict.fromkeys(NODES, candidate)
+    until("both agents hold it", lambda: probe.candidates() == everywhere, 30, demo.stack)
     first = demo.stack.operator
     killed = time.monotonic()
     os.kill(first.process.pid, signal.SIGKILL)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from kvtier_client.client import AttentionClient
 from kvtier_client.errors import KvtierError
 from kvtier_client.hf import KvtierCache, attach
