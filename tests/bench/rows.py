@@ -66,7 +66,7 @@ class Row:
 
 
 def write_report(path: Path, rows: Iterable[Row]) -> None:
-    """Replaces the file in one step, so that a reader never sees half of it. Raises ValueError on a repeated id."""
+    """Replaces the file in one step: a reader never sees half of it. Raises ValueError on a repeated id."""
     listed = list(rows)
     ids = [row.id for row in listed]
     if repeated := {one for one in ids if ids.count(one) > 1}:

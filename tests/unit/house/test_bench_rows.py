@@ -32,15 +32,15 @@ def test_a_row_knows_its_goal(row: Row, met: bool | None, broken: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "fields, message",
     [
-        pytest.param({"value": float("nan")}, id="nan"),
-        pytest.param({"unit": ""}, id="no-unit"),
-        pytest.param({"peer": "sdpa"}, id="peer-without-value"),
+        pytest.param({"value": float("nan")}, "not a finite number", id="nan"),
+        pytest.param({"unit": ""}, "needs an id and a unit", id="no-unit"),
+        pytest.param({"peer": "sdpa"}, "come together", id="peer-without-value"),
     ],
 )
-def test_a_row_without_sense_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="."):
+def test_a_row_without_sense_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Row(**({"id": "a", "value": 1.0, "unit": "x"} | fields))  # type: ignore[arg-type]
 
 

@@ -1,0 +1,63 @@
+"""The chart fits the code: values exist, flags are known, the RBAC names what the code names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvtier_operator.cli import parser
+from kvtier_operator.election import LEASE_NAME
+from kvtier_operator.ports import LEASE_PREFIX
+from tests.cluster.kvtier_localplane.audit import Grant, read_grants
+
+CHART = Path(__file__).resolve().parents[3] / "charts" / "kvtier"
+RBAC = sorted((CHART / "rbac").glob("*.yaml"))
+
+
+def _operator_grants() -> tuple[Grant, ...]:
+    return read_grants(RBAC, service_account="kvtier-operator", namespace="kvtier-system")
+
+
+def test_templates_use_values_that_exist() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    used = set()
+    for template in (CHART / "templates").glob("*.yaml"):
+        used |= set(re.findall(r"\.Values((?:\.\w+)+)", template.read_text()))
+    assert used
+    for path in sorted(used):
+        here: Any = values
+        for name in path.strip(".").split("."):
+            assert name in here, f"values.yaml has no {path}"
+            here = here[name]
+
+
+def test_the_deployment_passes_flags_that_the_operator_knows() -> None:
+    template = (CHART / "templates" / "operator.yaml").read_text()
+    passed = set(re.findall(r"- (--[a-z-]+)=", template))
+    options = {one for action in parser()._actions for one in action.option_strings}
+    required = {action.option_strings[0] for action in parser()._actions if action.required}
+    assert passed <= options
+    assert required <= passed
+
+
+def test_the_lease_of_the_operator_is_the_one_it_may_update() -> None:
+    updates = [grant for grant in _operator_grants() if grant.resource == "leases" and grant.verb == "update"]
+    assert updates == [Grant("update", "coordination.k8s.io", "leases", LEASE_NAME, "kvtier-system")]
+
+
+def test_the_lease_policy_names_the_agents_leases() -> None:
+    assert (
+        f"object.metadata.name == '{LEASE_PREFIX}' + node" in (CHART / "rbac" / "policies.yaml").read_text()
+    )
+
+
+def test_the_operator_has_no_wide_or_dangerous_right() -> None:
+    for grant in _operator_grants():
+        assert "*" not in (grant.verb, grant.group, grant.resource)
+        assert grant.resource not in ("secrets", "pods", "pods/exec", "serviceaccounts/token")
+        assert grant.verb not in ("escalate", "impersonate", "deletecollection")
+    binds = [grant for grant in _operator_grants() if grant.verb == "bind"]
+    assert [(grant.resource, grant.name) for grant in binds] == [("clusterroles", "kvtier-agent")]
