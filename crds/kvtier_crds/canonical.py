@@ -69,7 +69,15 @@ class Parameters(Mapping[str, Scalar]):
             return cls(value)
 
         return core_schema.no_info_plain_validator_function(
-            build, serialization=core_schema.plain_serializer_function_ser_schema(dict)
+            build,
+            serialization=core_schema.plain_serializer_function_ser_schema(dict),
+            json_schema_input_schema=core_schema.dict_schema(
+                core_schema.str_schema(),
+                core_schema.union_schema(
+                    [core_schema.str_schema(), core_schema.int_schema(), core_schema.bool_schema()]
+                ),
+                max_length=64,
+            ),
         )
 
 
