@@ -101,7 +101,7 @@ def bring_up(running: Stack, otlp_endpoint: str) -> None:
     running.start_operator()
     say("operator is running under its own ServiceAccount")
     running.apply(*objects.tier_classes())
-    running.apply(objects.agent_pool(str(running.folder / "nvme"), otlp_endpoint))
+    running.apply(objects.agent_pool(otlp_endpoint))
     running.start_agents()
     say(f"agents are running: {', '.join(NODES)}")
     probe_map, _ = objects.probe_config()

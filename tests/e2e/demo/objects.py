@@ -6,13 +6,15 @@ here are small so that every verdict falls within minutes on two cores.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from typing import Any
 
-from .stack import POOL, SERVING
+import yaml
+
+from .stack import POOL, ROOT, SERVING
 from .tasks import probe_plan
 
-API = "kvtier.dev/v1alpha1"
 CACHE = "chat"
 PROBE_SEED = 1234
 PROBE_COUNT = 12
@@ -21,120 +23,58 @@ SANE_TOKENS = 48
 RUINOUS_TOKENS = 16
 
 
-def _object(kind: str, name: str, spec: dict[str, Any], namespace: str | None = SERVING) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"name": name}
-    if namespace:
-        metadata["namespace"] = namespace
-    return {"apiVersion": API, "kind": kind, "metadata": metadata, "spec": spec}
+def _examples(number: int) -> list[dict[str, Any]]:
+    """The shipped example objects of one file, parsed."""
+    (path,) = (ROOT / "crds" / "examples").glob(f"{number}-*.yaml")
+    return [made for made in yaml.safe_load_all(path.read_text()) if made]
+
+
+def _example(number: int, name: str, **spec: Any) -> dict[str, Any]:
+    """The example of a kind under another name with some fields of its spec replaced."""
+    made = copy.deepcopy(_examples(number)[0])
+    made["metadata"]["name"] = name
+    made["spec"] |= spec
+    return made
 
 
 def tier_classes() -> list[dict[str, Any]]:
-    """Three kinds of memory. The GPU tier runs on the CPU device and says so."""
-
-    def capabilities(readable: bool, near: bool, persistence: str, visibility: str, checksum: str) -> Any:
-        return {
-            "kernelReadable": readable,
-            "dmaSource": True,
-            "dmaDestination": True,
-            "partialAttention": near,
-            "codecs": [{"name": "raw", "lossless": True}],
-            "layouts": ["nhd"],
-            "persistence": persistence,
-            "tenantIsolation": "shared",
-            "encryptionAtRest": "none",
-            "alignmentBytes": 4096 if persistence == "node" else 64,
-            "checksum": checksum,
-            "visibility": visibility,
-        }
-
-    return [
-        _object(
-            "TierClass",
-            "gpu-sim",
-            {
-                "medium": "gpu",
-                "deviceKind": "simulated",
-                "capabilities": capabilities(True, True, "process", "streamEvent", "xxh3"),
-            },
-            None,
-        ),
-        _object(
-            "TierClass",
-            "cpu-dram",
-            {"medium": "cpu", "capabilities": capabilities(False, True, "process", "hostFence", "xxh3")},
-            None,
-        ),
-        _object(
-            "TierClass",
-            "nvme-local",
-            {"medium": "nvme", "capabilities": capabilities(False, False, "process", "hostFence", "xxh3")},
-            None,
-        ),
-    ]
+    """The shipped three kinds of memory. The GPU tier runs on the CPU device and says so."""
+    return _examples(10)
 
 
-def agent_pool(nvme_path: str, otlp_endpoint: str) -> dict[str, Any]:
-    return _object(
-        "AgentPool",
+def agent_pool(otlp_endpoint: str) -> dict[str, Any]:
+    return _example(
+        20,
         POOL,
-        {
-            "nodeSelector": {"kvtier.dev/demo": "true"},
-            "image": "kvtier/agent:0.1.0",
-            "stateDir": "/var/lib/kvtier",
-            "tiers": [
-                {"tierClassName": "gpu-sim", "capacity": "192Mi", "device": {"cudaIndex": 0}},
-                {"tierClassName": "cpu-dram", "capacity": "192Mi"},
-                {"tierClassName": "nvme-local", "capacity": "1Gi", "device": {"path": nvme_path}},
-            ],
-            "telemetry": {"otlpEndpoint": otlp_endpoint},
-        },
+        nodeSelector={"kvtier.dev/demo": "true"},
+        telemetry={"otlpEndpoint": otlp_endpoint},
     )
 
 
 def kv_cache(artifact_digest: str) -> dict[str, Any]:
-    """SmolLM2's cache with budgets smaller than a long context, so that its rows use all three tiers."""
-    return _object(
-        "KVCache",
+    """SmolLM2's cache with fast tiers smaller than a long context, so that its rows use all three tiers.
+
+    Chunks of 32 rows, since the demo's prompts are short: with the default of 256 a prompt would fit
+    into one open chunk and nothing would ever move.
+    """
+    made = _example(
+        40,
         CACHE,
-        {
-            "poolRef": {"name": POOL},
-            "model": {
-                "artifactDigest": artifact_digest,
-                "checkpoint": "SmolLM2-135M-Instruct",
-                "geometry": {
-                    "layers": 30,
-                    "queryHeads": 9,
-                    "kvHeads": 3,
-                    "headDim": 64,
-                    "dtype": "float32",
-                },
-                "rope": {"theta": "100000", "interleaved": False},
-                "positionContract": "postRope",
-            },
-            "pageTokens": 16,
-            "chunkTokens": 32,
-            "tiers": [
-                {"tierClassName": "gpu-sim", "budget": "12Mi", "role": "resident"},
-                {"tierClassName": "cpu-dram", "budget": "4Mi", "role": "staging"},
-                {"tierClassName": "nvme-local", "budget": "512Mi", "role": "backing"},
-            ],
-            "contract": {"exactness": "approximate", "allowedFallbacks": ["widen"], "tolerance": "0.001"},
-        },
+        poolRef={"name": POOL},
+        chunkTokens=32,
+        tiers=[
+            {"tierClassName": "gpu-sim", "budget": "12Mi", "role": "resident"},
+            {"tierClassName": "cpu-dram", "budget": "4Mi", "role": "resident"},
+            {"tierClassName": "nvme-local", "budget": "512Mi", "role": "backing"},
+        ],
     )
+    made["spec"]["model"]["artifactDigest"] = artifact_digest
+    return made
 
 
 def selector(name: str, tokens: int) -> dict[str, Any]:
-    return _object(
-        "KVSelector",
-        name,
-        {
-            "family": "quest",
-            "quest": {},
-            "budget": {"tokens": tokens, "capPolicy": "truncate"},
-            "persistentRows": {"sink": 4, "recent": 8},
-            "denseLayers": [0, 1],
-        },
-    )
+    budget = {"tokens": tokens, "capPolicy": "truncate"}
+    return _example(50, name, budget=budget, persistentRows={"sink": 4, "recent": 8})
 
 
 def probe_config() -> tuple[dict[str, Any], str]:
@@ -151,58 +91,34 @@ def probe_config() -> tuple[dict[str, Any], str]:
 
 def rollout(name: str, selector_name: str) -> dict[str, Any]:
     """Declared for few requests; what real ones need is printed by the demo."""
-    small = {"quantile": 75, "minSamples": 30, "designEffect": "1"}
-    return _object(
-        "KVRollout",
+    small = {"minSamples": 30, "designEffect": "1"}
+    half = {"minSamples": 30, "sampleFraction": "50%"}
+    made = _example(
+        60,
         name,
-        {
-            "cacheRef": {"name": CACHE},
-            "candidate": {"selectorRef": {"name": selector_name}},
-            "stages": [
-                {"name": "Shadow", "minDuration": "5s", "minSamples": 30, "sampleFraction": "100%"},
-                {
-                    "name": "Canary",
-                    "trafficFraction": "50%",
-                    "minDuration": "5s",
-                    "minSamples": 30,
-                    "sampleFraction": "50%",
-                },
-                {
-                    "name": "Ramp",
-                    "steps": ["55%"],
-                    "stepDuration": "5s",
-                    "minSamples": 30,
-                    "sampleFraction": "50%",
-                },
-                {
-                    "name": "Full",
-                    "soak": "5s",
-                    "holdback": "45%",
-                    "minSamples": 30,
-                    "sampleFraction": "50%",
-                },
-            ],
-            "gates": [
-                {"name": "output", "metric": "outputRelativeError", "max": "0.75", **small},
-                {"name": "tail", "metric": "tpotRatio", "max": "2", **small},
-                {
-                    "name": "stall",
-                    "metric": "exposedStallFraction",
-                    "max": "0.5",
-                    "minSamples": 30,
-                    "designEffect": "1",
-                },
-                {
-                    "name": "quality",
-                    "metric": "taskScoreDrop",
-                    "max": "0.25",
-                    "probeRef": {"name": "golden"},
-                    "scope": "ProbeSet",
-                },
-            ],
-            "evidence": {"settle": "5s", "warmup": "0s"},
-            "leaseTTL": f"{LEASE_TTL_S}s",
-            "onLeaseExpired": "Resume",
-            "progressDeadline": "10m",
-        },
+        cacheRef={"name": CACHE},
+        candidate={"selectorRef": {"name": selector_name}},
+        stages=[
+            {"name": "Shadow", "minDuration": "5s", "minSamples": 30, "sampleFraction": "100%"},
+            {"name": "Canary", "trafficFraction": "50%", "minDuration": "5s", **half},
+            {"name": "Ramp", "steps": ["55%"], "stepDuration": "5s", **half},
+            {"name": "Full", "soak": "5s", "holdback": "45%", **half},
+        ],
+        gates=[
+            {"name": "output", "metric": "outputRelativeError", "quantile": 75, "max": "0.75", **small},
+            {"name": "tail", "metric": "tpotRatio", "quantile": 75, "max": "2", **small},
+            {"name": "stall", "metric": "exposedStallFraction", "max": "0.5", **small},
+            {
+                "name": "quality",
+                "metric": "taskScoreDrop",
+                "max": "0.25",
+                "probeRef": {"name": "golden"},
+                "scope": "ProbeSet",
+            },
+        ],
+        evidence={"settle": "2s", "warmup": "0s"},
+        leaseTTL=f"{LEASE_TTL_S}s",
+        progressDeadline="10m",
     )
+    del made["spec"]["blastRadius"]
+    return made

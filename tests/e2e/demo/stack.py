@@ -29,7 +29,6 @@ SYSTEM = "kvtier-system"
 SERVING = "serving"
 POOL = "default"
 NODES = ("node-a", "node-b")
-TIER_CAPACITY = {"gpu-sim": "192Mi", "cpu-dram": "192Mi", "nvme-local": "1Gi"}
 
 
 def say(text: str) -> None:
