@@ -106,7 +106,7 @@ class Operator:
             nonce=lambda: os.urandom(16),
             telemetry=self._telemetry,
         )
-        relist = Relist(ungated, self.store, clock, self._random.random, self._enqueue_all)
+        relist = Relist(ungated, self.store, clock, self._random.random, self.enqueue_all)
         self._build(build_reconcilers(deps), relist.request)
         kopf_thread = KopfThread(WatchDeps(self.store, self._from_watch, options.kubeconfig, clock))
         health = Health(
@@ -177,14 +177,15 @@ class Operator:
         self.metrics.leader(True)
         for controller in self._controllers.values():
             controller.lead()
-        self._enqueue_all()
+        self.enqueue_all()
 
     def _stopped_leading(self) -> None:
         self.metrics.leader(False)
         for controller in self._controllers.values():
             controller.stand_by()
 
-    def _enqueue_all(self) -> None:
+    def enqueue_all(self) -> None:
+        """Looks at everything again; in the loop's thread."""
         for kind in RECONCILED:
             for obj in self.store.list_all(kind):
                 self._add(ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"]))
