@@ -147,10 +147,10 @@ def _reason_to_return(
     state: RolloutState, inputs: Inputs, spec: RolloutSpec
 ) -> tuple[Cause, str] | tuple[Cause, str, str] | None:
     cache, candidate = inputs.cache, state.candidate
+    if inputs.superseded_by and state.phase is not Phase.COMPLETED:
+        return Cause.INPUT_DRIFT, f"{inputs.superseded_by} was first and has taken the cache"
     if cache is None or candidate is None or state.baseline is None:
         return Cause.INPUT_DRIFT, "the manifests of this attempt are not recorded"
-    if cache.deleting:
-        return Cause.OBJECT_DELETED, f"KVCache {spec.cache_name} is being deleted"
     failed = failed_gate(state, inputs)
     if failed is not None:
         return Cause.GATE_FAILED, describe(failed), failed.name

@@ -116,7 +116,8 @@ class Look:
 @dataclass(frozen=True)
 class Inputs:
     """busy_with: the unfinished rollout of the cache that comes before this one. superseded_by: an unfinished
-    rollout of the cache that has begun. quiet_since: when this process became leader; it knows nothing of
+    rollout that has begun, of the same cache, and whose turn it is. ttl: seconds that a finished rollout is
+    kept. quiet_since: when this process became leader; it knows nothing of
     renewals sent before that."""
 
     now: float
@@ -133,6 +134,7 @@ class Inputs:
     agents: tuple[AgentView, ...]
     look: Look | None = None
     quiet_since: float = 0.0
+    ttl: float = 0.0
     forecast: str = ""
     forecast_slow: bool = False
 
@@ -198,7 +200,8 @@ class SpanNote:
 class Plan:
     """state: what status must say. `transition` set: write fence, then state, and look again before any RPC.
 
-    urgent: the change is more than moved numbers. release: the finalizer may go. requeue_after: seconds.
+    urgent: the change is more than moved numbers. release: the finalizer may go. delete: it was kept long
+    enough. requeue_after: seconds, 0 for not at all.
     """
 
     state: RolloutState
@@ -209,4 +212,5 @@ class Plan:
     notices: tuple[Notice, ...] = ()
     spans: tuple[SpanNote, ...] = ()
     release: bool = False
+    delete: bool = False
     requeue_after: float = field(default=0.0)

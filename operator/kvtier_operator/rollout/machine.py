@@ -43,7 +43,8 @@ def next_plan(state: RolloutState, inputs: Inputs) -> Plan:
 
 def _plan(state: RolloutState, inputs: Inputs) -> Plan:
     active = state.holds_candidate or bool(state.supersedes)
-    if inputs.cache is None and (active or state.stage is Stage.EXACT_BASELINE):
+    leaving = inputs.cache is None or inputs.cache.deleting
+    if leaving and (active or state.phase is Phase.ROLLING_BACK):
         return _cache_gone(state, inputs)
     if inputs.spec is None and active:
         return roll_back(state, inputs, Cause.INPUT_DRIFT, f"the spec cannot be run: {inputs.spec_error}")
@@ -70,16 +71,19 @@ def _at_rest(state: RolloutState, inputs: Inputs) -> Plan:
             target = new_attempt(state, inputs)
             notice = Notice(False, "CandidateEdited", f"attempt {target.attempt} begins at Shadow")
             return Plan(target, urgent=True, notices=(notice,), requeue_after=0.01)
-        return Plan(state)
+        left = state.finished_at + inputs.ttl - inputs.now
+        if inputs.ttl and state.finished_at and left <= 0:
+            return Plan(state, delete=True)
+        return Plan(state, requeue_after=min(left, 3600.0) if inputs.ttl and state.finished_at else 0.0)
     return plan_off(state, inputs)
 
 
 def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
-    if state.stage is Stage.EXACT_BASELINE:
+    if state.phase is Phase.ROLLING_BACK:
         return plan_without_cache(state, inputs)
     rollback = Rollback(
         cause=Cause.OBJECT_DELETED,
-        message="the KVCache is gone",
+        message="the KVCache is deleted",
         from_stage=state.stage,
         from_step=state.step,
         target_digest=state.baseline.digest if state.baseline else "",
@@ -94,7 +98,8 @@ def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
         supersedes="",
         grant_expires=0.0,
     )
-    return plan_without_cache(target, inputs)
+    notice = Notice(True, "RollingBack", f"{Cause.OBJECT_DELETED} in {state.stage}: the KVCache is deleted")
+    return Plan(target, urgent=True, notices=(notice,), requeue_after=0.01)
 
 
 def _on_intent(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:

@@ -101,17 +101,22 @@ def _wait(inputs: Inputs, missing: list[str], since: float) -> float:
 
 
 def plan_without_cache(state: RolloutState, inputs: Inputs) -> Plan:
-    """The KVCache is gone: there is no fence to move and no agent that knows the cache. Leases end alone."""
-    if state.rollback is not None and state.phase is Phase.ROLLING_BACK:
-        target = replace(
-            state,
-            phase=Phase.ROLLED_BACK,
-            finished_at=inputs.now,
-            rollback=replace(state.rollback, missing=(), total=0, restored=0, revoked_at=inputs.now),
-        )
-        notice = Notice(True, "CacheGone", "the KVCache was deleted; its agents have forgotten it")
-        return Plan(target, urgent=True, notices=(notice,), release=inputs.deleting)
-    return Plan(state, release=inputs.deleting)
+    """RollingBack while the KVCache is deleted: its own reconcile makes every agent forget it, under fences
+    that are not ours any more. What is left for us is to wait until it is gone, or the leases are."""
+    rollback = state.rollback
+    if rollback is None:
+        raise ValueError("a rollout in ExactBaseline has a rollback record")
+    left = lease_end(inputs, rollback.started_at) - inputs.now
+    if inputs.cache is not None and left > 0:
+        return Plan(state, requeue_after=min(RETRY_SECONDS, left))
+    target = replace(
+        state,
+        phase=Phase.ROLLED_BACK,
+        finished_at=inputs.now,
+        rollback=replace(rollback, missing=(), total=0, restored=0, revoked_at=inputs.now),
+    )
+    notice = Notice(True, "CacheGone", "the KVCache was deleted; its agents forget it with its sessions")
+    return Plan(target, urgent=True, notices=(notice,), release=inputs.deleting)
 
 
 def new_attempt(state: RolloutState, inputs: Inputs) -> RolloutState:

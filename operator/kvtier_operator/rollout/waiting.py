@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvtier_operator.rollout.conditions import MAX_MESSAGE
 from kvtier_operator.rollout.gateset import missing_for_approximate
 from kvtier_operator.rollout.inputs import Inputs, Notice, Plan, Revoke
 from kvtier_operator.rollout.moves import (
@@ -73,7 +74,7 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
             state,
             phase=phase,
             blocker=blocker,
-            blocker_message=message,
+            blocker_message=message[:MAX_MESSAGE],
             candidate=inputs.candidate.ref,
             baseline=cache.baseline if cache else None,
             candidate_hash=spec.candidate_hash if spec else state.candidate_hash,

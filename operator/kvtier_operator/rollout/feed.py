@@ -1,0 +1,129 @@
+"""Reads the agents' evidence of the open window and has it judged: from RPC replies to one Look.
+
+What is kept here is a cache of what agents hold; after a restart everything is read from 0 again. A reader
+belongs to one window: another key begins another. It must not know what a verdict leads to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.v1 import common_pb2 as common
+from kvtier.v1 import control_pb2 as control
+from kvtier_evidence.collector import cohort_seconds
+from kvtier_evidence.gatespec import GateSpec
+from kvtier_evidence.judge import GateResult, Terms, judge
+from kvtier_evidence.reader import Applied, WindowReader
+from kvtier_evidence.window import WindowKey
+from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, Clock
+from kvtier_operator.rollout.evidencewire import delta_of, key_message
+from kvtier_operator.rollout.inputs import GateVerdict, Look
+from kvtier_operator.rollout.moves import current_step, tick_seconds
+from kvtier_operator.rollout.spec import RolloutSpec
+from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.vocabulary import Verdict
+
+READ_ROUNDS = 2
+MAX_FEEDS = 4096
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Whom to ask about which window, under which fence."""
+
+    cache: common.CacheRef
+    fence: common.Fence
+    key: WindowKey
+    nodes: tuple[AgentTarget, ...]
+
+
+class EvidenceFeed:
+    """One reader per rollout uid. Not thread-safe; calls for one uid never overlap."""
+
+    def __init__(self, agents: Agents, clock: Clock) -> None:
+        self._agents = agents
+        self._clock = clock
+        self._readers: dict[str, WindowReader] = {}
+
+    def forget(self, uid: str) -> None:
+        self._readers.pop(uid, None)
+
+    async def look(self, reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
+        """Reads every node once (twice after a rebuild) and judges what is merged."""
+        reader = self._reader(reading.key, spec.settle)
+        expected = [node.name for node in reading.nodes]
+        for _ in range(READ_ROUNDS):
+            answers = await asyncio.gather(*(self._read(reader, reading, node) for node in reading.nodes))
+            if Applied.REBUILD not in answers:
+                break
+        interval = tick_seconds(spec)
+        evidence = reader.evidence(expected, now=self._clock.monotonic(), interval=interval)
+        step = current_step(state, spec)
+        gates = spec.gates_of(step)
+        terms = Terms(
+            fraction=float(step.traffic),
+            share=max(1, state.shares),
+            planned_cells=max(1, spec.cells),
+            false_promotion=float(spec.alpha_promotion),
+            false_rollback=float(spec.alpha_rollback),
+        )
+        judgement = judge(gates, evidence, terms, state.carry)
+        return Look(
+            opening_fence=reading.key.opening_fence,
+            at=now,
+            verdicts=_verdicts(judgement.results, gates),
+            carry=judgement.carry,
+            failed=judgement.failed.gate if judgement.failed else "",
+        )
+
+    def _reader(self, key: WindowKey, settle: float) -> WindowReader:
+        known = self._readers.get(key.rollout_uid)
+        if known is not None and known.key == key:
+            return known
+        while len(self._readers) >= MAX_FEEDS:
+            self._readers.pop(next(iter(self._readers)))
+        fresh = WindowReader(
+            key, opened_at=self._clock.monotonic(), cohort=cohort_seconds(settle), settle=settle
+        )
+        self._readers[key.rollout_uid] = fresh
+        return fresh
+
+    async def _read(self, reader: WindowReader, reading: Reading, node: AgentTarget) -> Applied | None:
+        """None when the agent could not be read: the reader sees by the clock that it was not."""
+        position = reader.position(node.name)
+        request = control.ReadEvidenceRequest(
+            cache=reading.cache,
+            fence=reading.fence,
+            window=key_message(reading.key),
+            epoch=position.epoch,
+            ack_seq=position.ack_seq,
+        )
+        try:
+            reply = await self._agents.read_evidence(node, request)
+            delta = delta_of(reply)
+        except (AgentError, AgentUnreachable, ValueError):
+            return None
+        return reader.apply(node.name, delta, now=self._clock.monotonic())
+
+
+def _verdicts(results: Sequence[GateResult], gates: Sequence[GateSpec]) -> tuple[GateVerdict, ...]:
+    metrics: Mapping[str, str] = {gate.name: gate.metric.name for gate in gates}
+    return tuple(
+        GateVerdict(
+            name=result.name,
+            verdict=Verdict(result.verdict),
+            reason=str(result.reason),
+            required=result.required,
+            metric=metrics.get(result.name, result.name),
+            value=result.value_text,
+            bound=result.bound_text,
+            limit=result.limit_text,
+            n=result.n,
+            expected_n=result.expected_n or 0,
+            k=result.k_text,
+            basis=str(result.basis),
+        )
+        for result in results
+    )

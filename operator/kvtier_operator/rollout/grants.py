@@ -1,0 +1,116 @@
+"""What is said to an agent about a rollout: grants and revocations as messages, from written state only.
+
+The same state and spec give the same bytes (nonce and boot id apart), so a repeat under one fence is the
+repeat that agents accept. It must not send anything.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from kvtier.v1 import common_pb2 as common
+from kvtier.v1 import control_pb2 as control
+from kvtier_evidence.metrics import Kind
+from kvtier_evidence.window import WindowKey
+from kvtier_operator.rollout.evidencewire import key_message
+from kvtier_operator.rollout.moves import current_step
+from kvtier_operator.rollout.spec import RolloutSpec
+from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.vocabulary import Cause, Phase, Stage
+
+MILLIS = 1000
+
+
+def cache_ref(namespace: str, name: str, uid: str) -> common.CacheRef:
+    return common.CacheRef(namespace=namespace, name=name, uid=uid)
+
+
+def fence_of(state: RolloutState, rollout_uid: str) -> common.Fence:
+    return common.Fence(
+        value=state.fence,
+        rollout_uid=rollout_uid,
+        attempt=state.attempt,
+        stage=str(state.stage),
+        step=state.step,
+    )
+
+
+def window_key(state: RolloutState, spec: RolloutSpec, rollout_uid: str) -> WindowKey:
+    """Key of the open window; ValueError when none is open."""
+    if state.window is None or state.candidate is None or state.baseline is None:
+        raise ValueError("no window is open")
+    step = current_step(state, spec)
+    return WindowKey(
+        rollout_uid=rollout_uid,
+        attempt=state.attempt,
+        stage=str(step.stage),
+        step=step.index,
+        candidate_digest=state.candidate.digest,
+        baseline_digest=state.baseline.digest,
+        gates_digest=spec.gates_digest,
+        opening_fence=state.window.opening_fence,
+    )
+
+
+def grant_request(
+    state: RolloutState,
+    spec: RolloutSpec,
+    *,
+    cache: common.CacheRef,
+    rollout_uid: str,
+    manifest: bytes,
+    boot_id: str,
+    nonce: bytes,
+) -> control.GrantRequest:
+    """The candidate's lease for the step that the state is in."""
+    key = window_key(state, spec, rollout_uid)
+    step = current_step(state, spec)
+    radius = spec.blast_radius
+    return control.GrantRequest(
+        cache=cache,
+        fence=fence_of(state, rollout_uid),
+        boot_id=boot_id,
+        manifest=manifest,
+        digest=key.candidate_digest,
+        baseline_digest=key.baseline_digest,
+        ttl_ms=round(spec.lease_ttl * MILLIS),
+        traffic_fraction=plain(step.traffic),
+        sample_fraction=plain(step.sample),
+        blast_radius=control.BlastRadius(tenants=radius.tenants, request_classes=radius.request_classes),
+        window=key_message(key),
+        gates=[
+            control.GateLimit(
+                name=gate.name,
+                metric=gate.metric.name,
+                quantile=float(gate.quantile or 0),
+                limit=plain(gate.limit),
+            )
+            for gate in spec.gates_of(step)
+            if gate.metric.kind not in (Kind.COUNT, Kind.SPLIT)
+        ],
+        settle_ms=round(spec.settle * MILLIS),
+        warmup_ms=round(spec.warmup * MILLIS),
+        nonce=nonce,
+        approved=state.phase is Phase.COMPLETED,
+    )
+
+
+def revoke_request(
+    state: RolloutState,
+    cause: Cause | None,
+    *,
+    cache: common.CacheRef,
+    rollout_uid: str,
+    boot_id: str,
+    nonce: bytes,
+) -> control.RevokeRequest:
+    reason = str(cause) if cause is not None else "Superseded" if state.stage is Stage.OFF else "OutOfRadius"
+    return control.RevokeRequest(
+        cache=cache, fence=fence_of(state, rollout_uid), boot_id=boot_id, reason=reason, nonce=nonce
+    )
+
+
+def plain(value: Decimal) -> str:
+    """A decimal without exponent or trailing zeros."""
+    text = f"{value.normalize():f}"
+    return "0" if text in ("-0", "") else text

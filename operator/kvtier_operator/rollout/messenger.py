@@ -1,0 +1,179 @@
+"""Sends one grant or revocation and says what the agent is like afterwards.
+
+An agent's refusal is an answer like any other: it comes back in the view, and the machine decides. It must
+not decide whether to send.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from kvtier.v1 import common_pb2 as common
+from kvtier.v1 import control_pb2 as control
+from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable, Deps, EventType, JsonObject
+from kvtier_operator.proofs import nonce_digest
+from kvtier_operator.rollout.grants import grant_request, revoke_request
+from kvtier_operator.rollout.inputs import AgentView, Grant, ProofView, Revoke, Rpc
+from kvtier_operator.rollout.observe import Memory
+from kvtier_operator.rollout.spec import RolloutSpec
+from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.vocabulary import LEASE_GRACE
+
+_log = logging.getLogger(__name__)
+
+MIN_GRANT_SECONDS, MAX_GRANT_SECONDS = 1.0, 5.0
+REBOOTED = "BOOT_ID_MISMATCH"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What all messages of one pass have in common."""
+
+    cache: common.CacheRef
+    rollout: JsonObject
+    state: RolloutState
+    spec: RolloutSpec | None
+    manifest: bytes
+
+    @property
+    def uid(self) -> str:
+        return str(self.rollout["metadata"]["uid"])
+
+
+def grant_deadline(lease_ttl: float) -> float:
+    """A grant is on its way for at most the grace that expiry allows for, so that a lease begun by a late one
+    has ended when it is said to have."""
+    return min(MAX_GRANT_SECONDS, max(MIN_GRANT_SECONDS, lease_ttl * (LEASE_GRACE - 1)))
+
+
+class Messenger:
+    def __init__(self, deps: Deps) -> None:
+        self._deps = deps
+
+    async def send(
+        self, sent: Sent, rpc: Rpc, target: AgentTarget, view: AgentView, memory: Memory
+    ) -> AgentView:
+        """Never raises for what an agent may answer; NotLeader passes through."""
+        uid, attempt = sent.uid, sent.state.attempt
+        attributes: dict[str, str | int | float | bool] = {
+            "kvtier.node": target.name,
+            "kvtier.fence": sent.state.fence,
+        }
+        kind = "grant" if isinstance(rpc, Grant) else "revoke"
+        with self._deps.telemetry.span(f"rollout.{kind}", attributes, uid=uid, attempt=attempt):
+            try:
+                return await self._once(sent, rpc, target, view, memory)
+            except AgentError as error:
+                if error.reason != REBOOTED or not error.facts.get("boot_id"):
+                    return await self._refused(sent, rpc, view, error)
+                # It restarted since it was looked at; the boot id guards against commands of another life.
+                target = replace(target, boot_id=error.facts["boot_id"])
+                memory.boots[target.name] = target.boot_id
+            except AgentUnreachable as error:
+                return self._silent(view, error)
+            try:
+                return await self._once(sent, rpc, target, view, memory)
+            except AgentError as error:
+                return await self._refused(sent, rpc, view, error)
+            except AgentUnreachable as error:
+                return self._silent(view, error)
+
+    async def _once(
+        self, sent: Sent, rpc: Rpc, target: AgentTarget, view: AgentView, memory: Memory
+    ) -> AgentView:
+        if isinstance(rpc, Grant):
+            return await self._grant(sent, target, view, memory)
+        return await self._revoke(sent, rpc, target, view, memory)
+
+    async def _grant(self, sent: Sent, target: AgentTarget, view: AgentView, memory: Memory) -> AgentView:
+        if sent.spec is None:
+            return view
+        request = grant_request(
+            sent.state,
+            sent.spec,
+            cache=sent.cache,
+            rollout_uid=sent.uid,
+            manifest=sent.manifest,
+            boot_id=target.boot_id,
+            nonce=self._deps.nonce(),
+        )
+        deadline = grant_deadline(sent.spec.lease_ttl)
+        # Noted before it is sent: an answer that is lost may still have granted.
+        memory.held.add(target.name)
+        answer = await self._deps.agents.grant(target, request, deadline_seconds=deadline)
+        memory.boots[target.name] = answer.boot_id
+        return replace(
+            view,
+            reachable=True,
+            boot_id=answer.boot_id,
+            granted_fence=sent.state.fence,
+            granted_rollout=sent.uid,
+            candidate_digest=answer.candidate_digest,
+            highest_fence=max(view.highest_fence, sent.state.fence),
+            returned_reason="",
+            returned_fence=0,
+            refusal="",
+        )
+
+    async def _revoke(
+        self, sent: Sent, rpc: Revoke, target: AgentTarget, view: AgentView, memory: Memory
+    ) -> AgentView:
+        nonce = self._deps.nonce()
+        request = revoke_request(
+            sent.state,
+            rpc.cause,
+            cache=sent.cache,
+            rollout_uid=sent.uid,
+            boot_id=target.boot_id,
+            nonce=nonce,
+        )
+        answer = await self._deps.agents.revoke(target, request)
+        proof = checked(answer.proof, nonce, target.boot_id)
+        memory.boots[target.name] = answer.proof.boot_id
+        memory.proofs[target.name] = proof
+        if proof.valid and not proof.candidate_digest:
+            memory.held.discard(target.name)
+        return replace(
+            view,
+            reachable=True,
+            proof=proof,
+            granted_fence=0,
+            granted_rollout="",
+            candidate_digest=proof.candidate_digest,
+            highest_fence=max(view.highest_fence, proof.fence),
+            refusal="",
+        )
+
+    async def _refused(self, sent: Sent, rpc: Rpc, view: AgentView, error: AgentError) -> AgentView:
+        highest = int(error.facts.get("highest_fence") or 0)
+        _log.info("agent refused", extra={"node": error.node, "reason": error.reason})
+        await self._deps.api.event(
+            sent.rollout,
+            EventType.WARNING,
+            f"{type(rpc).__name__}Refused",
+            f"{error.node}: {error.reason}: {error.message}",
+        )
+        return replace(
+            view,
+            reachable=True,
+            refusal=error.reason,
+            refusal_message=error.message[:160],
+            highest_fence=max(view.highest_fence, highest),
+        )
+
+    def _silent(self, view: AgentView, error: AgentUnreachable) -> AgentView:
+        _log.info("agent unreachable", extra={"node": error.node, "code": error.code})
+        return replace(view, reachable=False)
+
+
+def checked(proof: control.Proof, nonce: bytes, boot_id: str) -> ProofView:
+    """The proof with the digest over our nonce recomputed."""
+    expected = nonce_digest(nonce, proof.baseline_digest, proof.candidate_digest, proof.boot_id)
+    return ProofView(
+        fence=proof.highest_fence,
+        baseline_digest=proof.baseline_digest,
+        candidate_digest=proof.candidate_digest,
+        in_flight=proof.in_flight_candidate,
+        valid=proof.nonce_digest == expected and proof.boot_id == boot_id,
+    )

@@ -1,0 +1,161 @@
+"""What the agents of a cache's pool say now, as AgentViews: one GetState each, all at once.
+
+Choosing the agents of the blast radius is here too: holders stay chosen, the rest by a hash of rollout and
+node, so that a number of nodes means the same nodes on every pass. It must not send anything that changes an
+agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvtier.v1 import control_pb2 as control
+from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, NodeView
+from kvtier_operator.rollout.inputs import AgentView, ProofView
+from kvtier_operator.rollout.state import RolloutState
+
+DEAD_SECONDS = 1.0
+
+
+@dataclass
+class Memory:
+    """What one rollout's agents were last seen to be. A cache: losing it costs calls, never correctness.
+
+    proofs: by node, the last one that was checked. held: nodes that were granted this rollout's candidate.
+    boots: the boot ids they answered with.
+    """
+
+    proofs: dict[str, ProofView] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    boots: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The agents asked, and how to reach each under the boot id it last gave."""
+
+    views: tuple[AgentView, ...]
+    targets: dict[str, AgentTarget]
+
+
+class Observer:
+    def __init__(self, agents: Agents) -> None:
+        self._agents = agents
+
+    async def observe(
+        self,
+        members: Sequence[NodeView],
+        *,
+        cache_uid: str,
+        rollout_uid: str,
+        state: RolloutState,
+        max_nodes: int,
+        memory: Memory,
+    ) -> Pool:
+        """Asks every member. One that does not answer is a view, not an error."""
+        answers = await asyncio.gather(*(self._ask(member) for member in members))
+        views = [
+            _view(member, answer, cache_uid, rollout_uid, state, memory)
+            for member, answer in zip(members, answers, strict=True)
+        ]
+        chosen = choose(members, views, rollout_uid, max_nodes)
+        targets = {}
+        for member, view in zip(members, views, strict=True):
+            if view.boot_id:
+                memory.boots[view.node] = view.boot_id
+            targets[view.node] = replace(member.target, boot_id=view.boot_id or member.target.boot_id)
+        return Pool(tuple(replace(view, selected=view.node in chosen) for view in views), targets)
+
+    async def _ask(self, member: NodeView) -> control.GetStateResponse | None:
+        try:
+            if member.live:
+                return await self._agents.get_state(member.target)
+            return await self._agents.get_state(member.target, deadline_seconds=DEAD_SECONDS)
+        except (AgentError, AgentUnreachable):
+            return None
+
+
+def unasked(members: Sequence[NodeView], memory: Memory) -> Pool:
+    """The members without asking: in a return to the baseline the revocation itself is the question."""
+    views = tuple(
+        AgentView(
+            node=member.target.name,
+            reachable=member.live,
+            selected=False,
+            boot_id=memory.boots.get(member.target.name, member.target.boot_id),
+            proof=memory.proofs.get(member.target.name),
+        )
+        for member in members
+    )
+    targets = {
+        member.target.name: replace(
+            member.target, boot_id=memory.boots.get(member.target.name, member.target.boot_id)
+        )
+        for member in members
+    }
+    return Pool(views, targets)
+
+
+def choose(
+    members: Sequence[NodeView], views: Sequence[AgentView], rollout_uid: str, max_nodes: int
+) -> frozenset[str]:
+    """Names of the agents that may hold the candidate. Cordoned, draining and dead ones may not."""
+    able = [
+        view
+        for member, view in zip(members, views, strict=True)
+        if member.live and not member.cordoned and not member.draining
+    ]
+
+    def rank(view: AgentView) -> tuple[bool, str]:
+        mark = hashlib.sha256(f"{rollout_uid}|{view.node}".encode()).hexdigest()
+        return view.granted_rollout != rollout_uid, mark
+
+    ordered = sorted(able, key=rank)
+    return frozenset(view.node for view in (ordered[:max_nodes] if max_nodes else ordered))
+
+
+def _view(
+    member: NodeView,
+    answer: control.GetStateResponse | None,
+    cache_uid: str,
+    rollout_uid: str,
+    state: RolloutState,
+    memory: Memory,
+) -> AgentView:
+    name = member.target.name
+    proof = memory.proofs.get(name)
+    if answer is None:
+        holder = rollout_uid if name in memory.held or _declared(member, cache_uid, state) else ""
+        return AgentView(name, False, boot_id=member.target.boot_id, granted_rollout=holder, proof=proof)
+    held = next((cache for cache in answer.caches if cache.cache.uid == cache_uid), None)
+    view = AgentView(name, True, boot_id=answer.boot_id, proof=proof)
+    if held is None:
+        return view
+    view = replace(
+        view,
+        highest_fence=held.highest_fence,
+        baseline_digest=held.baseline_digest,
+        returned_reason=held.returned_reason,
+        returned_fence=held.returned_fence,
+    )
+    if not held.HasField("candidate") or not held.candidate.digest:
+        return view
+    owner = held.candidate.fence.rollout_uid
+    if owner == rollout_uid:
+        memory.held.add(name)
+    return replace(
+        view,
+        candidate_digest=held.candidate.digest,
+        granted_fence=held.candidate.fence.value,
+        granted_rollout=owner,
+    )
+
+
+def _declared(member: NodeView, cache_uid: str, state: RolloutState) -> bool:
+    """Whether the silent agent's KVNode still says that it holds this candidate."""
+    rows = (member.raw.get("status") or {}).get("candidates") or []
+    digest = state.candidate.digest if state.candidate else ""
+    return any(row.get("cacheUID") == cache_uid and row.get("digest") == digest for row in rows)

@@ -1,0 +1,66 @@
+"""Whose turn it is when several rollouts name one cache: one at a time, the begun one first, then the oldest.
+
+Pure over objects. It must not look at anything but their metadata, spec and status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtier_operator.ports import JsonObject
+from kvtier_operator.rollout.vocabulary import FINISHED, Phase, Stage
+
+
+def busy_with(rollout: JsonObject, others: Iterable[JsonObject]) -> str:
+    """Name of the unfinished rollout of the same cache that goes first; empty when it is this one's turn."""
+    ahead = [
+        other
+        for other in _rivals(rollout, others)
+        if _unfinished(other) and (_begun(other) or _age(other) < _age(rollout))
+    ]
+    return _name(min(ahead, key=_turn)) if ahead else ""
+
+
+def superseded_by(rollout: JsonObject, others: Iterable[JsonObject], *, completed: bool) -> str:
+    """Name of a begun, unfinished rollout that this one has to yield to: any when it is completed, only an
+    older one when two have begun at once."""
+    ahead = [
+        other
+        for other in _rivals(rollout, others)
+        if _unfinished(other) and _begun(other) and (completed or _age(other) < _age(rollout))
+    ]
+    return _name(min(ahead, key=_turn)) if ahead else ""
+
+
+def _rivals(rollout: JsonObject, others: Iterable[JsonObject]) -> list[JsonObject]:
+    mine = rollout["metadata"]["uid"]
+    cache = _cache(rollout)
+    return [other for other in others if other["metadata"]["uid"] != mine and _cache(other) == cache]
+
+
+def _cache(rollout: JsonObject) -> str:
+    return str(((rollout.get("spec") or {}).get("cacheRef") or {}).get("name", ""))
+
+
+def _name(rollout: JsonObject) -> str:
+    return str(rollout["metadata"]["name"])
+
+
+def _unfinished(rollout: JsonObject) -> bool:
+    phase = (rollout.get("status") or {}).get("phase") or Phase.PENDING
+    leaving = "deletionTimestamp" in rollout["metadata"]
+    return Phase(phase) not in FINISHED and not (leaving and not _begun(rollout))
+
+
+def _begun(rollout: JsonObject) -> bool:
+    status = rollout.get("status") or {}
+    return (status.get("stage") or Stage.OFF) != Stage.OFF or bool(status.get("revoking"))
+
+
+def _age(rollout: JsonObject) -> tuple[str, str]:
+    metadata = rollout["metadata"]
+    return str(metadata.get("creationTimestamp") or ""), str(metadata["uid"])
+
+
+def _turn(rollout: JsonObject) -> tuple[bool, tuple[str, str]]:
+    return not _begun(rollout), _age(rollout)
