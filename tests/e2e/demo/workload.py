@@ -86,6 +86,7 @@ class Engine:
             session_root_id=root or uuid.uuid4().hex,
             probe=forced_arm is not None,
             forced_arm=forced_arm,
+            max_tokens=ids.shape[1] + new_tokens,
         )
         tokens: list[int] = []
         exactness: list[str] = []
