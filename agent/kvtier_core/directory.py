@@ -39,6 +39,11 @@ def logical_id(session: int, layer: int, chunk: int) -> int:
     return (session << (_LAYER_BITS + _CHUNK_BITS)) | (layer << _CHUNK_BITS) | chunk
 
 
+def recency_key(epoch: int, chunk: int) -> int:
+    """Orders sealed chunks: by the step that sealed them, and within a step by position, in all layers."""
+    return (epoch << _CHUNK_BITS) | chunk
+
+
 class Directory:
     """Columns by line. A line belongs to one logical chunk from `insert` to `remove`.
 
@@ -66,7 +71,7 @@ class Directory:
         self.readers: NDArray[np.int32]
         self.write_txn: NDArray[np.int64]
         self.credit: NDArray[np.int64]
-        self.sealed_at: NDArray[np.int64]
+        self.recency: NDArray[np.int64]
         for name, kind in _COLUMNS:
             setattr(self, name, np.zeros(0, dtype=kind))
         self._grow(lines)
@@ -113,7 +118,7 @@ class Directory:
         self.readers[line] = 0
         self.write_txn[line] = 0
         self.credit[line] = 0
-        self.sealed_at[line] = 0
+        self.recency[line] = 0
         self.directory_generation += 1
         return line
 
@@ -136,11 +141,11 @@ class Directory:
         self.directory_generation += 1
 
     def sealed_in(self, tier: int) -> NDArray[np.int64]:
-        """Lines of sealed chunks in a tier that no transaction holds, oldest sealed first."""
+        """Lines of sealed chunks in a tier that no transaction holds, least recent first."""
         found = np.flatnonzero(
             (self.tier == tier) & (self.state == ChunkState.SEALED) & (self.write_txn == 0)
         )
-        return found[np.argsort(self.sealed_at[found], kind="stable")]
+        return found[np.argsort(self.recency[found], kind="stable")]
 
 
 _COLUMNS: tuple[tuple[str, type[np.generic]], ...] = (
@@ -157,5 +162,5 @@ _COLUMNS: tuple[tuple[str, type[np.generic]], ...] = (
     ("readers", np.int32),
     ("write_txn", np.int64),
     ("credit", np.int64),
-    ("sealed_at", np.int64),
+    ("recency", np.int64),
 )

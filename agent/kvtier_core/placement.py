@@ -1,4 +1,4 @@
-"""Where chunks go when a tier is full: the oldest sealed chunk moves one tier down.
+"""Where chunks go when a tier is full: the least recent sealed chunk moves down.
 
 Why it exists: contexts outgrow the fast tiers, and room must be made before rows are accepted. It must not
 know attention, sessions' meaning or bytes. Budgets are per node: all sessions of a cache share a tier.
@@ -58,27 +58,29 @@ class Placement:
         movable = min(len(self._directory.sealed_in(tier)), below)
         return min(wanted, self._ledger.available(tier) + movable)
 
-    def home_for_sealed(self, tier: int) -> tuple[int, int]:
-        """A credit for one more sealed chunk in `tier` or, when nothing there can move down, below it.
-        Returns (tier, grant). NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE."""
+    def home_for_sealed(self, tier: int, recency: int) -> tuple[int, int]:
+        """A credit for one more sealed chunk in `tier`, or below it when all that lie there are more recent
+        or cannot move down. Returns (tier, grant). NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE."""
         for home in [item for item in self._homes if item >= tier]:
-            if self._ledger.pressure({home: 1}) is None or self._try_room(home):
+            if self._ledger.pressure({home: 1}) is None or self._try_room(home, recency):
                 return home, self._ledger.acquire({home: 1})
         raise self.exhausted("no tier takes one more sealed chunk")
 
     def make_room(self, tier: int, count: int = 1) -> None:
-        """Demotes oldest sealed chunks of `tier` until `count` slots are free there."""
+        """Demotes the least recent chunks of `tier` until `count` slots are free there."""
         while self._ledger.available(tier) < count:
             if not self._try_room(tier):
                 raise self.exhausted(f"tier {self._tiers[tier].name} cannot free {count} slots")
 
-    def _try_room(self, tier: int) -> bool:
+    def _try_room(self, tier: int, recency: int | None = None) -> bool:
+        """Moves the least recent chunk of `tier` down if it is at most as recent as `recency`."""
         lines = self._directory.sealed_in(tier)
         lines = lines[self._directory.readers[lines] == 0]
-        if not len(lines):
+        if not len(lines) or (recency is not None and self._directory.recency[lines[0]] > recency):
             return False
+        moved = int(self._directory.recency[lines[0]])
         for lower in [item for item in self._homes if item > tier]:
-            if self._ledger.pressure({lower: 1}) is None or self._try_room(lower):
+            if self._ledger.pressure({lower: 1}) is None or self._try_room(lower, moved):
                 self._transactions.run(MoveKind.DEMOTE, int(lines[0]), lower)
                 return True
         return False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtier_core.credits import CreditLedger
-from kvtier_core.directory import ChunkState, Directory, logical_id
+from kvtier_core.directory import ChunkState, Directory, logical_id, recency_key
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import SourceBinding, chunk_digest
 from kvtier_core.layout import ChunkLayout
@@ -41,7 +41,8 @@ class LayerState:
 
 @dataclass(slots=True)
 class Session:
-    """producers: (first position, index of the producer's digest), ascending; the same in all layers."""
+    """producers: (first position, index of the producer's digest), ascending; the same in all layers.
+    epoch: grows with each step of any session; what is sealed in one step is equally recent, by position."""
 
     number: int
     session_id: str
@@ -55,6 +56,7 @@ class Session:
     layer: int = 0
     committed: int = 0
     snapshot_generation: int = 0
+    epoch: int = 0
 
     def producer_at(self, position: int) -> int:
         found = self.producers[0][1]
@@ -114,7 +116,7 @@ class RowStore:
         self.directory = directory
         self.identities: dict[int, BlockIdentity] = {}
         self._binding: dict[int, tuple[Session, int]] = {}
-        self._seals = 0
+        self._epochs = 0
         self.transactions = Transactions(directory, ledger, tiers, self.identity_of, self._published)
         self.placement: Placement
 
@@ -136,6 +138,11 @@ class RowStore:
         self.identities[line] = identity
         session, _ = self._binding[line]
         session.snapshot_generation += 1
+
+    def start_step(self, session: Session) -> None:
+        """Names the recency of what the session seals from now on."""
+        self._epochs += 1
+        session.epoch = self._epochs
 
     # Appending.
 
@@ -164,7 +171,9 @@ class RowStore:
 
     def _reserve_sealed(self, append: Append, state: LayerState, chunk: int) -> SealedPart:
         size = self.layout.chunk_tokens
-        tier, credit = self.placement.home_for_sealed(state.open_tier)
+        tier, credit = self.placement.home_for_sealed(
+            state.open_tier, recency_key(append.session.epoch, chunk)
+        )
         part = SealedPart(
             chunk=chunk,
             tier=tier,
@@ -292,8 +301,7 @@ class RowStore:
         directory.rows[line] = self.layout.chunk_tokens
         directory.checksum[line] = identity.checksum
         directory.credit[line] = part.credit
-        self._seals += 1
-        directory.sealed_at[line] = self._seals
+        directory.recency[line] = recency_key(append.session.epoch, part.chunk)
         last = append.first + part.last - 1
         directory.producer[line] = append.session.producer_at(last)
         self.identities[line] = identity

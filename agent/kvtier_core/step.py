@@ -99,6 +99,8 @@ class StepRunner:
                 "these rows exist already with other bytes",
                 {"frontier": session.layers[request.layer].frontier},
             )
+        if request.step != session.step:
+            store.start_step(session)
         k, v = (request.k[:0], request.v[:0]) if repeat else (request.k, request.v)
         append = store.reserve(session, request.layer, k, v)
         try:

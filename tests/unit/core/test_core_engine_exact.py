@@ -1,0 +1,151 @@
+"""Exact attention: right against float64, and bit-equal wherever the rows lie."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier_core.receipts import ExactnessClass
+from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind
+from kvtier_crds.manifest import Checksum
+from tests.unit.core.builders import (
+    CHUNK,
+    LAYERS,
+    Driver,
+    Rows,
+    TierBudget,
+    cpu,
+    dense_reference,
+    engine,
+    gpu,
+    nvme,
+)
+
+TOKENS, DECODE = 6 * CHUNK + 7, 9
+PLACEMENTS = {
+    "all gpu": [gpu(64)],
+    "all cpu": [cpu(64)],
+    "all nvme but open chunks": [cpu(LAYERS), nvme(64)],
+    "one slot more": [cpu(LAYERS + 1), nvme(64)],
+    "three tiers": [gpu(5), cpu(4), nvme(64)],
+    "open chunks in two tiers": [gpu(1), cpu(3), nvme(64)],
+    "crc32c": [gpu(3), cpu(3, Checksum.NONE), nvme(64, Checksum.CRC32C)],
+}
+
+
+def play(folder: Path, tiers: list[TierBudget], block: int, **options: object) -> torch.Tensor:
+    with engine(folder, tiers, **options) as built:  # type: ignore[arg-type]
+        driver = Driver.open(built, Rows.random(TOKENS + DECODE))
+        out = driver.play(TOKENS, DECODE, block=block)
+        assert driver.close() == TOKENS + DECODE
+    return out
+
+
+@pytest.mark.parametrize("tiers", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+def test_placement_cannot_change_a_bit(tmp_path: Path, tiers: list[TierBudget]) -> None:
+    everywhere = play(tmp_path / "a", [gpu(64)], block=20)
+    here = play(tmp_path / "b", tiers, block=20)
+    assert torch.equal(here, everywhere)
+
+
+@pytest.mark.parametrize("block", [1, 3, CHUNK, 50, TOKENS])
+def test_the_size_of_frames_cannot_change_a_bit(tmp_path: Path, block: int) -> None:
+    """A frame of 50 rows spans three chunks of 32."""
+    assert torch.equal(
+        play(tmp_path / "a", [gpu(2), cpu(3), nvme(64)], block), play(tmp_path / "b", [gpu(64)], 20)
+    )
+
+
+def test_reading_ahead_cannot_change_a_bit(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        ahead = play(tmp_path / "a", [cpu(LAYERS), nvme(64)], 20, reader=pool)
+    assert torch.equal(ahead, play(tmp_path / "b", [gpu(64)], 20))
+
+
+def test_answers_are_dense_causal_attention(tmp_path: Path) -> None:
+    rows = Rows.random(TOKENS + DECODE)
+    with engine(tmp_path, [gpu(3), cpu(3), nvme(64)]) as built:
+        out = Driver.open(built, rows).play(TOKENS, DECODE)
+    want = dense_reference(rows, TOKENS + DECODE)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=3e-6)
+
+
+def test_rows_spread_over_all_three_tiers_and_receipts_say_so(tmp_path: Path) -> None:
+    with engine(tmp_path, [gpu(5), cpu(4), nvme(64)]) as built:
+        driver = Driver.open(built, Rows.random(TOKENS + DECODE))
+        driver.play(TOKENS, DECODE)
+        receipt = driver.answers[-1].receipt
+        assert receipt.exactness is ExactnessClass.EXACT
+        assert set(receipt.plan) == {"gpu:partial", "cpu:partial", "nvme:staged"}
+        assert set(receipt.bytes_by_tier) == {"hbm", "ram", "flash"}
+        assert receipt.simulated
+        assert receipt.rows_attended == receipt.frontier == TOKENS + DECODE
+        assert receipt.manifest_digest == receipt.producer_digest == built.live_manifest().digest()
+        stats = {tier.class_name: tier for tier in built.stats().tiers}
+        assert stats["hbm"].used_bytes <= stats["hbm"].capacity_bytes
+        assert stats["flash"].used_bytes > 0
+        assert stats["hbm"].simulated
+        assert not stats["ram"].simulated
+        driver.close()
+        assert [tier.used_bytes for tier in built.stats().tiers] == [0, 0, 0]
+
+
+def test_newest_rows_are_in_the_fastest_tier(tmp_path: Path) -> None:
+    with engine(tmp_path, [gpu(4), cpu(4), nvme(64)]) as built:
+        driver = Driver.open(built, Rows.random(8 * CHUNK))
+        driver.forward(8 * CHUNK)
+        # Committed only when the engine says so; the next step does.
+        driver.rows = Rows.random(8 * CHUNK)
+        built.step(
+            driver.request(
+                0,
+                8 * CHUNK,
+                8 * CHUNK,
+                q=driver.rows.q[0, -1:],
+                first_query_position=8 * CHUNK - 1,
+                committed_frontier=8 * CHUNK,
+            )
+        )
+        order = {"hbm": 0, "ram": 1, "flash": 2}
+        for layer in range(LAYERS):
+            tiers = [
+                order[info.tier_class]
+                for info in built.list_chunks(driver.handle.session_id, driver.handle.generation)
+                if info.layer == layer
+            ]
+            assert len(tiers) == 8
+            assert tiers == sorted(tiers, reverse=True)
+
+
+def test_a_tier_that_forbids_partial_attention_is_read_through_staging(tmp_path: Path) -> None:
+    import dataclasses
+
+    forbidden = dataclasses.replace(DEFAULT_CAPABILITY[MediumKind.CPU], partial_attention=False)
+    tiers = [gpu(LAYERS), cpu(64)]
+    with engine(tmp_path / "a", tiers, capabilities={"ram": forbidden}) as built:
+        driver = Driver.open(built, Rows.random(TOKENS + DECODE))
+        out = driver.play(TOKENS, DECODE)
+        assert set(driver.answers[-1].receipt.plan) == {"gpu:partial", "cpu:staged"}
+    assert torch.equal(out, play(tmp_path / "b", [gpu(64)], 20))
+
+
+def test_sessions_do_not_see_each_other(tmp_path: Path) -> None:
+    """Interleaved sessions in a crowded engine answer as alone."""
+    tiers = [gpu(6), cpu(3), nvme(64)]
+    alone = []
+    for seed in range(2):
+        with engine(tmp_path / str(seed), tiers) as built:
+            alone.append(Driver.open(built, Rows.random(3 * CHUNK, seed)).play(2 * CHUNK, CHUNK))
+    with engine(tmp_path / "both", tiers) as built:
+        drivers = [Driver.open(built, Rows.random(3 * CHUNK, seed)) for seed in range(2)]
+        parts: list[list[torch.Tensor]] = [[], []]
+        for mine, driver in zip(parts, drivers, strict=True):
+            mine.append(driver.forward(2 * CHUNK))
+        for _ in range(CHUNK):
+            for mine, driver in zip(parts, drivers, strict=True):
+                mine.append(driver.forward(1))
+    for mine, want in zip(parts, alone, strict=True):
+        assert torch.equal(torch.cat(mine, dim=1), want)
