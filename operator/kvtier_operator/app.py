@@ -47,6 +47,7 @@ class Options:
     tls: AgentTls
     metrics_port: int | None = None
     liveness_port: int | None = None
+    bind_address: str = "0.0.0.0"
     election: Timing = field(default_factory=Timing)
     limits: dict[Kind, Limits] = field(default_factory=dict)
 
@@ -114,7 +115,13 @@ class Operator:
             ready=lambda: self.ready.is_set(),
             leading=lambda: election.leading_since() is not None,
         )
-        server = HealthServer(health, self.metrics.registry, options.liveness_port, options.metrics_port)
+        server = HealthServer(
+            health,
+            self.metrics.registry,
+            options.liveness_port,
+            options.metrics_port,
+            host=options.bind_address,
+        )
         await stack.enter_async_context(_serving(server))
         await self._first_lists(relist, stop)
         if stop.is_set():

@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--otlp-endpoint", default="", help="host:port for spans; absent: none are sent")
     made.add_argument("--metrics-port", type=int, default=None, help="absent: not served; 0: a free one")
     made.add_argument("--liveness-port", type=int, default=None, help="absent: not served; 0: a free one")
+    made.add_argument("--bind-address", default="0.0.0.0", help="of both ports")
     made.add_argument(
         "--election-lease-seconds", type=float, default=15.0, help="duration of the operator's Lease (>= 6)"
     )
@@ -64,6 +65,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         tls=AgentTls(arguments.agent_tls_cert, arguments.agent_tls_key, arguments.agent_tls_ca),
         metrics_port=arguments.metrics_port,
         liveness_port=arguments.liveness_port,
+        bind_address=arguments.bind_address,
         election=Timing(
             duration=duration, renew=duration / 3, retry=min(2.0, duration / 6), margin=duration / 3
         ),
@@ -110,3 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvtier-operator: {error}", file=sys.stderr)
         return 2
     return asyncio.run(serve(options, arguments.otlp_endpoint))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

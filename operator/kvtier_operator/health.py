@@ -30,7 +30,8 @@ class HealthServer:
         registry: CollectorRegistry,
         liveness_port: int | None,
         metrics_port: int | None,
-        host: str = "0.0.0.0",
+        *,
+        host: str,
     ) -> None:
         self._health = health
         self._registry = registry

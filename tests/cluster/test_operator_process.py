@@ -1,0 +1,215 @@
+"""The operator as a process: its end on SIGTERM, its restart, and two at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.fake_agent import FakeAgent
+from tests.cluster.kvtier_localplane import Cluster, eventually
+from tests.cluster.operator_harness import (
+    SYSTEM,
+    agent_pool,
+    apply,
+    install,
+    kv_cache,
+    operator,
+    start_operator,
+    tier_class,
+    wait_condition,
+)
+
+pytestmark = pytest.mark.timeout(180)
+NAMESPACE = "op-process"
+POOL = "op-process"
+NODE = "op-process-a"
+
+
+@dataclass(frozen=True)
+class World:
+    cluster: Cluster
+    folder: Path
+    agent: FakeAgent
+
+
+@pytest.fixture(scope="module")
+def world(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A pool with one live agent and no operator."""
+    folder = tmp_path_factory.mktemp("op-process")
+    install(control_plane)
+    control_plane.ensure_namespace(NAMESPACE)
+    apply(control_plane, tier_class("gpu-sim", "gpu"), tier_class("cpu-dram", "cpu"))
+    agent = FakeAgent(control_plane, folder, NODE, namespace=NAMESPACE, pool=POOL, lease_seconds=600)
+    try:
+        with operator(control_plane, folder, "op-process-0"):
+            apply(control_plane, agent_pool(POOL, NAMESPACE))
+            agent.start()
+        yield World(control_plane, folder, agent)
+    finally:
+        agent.cleanup()
+
+
+def test_a_restarted_operator_goes_on_and_writes_nothing_for_what_stands(world: World) -> None:
+    with operator(world.cluster, world.folder, "restart-1"):
+        apply(world.cluster, kv_cache("stands", NAMESPACE, POOL))
+        wait_condition(world.cluster, "kvcache/stands", NAMESPACE, "Ready", "True")
+    version = world.cluster.get("kvcache", "stands", "-n", NAMESPACE)["metadata"]["resourceVersion"]
+    world.agent.state.calls.clear()
+    with operator(world.cluster, world.folder, "restart-2") as second:
+        # A new operator believes nothing: it takes a proof of its own before it is calm.
+        eventually(lambda: "Prove" in world.agent.state.calls, 15)
+        eventually(second.idle, 15)
+        assert "ApplyBaseline" not in world.agent.state.calls
+        found = world.cluster.get("kvcache", "stands", "-n", NAMESPACE)
+        assert found["metadata"]["resourceVersion"] == version
+        world.cluster.kubectl("delete", "kvcache", "stands", "-n", NAMESPACE, "--timeout=30s")
+
+
+def test_of_two_operators_one_leads_and_the_other_takes_over_at_once(world: World) -> None:
+    with operator(world.cluster, world.folder, "two-1") as first:
+        second = start_operator(world.cluster, world.folder, "two-2")
+        try:
+            eventually(second.operator.ready.is_set, 20)
+            apply(world.cluster, kv_cache("one-writer", NAMESPACE, POOL))
+            wait_condition(world.cluster, "kvcache/one-writer", NAMESPACE, "Ready", "True")
+            assert not second.leading()
+            assert second.writes() == {}
+            started = time.monotonic()
+            first.stop()
+            # Released, not expired: the successor need not wait for the end of the Lease.
+            eventually(second.leading, 20)
+            assert time.monotonic() - started < 10
+            world.cluster.kubectl("delete", "kvcache", "one-writer", "-n", NAMESPACE, "--timeout=30s")
+        finally:
+            second.stop()
+
+
+def test_a_cache_deleted_while_its_only_node_is_gone_does_not_hang_and_the_node_is_cleaned_later(
+    world: World,
+) -> None:
+    """The finalizer goes after the grace; the agent that comes back with the cache is told to forget it."""
+    with operator(world.cluster, world.folder, "orphan-1"):
+        apply(world.cluster, kv_cache("orphan", NAMESPACE, POOL))
+        cache = wait_condition(world.cluster, "kvcache/orphan", NAMESPACE, "Ready", "True")
+        uid = cache["metadata"]["uid"]
+    held = world.agent.state.caches[uid]
+    world.cluster.kubectl("delete", "kvcache", "orphan", "-n", NAMESPACE, "--wait=false")
+    world.cluster.kubectl(
+        "patch", "kvcache", "orphan", "-n", NAMESPACE, "--type=json",
+        '-p=[{"op":"remove","path":"/metadata/finalizers"}]',
+    )  # fmt: skip
+    assert world.agent.state.caches[uid] is held
+    with operator(world.cluster, world.folder, "orphan-2"):
+        eventually(lambda: uid not in world.agent.state.caches, 15)
+    assert world.agent.state.removed[uid] == held.fence + 1
+
+
+def test_the_command_ends_within_seconds_of_sigterm_and_gives_its_lease_back(world: World) -> None:
+    with command(world, "cli-1") as process:
+        ready = json.loads(process.lines.pop(0))
+        assert ready == {"event": "ready", "identity": "cli-1"}
+        eventually(lambda: holder(world.cluster) == "cli-1", 20)
+        apply(world.cluster, kv_cache("by-cli", NAMESPACE, POOL))
+        wait_condition(world.cluster, "kvcache/by-cli", NAMESPACE, "Ready", "True")
+        assert process.get("healthz")[0] == 200
+        assert process.get("readyz") == (200, "leading")
+        assert "kvtier_operator_api_writes_total" in process.get("metrics")[1]
+        world.cluster.kubectl("delete", "kvcache", "by-cli", "-n", NAMESPACE, "--timeout=30s")
+        started = time.monotonic()
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.popen.wait(15) == 0
+        assert time.monotonic() - started < 8
+    assert holder(world.cluster) == ""
+    for line in process.errors:
+        assert isinstance(json.loads(line), dict), line
+
+
+def test_a_missing_certificate_is_named_before_anything_starts(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier_operator.cli", "--namespace=x", "--agent-tls-cert=/nowhere/a.crt",
+         "--agent-tls-key=/nowhere/a.key", "--agent-tls-ca=/nowhere/ca.crt"],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--agent-tls-cert: no such file: /nowhere/a.crt" in done.stderr
+
+
+def holder(cluster: Cluster) -> str:
+    lease = cluster.get("lease", "kvtier-operator", "-n", SYSTEM)
+    return str(lease["spec"].get("holderIdentity") or "")
+
+
+@dataclass
+class Command:
+    popen: subprocess.Popen[str]
+    lines: list[str]
+    errors: list[str]
+    liveness_port: int
+    metrics_port: int
+
+    def get(self, path: str) -> tuple[int, str]:
+        port = self.metrics_port if path == "metrics" else self.liveness_port
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+
+@contextlib.contextmanager
+def command(world: World, identity: str) -> Iterator[Command]:
+    """`kvtier-operator` as a process of its own, once it has said that it is ready."""
+    kubeconfig = world.cluster.service_account_kubeconfig(
+        SYSTEM, "kvtier-operator", world.folder / f"{identity}.kubeconfig"
+    )
+    certificate = world.cluster.issue_certificate(identity, world.folder / "cli-tls")
+    liveness, metrics = free_port(), free_port()
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "kvtier_operator.cli", f"--kubeconfig={kubeconfig}", f"--namespace={SYSTEM}",
+         f"--identity={identity}", f"--agent-tls-cert={certificate.cert_file}",
+         f"--agent-tls-key={certificate.key_file}", f"--agent-tls-ca={certificate.ca_file}",
+         f"--metrics-port={metrics}", f"--liveness-port={liveness}", "--election-lease-seconds=6",
+         "--bind-address=127.0.0.1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    lines: list[str] = []
+    errors: list[str] = []
+    assert popen.stdout is not None and popen.stderr is not None
+    readers = [
+        threading.Thread(target=lambda: lines.extend(popen.stdout or []), daemon=True),
+        threading.Thread(target=lambda: errors.extend(popen.stderr or []), daemon=True),
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        eventually(lambda: lines or popen.poll() is not None, 30, on_failure=lambda: "".join(errors))
+        assert lines, "".join(errors)
+        yield Command(popen, lines, errors, liveness, metrics)
+    finally:
+        if popen.poll() is None:
+            popen.kill()
+        popen.wait(10)
+        for reader in readers:
+            reader.join(5)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
