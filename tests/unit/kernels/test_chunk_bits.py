@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from kvtier_kernels.ops.chunk_attention import chunk_state
 from kvtier_kernels.state import AttentionState, merge_ascending
 

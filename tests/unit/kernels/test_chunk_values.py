@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from kvtier_kernels.ops.chunk_attention import ShapeError, chunk_state, chunk_state_ref
 from kvtier_kernels.state import LogitFrame, finalize
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvtier_kernels.ops.quest import quest_boxes, quest_boxes_ref, quest_score, quest_score_ref
 from kvtier_kernels.ops.topk import topk_units
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 from kvtier_kernels.state import (
     AttentionState,
     FrameMismatch,
