@@ -1,0 +1,97 @@
+"""Identities on the local control plane: who a token or a certificate speaks for, and who not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.cluster.kvtier_localplane import Cluster, KubectlError
+from tests.cluster.kvtier_localplane.cluster import kubectl_environment
+
+NAMESPACE = "identity"
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def namespace(control_plane: Cluster) -> str:
+    control_plane.ensure_namespace(NAMESPACE)
+    account: dict[str, Any] = {"apiVersion": "v1", "kind": "ServiceAccount"}
+    account["metadata"] = {"name": "worker", "namespace": NAMESPACE}
+    containers = [{"name": "c", "image": "none"}]
+    pod: dict[str, Any] = {"apiVersion": "v1", "kind": "Pod"}
+    pod["metadata"] = {"name": "worker-pod", "namespace": NAMESPACE}
+    pod["spec"] = {"nodeName": "node-7", "serviceAccountName": "worker", "containers": containers}
+    for manifest in (account, pod):
+        control_plane.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(manifest))
+    return NAMESPACE
+
+
+def _whoami(cluster: Cluster, kubeconfig: Path) -> dict[str, Any]:
+    answer = cluster.kubectl("auth", "whoami", "-o", "json", kubeconfig=kubeconfig).stdout
+    user: dict[str, Any] = json.loads(answer)["status"]["userInfo"]
+    return user
+
+
+def test_a_pod_bound_token_names_its_node(control_plane: Cluster, namespace: str, tmp_path: Path) -> None:
+    bound = control_plane.service_account_kubeconfig(
+        namespace, "worker", tmp_path / "bound", bound_pod="worker-pod", duration_s=600
+    )
+    user = _whoami(control_plane, bound)
+    assert user["username"] == "system:serviceaccount:identity:worker"
+    assert user["extra"]["authentication.kubernetes.io/node-name"] == ["node-7"]
+    assert bound.stat().st_mode & 0o077 == 0
+
+    free = control_plane.service_account_kubeconfig(namespace, "worker", tmp_path / "free")
+    assert "authentication.kubernetes.io/node-name" not in _whoami(control_plane, free)["extra"]
+
+
+def test_a_service_account_has_no_right_by_itself(
+    control_plane: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    bound = control_plane.service_account_kubeconfig(namespace, "worker", tmp_path / "bound")
+    with pytest.raises(KubectlError, match="forbidden"):
+        control_plane.kubectl("get", "configmaps", "-n", namespace, kubeconfig=bound)
+
+
+def test_a_certificate_for_agents_is_no_user_of_the_api_server(
+    control_plane: Cluster, tmp_path: Path
+) -> None:
+    """Else an agent's key would be a login, and its common name could be anybody's."""
+    issued = control_plane.issue_certificate("system:masters", tmp_path, san_ip=["127.0.0.1"])
+    context = ssl.create_default_context(cafile=str(control_plane.ca_file))
+    context.load_cert_chain(issued.cert_file, issued.key_file)
+    address = urlsplit(control_plane.url)
+    connection = http.client.HTTPSConnection(
+        address.hostname or "", address.port, timeout=10, context=context
+    )
+    connection.request("GET", "/api/v1/namespaces")
+    assert connection.getresponse().status == 401
+    connection.close()
+
+
+def test_kubectl_does_not_see_the_users_settings(
+    control_plane: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "not-there"))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.1.1.1")
+    assert "Server Version: v1." in control_plane.kubectl("version").stdout
+    seen = kubectl_environment(tmp_path / "mine", os.environ)
+    assert {name: value for name, value in seen.items() if name.startswith("KUBE")} == {
+        "KUBECONFIG": str(tmp_path / "mine"),
+        "KUBERC": "off",
+    }
+
+
+def test_requests_are_in_the_audit_log(control_plane: Cluster, namespace: str) -> None:
+    assert control_plane.audit_log is not None
+    control_plane.kubectl("get", "configmap", "only-for-the-audit-log", "-n", namespace, check=False)
+    events = [json.loads(line) for line in control_plane.audit_log.read_text().splitlines()]
+    mine = [one for one in events if one.get("objectRef", {}).get("name") == "only-for-the-audit-log"]
+    assert [one["verb"] for one in mine] == ["get"]
