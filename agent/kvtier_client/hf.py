@@ -82,8 +82,9 @@ class KvtierCache(Cache):
     """One request's cache: a session of an agent. Opens it at once, so a refusal comes here.
 
     config: the model's; model_fingerprint: what this engine runs (see declared_fingerprint);
-    session_root_id: requests of one conversation share it, and with it their arm. Other arguments as in
-    SessionRequest. deadline_seconds: of each frame. Close it, or use it as a context manager.
+    session_root_id: requests of one conversation share it, and with it their arm. max_tokens: prompt and
+    output together, which the agent must be able to hold; default: all that the model can take. Other
+    arguments as in SessionRequest. deadline_seconds: of each frame. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class KvtierCache(Cache):
         session_root_id: str | None = None,
         probe: bool = False,
         forced_arm: Arm | None = None,
-        max_tokens: int = 0,
+        max_tokens: int | None = None,
         score_scale: float | None = None,
         traceparent: str = "",
         deadline_seconds: float = 30.0,
@@ -121,7 +122,7 @@ class KvtierCache(Cache):
                 request_class=request_class,
                 probe=probe,
                 forced_arm=forced_arm,
-                max_tokens=max_tokens,
+                max_tokens=max_tokens or int(config.max_position_embeddings),
                 traceparent=traceparent,
             ),
             deadline_seconds=deadline_seconds,

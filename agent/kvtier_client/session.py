@@ -44,8 +44,8 @@ class Geometry:
 
 @dataclass(frozen=True)
 class SessionRequest:
-    """What a session is opened with. score_scale multiplies q.k; max_tokens 0 leaves the bound to the
-    agent; a forced arm needs `probe`."""
+    """What a session is opened with. score_scale multiplies q.k; max_tokens bounds the context, for
+    admission; a forced arm needs `probe`."""
 
     namespace: str
     name: str
@@ -54,11 +54,11 @@ class SessionRequest:
     geometry: Geometry
     score_scale: float
     session_root_id: str
+    max_tokens: int
     uid: str = ""
     request_class: str = ""
     probe: bool = False
     forced_arm: Arm | None = None
-    max_tokens: int = 0
     traceparent: str = ""
 
 

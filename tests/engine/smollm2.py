@@ -31,11 +31,11 @@ def gguf_path() -> Path:
 def load_smollm2() -> tuple[Any, Any]:
     """(model, tokenizer), loaded once per process; sets one torch thread. Never touches the network."""
     torch.set_num_threads(1)
+    # Both are read at import.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers
+    os.environ["TQDM_DISABLE"] = "1"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    transformers.utils.logging.disable_progress_bar()
     path = gguf_path()
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, attn_implementation="sdpa")

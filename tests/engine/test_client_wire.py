@@ -26,6 +26,7 @@ def request(**change: Any) -> SessionRequest:
         "geometry": Geometry(layers=2, query_heads=6, kv_heads=2, head_dim=64),
         "score_scale": 0.125,
         "session_root_id": "root",
+        "max_tokens": 4096,
     }
     return SessionRequest(**(fields | change))
 
