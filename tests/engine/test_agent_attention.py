@@ -1,0 +1,308 @@
+"""A real agent process, engine side: exact answers through three tiers, blocks, and every typed refusal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from kvtier.v1 import attention_pb2, blocks_pb2, common_pb2
+from kvtier_crds.manifest import Geometry, RuntimeManifest
+from tests.engine.agent_process import Agent, baseline_manifest, detail_of, running_agent
+from tests.engine.attention_driver import CALL_SECONDS, Driver, Engine, named, wire_geometry
+
+pytestmark = pytest.mark.timeout(180)
+
+# Two layers, chunks of 256 rows of 2 x 2 x 64 float32: 262,144 bytes of payload a chunk. Budgets hold four
+# open or sealed chunks in each of the fast tiers, so 2,000 tokens reach the nvme tier.
+CHUNK_BYTES = 256 * 2 * 2 * 64 * 4
+SMALL = {"gpu-sim": 4 * CHUNK_BYTES, "dram": 4 * CHUNK_BYTES, "nvme": 64 * CHUNK_BYTES}
+
+
+@pytest.fixture(scope="module")
+def manifest() -> RuntimeManifest:
+    return baseline_manifest(budgets=SMALL)
+
+
+@pytest.fixture(scope="module")
+def agent(manifest: RuntimeManifest) -> Iterator[Agent]:
+    with running_agent() as started:
+        started.apply_baseline(manifest)
+        yield started
+
+
+@pytest.fixture
+def engine(agent: Agent) -> Iterator[Engine]:
+    with Engine(agent.socket_path) as connected:
+        yield connected
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(grpc.RpcError) as refused:
+        call()
+    return common_pb2.Reason.Name(detail_of(refused.value).reason)
+
+
+def test_exact_attention_through_three_tiers(agent: Agent, engine: Engine, manifest: RuntimeManifest) -> None:
+    session = engine.open(manifest)
+    assert session.opened.arm == attention_pb2.ARM_BASELINE
+    assert session.opened.manifest_digest == manifest.digest() == session.opened.baseline_digest
+    session.forward(1500)
+    tiers: set[str] = set()
+    for _ in range(4):
+        for layer in range(2):
+            frame = session.frame(layer, 1, session.frontier)
+            session.send(frame)
+            answer = session.receive()
+            session.note(layer, frame)
+            error = np.abs(session.output(answer) - session.expected(frame)).max()
+            assert error < 2e-5
+            assert answer.receipt.exactness == attention_pb2.EXACT
+            assert answer.receipt.simulated
+            assert answer.receipt.rows_attended == answer.receipt.frontier
+            tiers |= set(answer.receipt.bytes_by_tier)
+        session.step += 1
+    assert tiers == {"gpu-sim", "dram", "nvme"}
+    state = {tier.tier_class: tier for tier in agent.state().tiers}
+    assert state["gpu-sim"].simulated
+    assert not state["dram"].simulated
+    assert session.close() == 1504
+
+
+def test_prefill_answers_equal_the_reference(engine: Engine, manifest: RuntimeManifest) -> None:
+    session = engine.open(manifest)
+    frame = session.frame(0, 200, 0)
+    session.send(frame)
+    answer = session.receive()
+    session.note(0, frame)
+    assert np.abs(session.output(answer) - session.expected(frame)).max() < 2e-5
+    session.close()
+
+
+def test_a_replayed_frame_gets_the_same_bytes(engine: Engine, manifest: RuntimeManifest) -> None:
+    session = engine.open(manifest)
+    session.forward(300)
+    frame = session.frame(0, 1, 300)
+    session.send(frame)
+    first = session.receive()
+    session.end_stream()
+    again = Driver(engine, session.geometry, session.opened, session.tenant)
+    again.send(frame)
+    assert again.receive().out == first.out
+    again.close()
+
+
+def test_blocks_are_listed_and_read_back_verified(engine: Engine, manifest: RuntimeManifest) -> None:
+    session = engine.open(manifest)
+    session.forward(600)
+    # Committed by the next step: published blocks are of committed rows only.
+    session.send(session.frame(0, 1, 600, committed_frontier=600))
+    session.receive()
+    request = blocks_pb2.ListBlocksRequest(
+        session_id=session.opened.session_id,
+        session_generation=session.opened.generation,
+        tenant=session.tenant,
+        boot_id=session.opened.boot_id,
+        limit=3,
+    )
+    page = engine.blocks.List(request, timeout=CALL_SECONDS)
+    assert len(page.blocks) == 3
+    assert page.more
+    request.offset, request.limit = 3, 0
+    rest = engine.blocks.List(request, timeout=CALL_SECONDS)
+    assert not rest.more
+    assert len(rest.blocks) == 1
+    for info in [*page.blocks, *rest.blocks]:
+        read = blocks_pb2.ReadBlockRequest(
+            ref=info.ref, tenant=session.tenant, boot_id=session.opened.boot_id
+        )
+        parts = list(engine.blocks.Read(read, timeout=CALL_SECONDS))
+        data = b"".join(part.data for part in parts)
+        assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert len(data) == info.bytes
+        assert parts[-1].checksum == info.checksum
+        rows = np.frombuffer(data, dtype=np.float32).reshape(2, 2, 256, 64)
+        first = info.ref.chunk * 256
+        keys = np.concatenate(session.keys[info.ref.layer])[first : first + 256]
+        assert np.array_equal(rows[0].transpose(1, 0, 2), keys)
+        assert info.producer_digest == manifest.digest()
+        stale = blocks_pb2.ReadBlockRequest(
+            ref=info.ref, tenant=session.tenant, boot_id=session.opened.boot_id
+        )
+        stale.ref.generation += 7
+        assert refusal(lambda stale=stale: list(engine.blocks.Read(stale))) == "GENERATION_STALE"
+        stranger = blocks_pb2.ReadBlockRequest(ref=info.ref, tenant="gamma", boot_id=session.opened.boot_id)
+        assert refusal(lambda stranger=stranger: list(engine.blocks.Read(stranger))) == "TENANT_MISMATCH"
+    session.close()
+
+
+def test_describe_by_name_only(engine: Engine, manifest: RuntimeManifest) -> None:
+    answer = engine.attention.DescribeCache(
+        attention_pb2.DescribeCacheRequest(cache=named()), timeout=CALL_SECONDS
+    )
+    assert answer.cache.uid == "cache-uid-1"
+    assert answer.baseline_digest == manifest.digest()
+    assert (answer.stage, answer.candidate_digest) == ("Off", "")
+    assert answer.chunk_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({"model_fingerprint": "sha256:" + "0" * 64}, "MODEL_MISMATCH", id="other-model"),
+        pytest.param({"tenant": ""}, "TENANT_MISMATCH", id="no-tenant"),
+        pytest.param(
+            {"cache": common_pb2.CacheRef(namespace="serving", name="no")}, "CACHE_UNKNOWN", id="cache"
+        ),
+        pytest.param(
+            {"cache": common_pb2.CacheRef(namespace="serving", name="chat", uid="recreated")},
+            "CACHE_UNKNOWN",
+            id="recreated-cache",
+        ),
+        pytest.param({"score_scale": float("nan")}, "BAD_ARGUMENT", id="scale"),
+        pytest.param({"max_tokens": 0}, "BAD_ARGUMENT", id="no-tokens"),
+        pytest.param({"max_tokens": 10_000_000}, "NO_DESTINATION_CAPACITY", id="more-than-all-tiers"),
+        pytest.param({"forced_arm": attention_pb2.ARM_CANDIDATE}, "BAD_ARGUMENT", id="forced-without-probe"),
+        pytest.param(
+            {"forced_arm": attention_pb2.ARM_CANDIDATE, "probe": True}, "NO_CANDIDATE", id="probe-no-grant"
+        ),
+    ],
+)
+def test_open_refused(
+    engine: Engine, manifest: RuntimeManifest, changes: dict[str, Any], reason: str
+) -> None:
+    assert refusal(lambda: engine.open(manifest, **changes)) == reason
+
+
+@pytest.mark.parametrize("field", ["layers", "query_heads", "kv_heads", "head_dim", "dtype"])
+def test_geometry_refused_by_field(engine: Engine, manifest: RuntimeManifest, field: str) -> None:
+    own: Geometry = manifest.model.geometry
+    other = "float16" if field == "dtype" else getattr(own, field) * 2
+    with pytest.raises(grpc.RpcError) as refused:
+        engine.open(manifest, geometry=wire_geometry(own, **{field: other}))
+    detail = detail_of(refused.value)
+    assert common_pb2.Reason.Name(detail.reason) == "GEOMETRY_MISMATCH"
+    assert f"geometry.{field}" in detail.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({"tenant": "gamma"}, "TENANT_MISMATCH", id="other-tenant"),
+        pytest.param({"generation": 99}, "GENERATION_STALE", id="generation"),
+        pytest.param({"boot_id": "earlier"}, "BOOT_ID_MISMATCH", id="boot-id"),
+        pytest.param({"session_id": "nobody"}, "SESSION_UNKNOWN", id="unknown-session"),
+        pytest.param({"first_row_position": 9, "first_query_position": 9}, "FRONTIER_MISMATCH", id="gap"),
+        pytest.param({"k": b"123"}, "FRAME_INVALID", id="torn-k"),
+        pytest.param({"q": b""}, "FRAME_INVALID", id="no-query"),
+        pytest.param({"layer": 2}, "FRAME_INVALID", id="layer"),
+        pytest.param({"layer": 1}, "STEP_ORDER", id="layer-order"),
+        pytest.param({"step": 5}, "STEP_ORDER", id="step-order"),
+    ],
+)
+def test_frame_refused_and_session_unchanged(
+    engine: Engine, manifest: RuntimeManifest, changes: dict[str, Any], reason: str
+) -> None:
+    session = engine.open(manifest)
+    session.forward(5)
+    session.send(session.frame(**{"layer": 0, "tokens": 1, "first": 5, **changes}))
+    answer = session.receive()
+    assert common_pb2.Reason.Name(answer.error.reason) == reason
+    assert not answer.out
+    good = session.frame(0, 1, 5)
+    session.send(good)
+    answer = session.receive()
+    session.note(0, good)
+    assert not answer.HasField("error")
+    assert np.abs(session.output(answer) - session.expected(good)).max() < 2e-5
+    session.close()
+
+
+def test_answers_keep_the_order_of_pipelined_frames(engine: Engine, manifest: RuntimeManifest) -> None:
+    session = engine.open(manifest)
+    session.forward(2)
+    frames = [session.frame(0, 1, 2 + i) for i in range(40)]
+    for frame in frames:
+        session.send(frame)
+    answers = [session.receive() for _ in frames]
+    assert [a.sequence for a in answers] == [f.sequence for f in frames]
+    assert not [a.error for a in answers if a.HasField("error")]
+    session.close()
+
+
+def test_frames_beyond_the_stream_bound_are_refused_in_place(
+    engine: Engine, manifest: RuntimeManifest
+) -> None:
+    session = engine.open(manifest)
+    session.forward(1500)
+    flood = [session.frame(0, 64, 1500 + 64 * i) for i in range(120)]
+    for frame in flood:
+        session.send(frame)
+    answers = [session.receive() for _ in flood]
+    assert [a.sequence for a in answers] == [f.sequence for f in flood]
+    reasons = {common_pb2.Reason.Name(a.error.reason) for a in answers if a.HasField("error")}
+    assert "QUEUE_FULL" in reasons
+    assert not answers[0].HasField("error")
+    first = next(a for a in answers if common_pb2.Reason.Name(a.error.reason) == "QUEUE_FULL")
+    assert first.error.retry_after_ms > 0
+    session.close()
+
+
+def test_a_frame_that_waited_past_its_deadline_is_refused(engine: Engine, manifest: RuntimeManifest) -> None:
+    session = engine.open(manifest)
+    session.forward(1500)
+    # The slow frame is computed first; the second waits behind it for far longer than a millisecond.
+    slow, late = session.frame(0, 256, 1500), session.frame(0, 1, 1756, deadline_ms=1)
+    session.send(slow)
+    session.send(late)
+    assert not session.receive().HasField("error")
+    assert common_pb2.Reason.Name(session.receive().error.reason) == "DEADLINE"
+    session.close()
+
+
+def test_one_stream_a_session(engine: Engine, manifest: RuntimeManifest) -> None:
+    session = engine.open(manifest)
+    session.forward(1)
+    second = Driver(engine, session.geometry, session.opened, session.tenant)
+    second.send(second.frame(0, 1, 1))
+    assert "another open stream" in second.receive().error.message
+    second.end_stream()
+    session.close()
+
+
+def test_outcome_without_a_grant_is_not_counted(engine: Engine, manifest: RuntimeManifest) -> None:
+    session = engine.open(manifest)
+    session.forward(4)
+    session.close()
+    answer = engine.attention.ReportOutcome(
+        attention_pb2.ReportOutcomeRequest(
+            session_id=session.opened.session_id,
+            generation=session.opened.generation,
+            tenant=session.tenant,
+            output_tokens=5,
+            first_token_seconds=0.1,
+            last_token_seconds=0.5,
+        ),
+        timeout=CALL_SECONDS,
+    )
+    assert not answer.counted
+    assert "no candidate" in answer.why_not
+
+
+def test_the_socket_is_private(agent: Agent) -> None:
+    path = Path(agent.socket_path)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_support_digest_is_not_the_hash_of_nothing(engine: Engine, manifest: RuntimeManifest) -> None:
+    session = engine.open(manifest)
+    [answer, _] = session.forward(3)
+    assert answer.receipt.support_digest
+    assert answer.receipt.support_digest != f"sha256:{hashlib.sha256(b'').hexdigest()}"
+    session.close()
