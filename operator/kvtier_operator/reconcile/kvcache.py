@@ -104,7 +104,7 @@ class KVCacheReconciler:
             adopted = await self._baseline(key, cache, resolved, feasible, views)
         except RevisionDamaged as error:
             damaged = str(error)
-        rollout = self._unfinished_rollout(cache)
+        rollout = self._owned_by_rollout(cache)
         results = await self._converge(key, cache, adopted, views, feasible, rollout=rollout)
         findings = Findings(
             cache=cache,
@@ -248,7 +248,10 @@ class KVCacheReconciler:
         found = feasibility(resolved.exact, resolved.pool, views, others)
         return Feasibility(found.nodes, (*problems, *found.problems))
 
-    def _unfinished_rollout(self, cache: JsonObject) -> bool:
+    def _owned_by_rollout(self, cache: JsonObject) -> bool:
+        """Whether a grant may be out under the current fence: of an unfinished or an approved rollout."""
+        if (cache.get("status") or {}).get("approved"):
+            return True
         return any(
             rollout["spec"]["cacheRef"]["name"] == cache["metadata"]["name"]
             and (rollout.get("status") or {}).get("phase", "Pending") not in FINISHED_PHASES

@@ -1,0 +1,248 @@
+"""KVCache's reconcile against an API and agents in memory: adoption, crashes, drift, removal."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier_operator.ports import CACHE_FINALIZER, Conflict, JsonObject, Kind, ObjectKey, Requeue
+from kvtier_operator.reconcile.kvcache import REMOVAL_GRACE, KVCacheReconciler
+from tests.unit.control.control_fakes import Bench, Crash
+from tests.unit.control.control_objects import (
+    agent_pool,
+    conditions,
+    kv_cache,
+    kv_rollout,
+    kv_selector,
+    tier_class,
+)
+
+KEY = ObjectKey(Kind.KV_CACHE, "serving", "chat")
+UID = "uid-chat"
+
+
+def bench_with(cache: JsonObject | None = None, *, nodes: tuple[str, ...] = ("a", "b")) -> Bench:
+    bench = Bench()
+    bench.api.add(tier_class("gpu-sim", "gpu"))
+    bench.api.add(tier_class("cpu-dram", "cpu"))
+    bench.api.add(agent_pool())
+    for node in nodes:
+        bench.add_node(node)
+    bench.api.add(cache or kv_cache())
+    return bench
+
+
+async def settle(bench: Bench, reconciler: KVCacheReconciler | None = None, runs: int = 6) -> JsonObject:
+    reconciler = reconciler or KVCacheReconciler(bench.deps)
+    for _ in range(runs):
+        try:
+            await reconciler.reconcile(KEY)
+        except Conflict:
+            bench.api.catch_up()
+    return bench.api.objects[KEY]
+
+
+async def test_the_first_exact_spec_becomes_the_proved_baseline_at_once() -> None:
+    bench = bench_with()
+    await KVCacheReconciler(bench.deps).reconcile(KEY)
+    cache = bench.api.objects[KEY]
+    assert cache["status"]["fence"] == 1
+    assert conditions(cache) == {
+        "Ready": ("True", "BaselineServed"),
+        "Feasible": ("True", "FitsEveryNode"),
+        "Servable": ("True", "BaselineServed"),
+        "SpecApplied": ("True", "Applied"),
+        "BaselineVerified": ("True", "Proved"),
+        "Degraded": ("False", "AllWell"),
+    }
+    digest = cache["status"]["baseline"]["digest"]
+    assert {node: held[UID] for node, held in bench.agents.caches.items()} == {
+        "a": [1, digest],
+        "b": [1, digest],
+    }
+    assert cache["metadata"]["finalizers"] == [CACHE_FINALIZER]
+
+
+async def test_a_quiet_cache_costs_one_question_a_node_and_no_write() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    await settle(bench, reconciler)
+    bench.api.writes.clear()
+    bench.agents.calls.clear()
+    outcome = await reconciler.reconcile(KEY)
+    assert bench.api.writes == []
+    assert bench.agents.calls == ["GetState", "GetState"]
+    assert isinstance(outcome, Requeue)
+
+
+@pytest.mark.parametrize("crash_at", range(1, 5))
+async def test_a_crash_after_any_write_is_completed_by_the_next_operator(crash_at: int) -> None:
+    """Finalizer, revision, baseline and fence, status: the operator dies right after each was accepted."""
+    calm = await settle(bench_with())
+    bench = bench_with()
+    bench.api.crash_at = crash_at
+    with pytest.raises(Crash):
+        await settle(bench)
+    bench.api.crash_at = 0
+    cache = await settle(bench)
+    assert cache["status"]["baseline"] == calm["status"]["baseline"]
+    assert conditions(cache) == conditions(calm)
+    # A crash may burn numbers; it never goes back.
+    assert cache["status"]["fence"] >= 1
+    revisions = [key for key in bench.api.objects if key.kind is Kind.CONTROLLER_REVISION]
+    assert len(revisions) == 1
+
+
+async def test_a_stale_view_cannot_adopt_twice() -> None:
+    bench = bench_with()
+    bench.api.lag = True
+    await KVCacheReconciler(bench.deps).reconcile(KEY)
+    with pytest.raises(Conflict):
+        await KVCacheReconciler(bench.deps).reconcile(KEY)
+    assert bench.api.objects[KEY]["status"]["fence"] == 1
+
+
+async def test_a_selector_in_the_first_spec_gives_the_exact_baseline_and_waits_for_a_rollout() -> None:
+    cache = kv_cache(selectorRef={"name": "quest-64"}, contract={"exactness": "approximate"})
+    bench = bench_with(cache)
+    bench.api.add(kv_selector())
+    found = await settle(bench)
+    plain = await settle(bench_with(kv_cache(contract={"exactness": "approximate"})))
+    assert found["status"]["baseline"]["digest"] == plain["status"]["baseline"]["digest"]
+    assert conditions(found)["SpecApplied"] == ("False", "RolloutRequired")
+    assert conditions(found)["Ready"] == ("True", "BaselineServed")
+    assert conditions(plain)["SpecApplied"] == ("True", "Applied")
+
+
+@pytest.mark.parametrize(
+    "drop, named",
+    [
+        pytest.param(ObjectKey(Kind.TIER_CLASS, "", "cpu-dram"), "TierClass cpu-dram", id="tier-class"),
+        pytest.param(ObjectKey(Kind.AGENT_POOL, "serving", "default"), "AgentPool default", id="pool"),
+    ],
+)
+async def test_a_missing_reference_is_named_and_nothing_is_adopted(drop: ObjectKey, named: str) -> None:
+    bench = bench_with()
+    del bench.api.objects[drop]
+    bench.store.remove(drop)
+    cache = await settle(bench)
+    assert "baseline" not in cache["status"]
+    assert conditions(cache)["Ready"] == ("False", "ReferenceMissing")
+    ready = next(c for c in cache["status"]["conditions"] if c["type"] == "Ready")
+    assert named in ready["message"]
+    assert "ApplyBaseline" not in bench.agents.calls
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        pytest.param({"deletion": {"policy": "retain"}}, "spec.deletion.policy retain", id="retain"),
+        pytest.param({"sessions": {"interruption": "preserve"}}, "interruption preserve", id="preserve"),
+        pytest.param({"keySecretRef": {"name": "k"}}, "spec.keySecretRef", id="key"),
+    ],
+)
+async def test_what_is_not_carried_out_is_said_before_anything_is_served(
+    spec: JsonObject, words: str
+) -> None:
+    cache = await settle(bench_with(kv_cache(**spec)))
+    assert conditions(cache)["Feasible"] == ("False", "NotImplemented")
+    feasible = next(c for c in cache["status"]["conditions"] if c["type"] == "Feasible")
+    assert words in feasible["message"]
+    assert "baseline" not in cache["status"]
+
+
+async def test_a_node_that_does_not_answer_is_named_and_the_others_serve() -> None:
+    bench = bench_with()
+    bench.agents.down.add("b")
+    cache = await settle(bench)
+    assert cache["status"]["servingNodes"] == 1
+    assert conditions(cache)["Servable"] == ("True", "BaselineServed")
+    assert conditions(cache)["Ready"] == ("False", "BaselineNotProved")
+    assert conditions(cache)["Degraded"] == ("True", "AgentProblem")
+    bench.agents.down.clear()
+    assert conditions(await settle(bench))["Ready"] == ("True", "BaselineServed")
+
+
+async def test_a_node_that_lost_its_disk_during_a_rollout_gets_the_baseline_under_a_burned_fence() -> None:
+    """The current number belongs to the rollout's grant on that node."""
+    bench = bench_with()
+    await settle(bench)
+    bench.api.objects[KEY]["status"]["fence"] = 5
+    bench.api.catch_up()
+    bench.api.add(kv_rollout(fence=5))
+    bench.agents.caches["a"].clear()
+    cache = await settle(bench)
+    assert bench.agents.caches["a"][UID][0] == 4
+    assert cache["status"]["fence"] == 5
+    assert conditions(cache)["Ready"] == ("True", "BaselineServed")
+
+
+@pytest.mark.parametrize("in_rollout", [False, True], ids=["quiet", "in-rollout"])
+async def test_only_without_a_rollout_a_refused_fence_is_advanced(in_rollout: bool) -> None:
+    bench = bench_with()
+    await settle(bench)
+    bench.agents.caches["a"][UID] = [9, f"sha256:{'0' * 64}"]
+    if in_rollout:
+        bench.api.add(kv_rollout(fence=1))
+    cache = await settle(bench)
+    if in_rollout:
+        assert cache["status"]["fence"] == 1
+        assert conditions(cache)["Degraded"] == ("True", "AgentProblem")
+    else:
+        assert cache["status"]["fence"] == 10
+        assert bench.agents.caches["a"][UID] == [10, cache["status"]["baseline"]["digest"]]
+
+
+async def test_deletion_raises_the_fence_then_empties_every_agent_then_lets_go() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    await settle(bench, reconciler)
+    bench.api.mark_deleted(KEY, bench.clock.now())
+    bench.agents.down.add("b")
+    outcome = await reconciler.reconcile(KEY)
+    assert isinstance(outcome, Requeue)
+    assert KEY in bench.api.objects
+    assert bench.api.objects[KEY]["status"]["fence"] == 2
+    assert UID not in bench.agents.caches["a"]
+    await reconciler.reconcile(KEY)
+    assert bench.api.objects[KEY]["status"]["fence"] == 2  # once, not with every try
+    bench.agents.down.clear()
+    await reconciler.reconcile(KEY)
+    assert KEY not in bench.api.objects
+    assert UID not in bench.agents.caches["b"]
+
+
+async def test_deletion_does_not_wait_for_ever_for_a_node_that_is_gone() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    await settle(bench, reconciler)
+    bench.api.mark_deleted(KEY, bench.clock.now())
+    bench.agents.down.add("b")
+    await reconciler.reconcile(KEY)
+    bench.clock.advance(REMOVAL_GRACE.total_seconds() + 1)
+    for node in ("a", "b"):
+        bench.renew(node)
+    await reconciler.reconcile(KEY)
+    assert KEY not in bench.api.objects
+    reason, message = bench.api.events[-1]
+    assert reason == "RemovedWithoutNodes"
+    assert "b (UNAVAILABLE)" in message
+
+
+async def test_the_ledger_is_written_once_a_minute_and_only_when_it_moved() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    await settle(bench, reconciler)
+
+    async def used_after(used: int, seconds: float) -> int:
+        bench.agents.used = {"gpu-sim": used}
+        bench.clock.advance(seconds)
+        for node in ("a", "b"):
+            bench.renew(node)
+        await reconciler.reconcile(KEY)
+        return int(bench.api.objects[KEY]["status"]["ledger"][0]["used"])
+
+    budget = 32 * 2**20
+    assert await used_after(budget // 2, 61) == budget  # both nodes
+    assert await used_after(budget, 30) == budget  # too soon
+    assert await used_after(budget, 31) == 2 * budget
+    assert await used_after(budget - budget // 40, 61) == 2 * budget  # 2.5 % is no news
