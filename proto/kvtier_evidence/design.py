@@ -69,9 +69,8 @@ class BlockSums:
         """Increments from `earlier`. Raises ValueError when blocks were lost."""
         if earlier.blocks > self.blocks:
             raise ValueError("block sums decreased")
-        sums = {
-            a: v - earlier.sums.get(a, 0.0) for a, v in self.sums.items() if v != earlier.sums.get(a, 0.0)
-        }
+        was = earlier.sums
+        sums = {a: v - was.get(a, 0.0) for a, v in self.sums.items() if a not in was or v != was[a]}
         return BlockSums(self.blocks - earlier.blocks, sums)
 
     def copy(self) -> BlockSums:

@@ -54,14 +54,11 @@ def log_sum_exp(values: Sequence[float]) -> float:
 def log_e(side: Side, m: float, cells: Iterable[tuple[float, float]], k: float = 1.0) -> float:
     """log e-value from cells (value in [0, 1], count >= 0) with design effect `k` >= 1."""
     pairs = [(x, w) for x, w in cells if w > 0]
-    lam = np.asarray(bets(side, m))
     if not pairs:
         return 0.0
     x, w = np.asarray(pairs, np.float64).T
-    factor = side.value * lam[:, None] * (x - m)[None, :]
-    dead = factor <= _ZERO_FACTOR
-    logs = np.where(dead, NEG, np.log1p(np.where(dead, 0.0, factor)))
-    return log_sum_exp([float(t) / k for t in logs @ w]) - math.log(len(lam))
+    logs = _log_factor_array(side, m, x)
+    return log_sum_exp([float(t) / k for t in logs @ w]) - math.log(len(logs))
 
 
 def log_e_counts(side: Side, m: float, n: float, s: float, k: float = 1.0) -> float:
@@ -95,15 +92,9 @@ def log_e_array(side: Side, m: float, n: float | FloatArray, s: FloatArray, k: f
 
 def growth(side: Side, m: float, cells: Sequence[tuple[float, float]]) -> float:
     """Largest expected log growth per unit over the bets, for a law given as (value, probability)."""
-    best = NEG
-    for lam in bets(side, m):
-        total = 0.0
-        for x, p in cells:
-            if p > 0:
-                f = side.value * lam * (x - m)
-                total += p * (NEG if f <= _ZERO_FACTOR else math.log1p(f))
-        best = max(best, total)
-    return best
+    pairs = [(x, p) for x, p in cells if p > 0]
+    logs = _log_factor_array(side, m, np.asarray([x for x, _ in pairs], np.float64))
+    return float((logs @ np.asarray([p for _, p in pairs], np.float64)).max())
 
 
 def min_units_without_event(m: float, alpha: float, k: float = 1.0) -> int:
@@ -133,3 +124,10 @@ def _log_factors(side: Side, m: float) -> tuple[tuple[float, float], ...]:
     return tuple(
         (log_factor(side.value * lam * (1.0 - m)), log_factor(-side.value * lam * m)) for lam in bets(side, m)
     )
+
+
+def _log_factor_array(side: Side, m: float, x: FloatArray) -> FloatArray:
+    """log factors, one row per bet and one column per value."""
+    factor = side.value * np.asarray(bets(side, m))[:, None] * (x - m)[None, :]
+    dead = factor <= _ZERO_FACTOR
+    return np.where(dead, NEG, np.log1p(np.where(dead, 0.0, factor)))

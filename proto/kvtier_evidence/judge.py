@@ -101,24 +101,35 @@ class Judgement:
     carry: Carry
 
 
-def judge(gates: Sequence[GateSpec], evidence: WindowEvidence, terms: Terms, carry: Carry) -> Judgement:
-    """Judges one look; `gates` are those resolved for the window's stage. ValueError on bad terms."""
+def judge(
+    gates: Sequence[GateSpec], evidence: WindowEvidence, terms: Terms, carry: Carry, *, display: bool = True
+) -> Judgement:
+    """Judges one look; `gates` are those resolved for the window's stage. ValueError on bad terms.
+
+    Without `display` no bound and no forecast is computed; verdicts and decision are the same.
+    """
     if (
         terms.planned_cells < 1
         or not 0.0 < terms.false_rollback < 1.0
         or not 0.0 < terms.false_promotion < 1.0
     ):
         raise ValueError("terms need a planned cell and error budgets inside (0, 1)")
-    return _Look(gates, evidence, terms, carry).judgement()
+    return _Look(gates, evidence, terms, carry, display).judgement()
 
 
 class _Look:
     """The pieces of one judgement, each computed once."""
 
     def __init__(
-        self, gates: Sequence[GateSpec], evidence: WindowEvidence, terms: Terms, carry: Carry
+        self,
+        gates: Sequence[GateSpec],
+        evidence: WindowEvidence,
+        terms: Terms,
+        carry: Carry,
+        display: bool,
     ) -> None:
         self._gates = gates
+        self._display = display
         self._evidence = evidence
         self._terms = terms
         self._window = evidence.key.label
@@ -212,14 +223,14 @@ class _Look:
         return self._shown(gate, m, outcome)
 
     def _shown(self, gate: GateSpec, m: Measured, outcome: Outcome) -> GateResult:
-        if outcome.verdict is Verdict.FAIL:
-            bound = m.lower(self._terms.false_rollback / self._terms.planned_cells)
-        else:
-            bound = m.upper(self._alpha_pass)
-        floor = gate.min_samples * (m.k or 1.0)
-        expected = None
-        if m.expected is not None and math.isfinite(m.expected):
-            expected = math.ceil(max(floor, m.expected))
+        bound, expected = None, None
+        if self._display:
+            failed = outcome.verdict is Verdict.FAIL
+            weighted = self._terms.false_rollback / self._terms.planned_cells
+            bound = m.lower(weighted) if failed else m.upper(self._alpha_pass)
+            forecast = m.expected()
+            if forecast is not None and math.isfinite(forecast):
+                expected = math.ceil(max(gate.min_samples * (m.k or 1.0), forecast))
         return GateResult(
             gate.name,
             outcome.verdict,

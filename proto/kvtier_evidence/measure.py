@@ -23,6 +23,7 @@ from kvtier_evidence.gates import (
     ProbeSetOutcome,
     RatioEvidence,
     mean_evidence,
+    paired_cells,
     paired_evidence,
     pool_and_agents,
     probe_set_outcome,
@@ -50,7 +51,7 @@ class Measured:
     value: float | None
     upper: Alphas
     lower: Alphas
-    expected: float | None
+    expected: Callable[[], float | None]
     """Forecast of the units until Pass; None: no forecast."""
     blocked: Reason | None = None
 
@@ -150,7 +151,7 @@ def _quantile(
         h.quantile(1.0 - share),
         upper,
         lambda alpha: bounds.quantile_lower(both.histogram, share, alpha, effect),
-        forecast.units_for_share(share, up / ONE + h.missing, h.n, at.alpha_pass, k or effect.k_pass),
+        lambda: forecast.units_for_share(share, up / ONE + h.missing, h.n, at.alpha_pass, k or effect.k_pass),
     )
 
 
@@ -176,7 +177,7 @@ def _ratio(gate: GateSpec, merged: WindowCounts, at: Setting) -> Measured:
         qc / qb if qc is not None and qb else None,
         clean.upper,
         warm.lower,
-        forecast.units_for_ratio(b.histogram, share, ratio, at.fraction, k or effect.k_pass),
+        lambda: forecast.units_for_ratio(b.histogram, share, ratio, at.fraction, k or effect.k_pass),
         blocked,
     )
 
@@ -193,9 +194,13 @@ def _mean(gate: GateSpec, merged: WindowCounts, agents: Mapping[str, WindowCount
         for name, c in agents.items()
     }
     log_fail = pool_and_agents(mean_evidence(both, limit, effect).log_fail, per_agent)
-    law = [(0.0, 0.6), (min(1.0, 1.25 * limit), 0.4)]
-    if h.n >= _ENOUGH_FOR_A_LAW:
-        law = [(x, w / h.n) for x, w in h.cells(upper=True)]
+
+    def expected() -> float:
+        law = [(0.0, 0.6), (min(1.0, 1.25 * limit), 0.4)]
+        if h.n >= _ENOUGH_FOR_A_LAW:
+            law = [(x, w / h.n) for x, w in h.cells(upper=True)]
+        return forecast.units_for_law(limit, law, at.alpha_pass, k or effect.k_pass)
+
     return Measured(
         Evidence(mean_evidence(h, limit, effect).log_pass, log_fail),
         h.measured,
@@ -203,7 +208,7 @@ def _mean(gate: GateSpec, merged: WindowCounts, agents: Mapping[str, WindowCount
         bounds.sample_mean(h),
         lambda alpha: bounds.mean_upper(h, alpha, effect),
         lambda alpha: bounds.mean_lower(both, alpha, effect),
-        forecast.units_for_law(limit, law, at.alpha_pass, k or effect.k_pass),
+        expected,
     )
 
 
@@ -213,10 +218,14 @@ def _paired(gate: GateSpec, merged: WindowCounts, at: Setting) -> Measured:
     # Prompts are drawn one by one, so they are not clustered unless someone says so.
     k = float(gate.design_effect) if gate.design_effect is not None else 1.0
     effect = Effect(k, k)
-    law = [(0.5, 1.0)]
-    if len(pairs) >= _ENOUGH_FOR_A_LAW:
-        law = [((1.0 + p.hi) / 2.0, 1.0 / len(pairs)) for p in pairs]
     limit = float(gate.limit)
+
+    def expected() -> float:
+        law = [(0.5, 1.0)]
+        if len(pairs) >= _ENOUGH_FOR_A_LAW:
+            law = [(x, w / len(pairs)) for x, w in paired_cells(pairs, upper=True)]
+        return forecast.units_for_law((1.0 + limit) / 2.0, law, at.alpha_pass, k)
+
     return Measured(
         paired_evidence(pairs, limit, effect),
         len(scored),
@@ -224,7 +233,7 @@ def _paired(gate: GateSpec, merged: WindowCounts, at: Setting) -> Measured:
         math.fsum((p.lo + p.hi) / 2.0 for p in scored) / len(scored) if scored else None,
         lambda alpha: bounds.paired_upper(pairs, alpha, effect),
         lambda alpha: bounds.paired_lower(pairs, alpha, effect),
-        forecast.units_for_law((1.0 + limit) / 2.0, law, at.alpha_pass, k),
+        expected,
     )
 
 

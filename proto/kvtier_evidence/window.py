@@ -139,6 +139,13 @@ class WindowCounts:
 
     def since(self, earlier: WindowCounts) -> WindowCounts:
         """Increments from `earlier`. Raises ValueError when anything decreased."""
+        for now, before in (
+            (self.metrics, earlier.metrics),
+            (self.probes, earlier.probes),
+            (self.blocks, earlier.blocks),
+        ):
+            if not before.keys() <= now.keys():
+                raise ValueError("a cumulative count decreased to nothing")
         empty = MetricCounts()
         changed = {
             key: counts.since(earlier.metrics.get(key, empty))
@@ -207,7 +214,7 @@ def _add(into: dict[str, int], other: Mapping[str, int]) -> None:
 
 
 def _since(now: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, int]:
-    out = {key: v - earlier.get(key, 0) for key, v in now.items() if v != earlier.get(key, 0)}
-    if min(out.values(), default=0) < 0:
+    out = {key: v - earlier.get(key, 0) for key, v in now.items() if v != earlier.get(key)}
+    if min(out.values(), default=0) < 0 or not earlier.keys() <= now.keys():
         raise ValueError("a cumulative count decreased")
     return out
