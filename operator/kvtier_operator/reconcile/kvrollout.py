@@ -27,8 +27,8 @@ from kvtier_operator.ports import (
 )
 from kvtier_operator.revisions import Role
 from kvtier_operator.rollout import effects
-from kvtier_operator.rollout.candidate import Compiled, compile_candidate, probe_set
-from kvtier_operator.rollout.feed import EvidenceFeed, Reading
+from kvtier_operator.rollout.candidate import Compiled, compile_candidate, probe_set, spent_shares
+from kvtier_operator.rollout.feed import EvidenceFeed, LookSource, Reading
 from kvtier_operator.rollout.gateset import ProbeSet, probe_names
 from kvtier_operator.rollout.grants import cache_ref, fence_of, window_key
 from kvtier_operator.rollout.inputs import (
@@ -45,7 +45,7 @@ from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
 from kvtier_operator.rollout.observe import Memory, Observer, Pool, unasked
 from kvtier_operator.rollout.rivals import busy_with, superseded_by
-from kvtier_operator.rollout.spec import RolloutSpec, SpecError, parse_spec
+from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp
 from kvtier_operator.rollout.vocabulary import Phase, Stage
@@ -75,6 +75,8 @@ class _Kept:
 
     memory: Memory = field(default_factory=Memory)
     schedule: Schedule | None = None
+    compiled: tuple[object, Compiled] | None = None
+    parsed: tuple[object, tuple[RolloutSpec | None, str]] | None = None
     written_at: float = 0.0
 
 
@@ -93,10 +95,10 @@ class KVRolloutReconciler:
 
     kind = Kind.KV_ROLLOUT
 
-    def __init__(self, deps: Deps) -> None:
+    def __init__(self, deps: Deps, feed: LookSource | None = None) -> None:
         self._deps = deps
         self._observer = Observer(deps.agents)
-        self._feed = EvidenceFeed(deps.agents, deps.clock)
+        self._feed = feed or EvidenceFeed(deps.agents, deps.clock)
         self._messenger = Messenger(deps)
         self._kept: dict[str, _Kept] = {}
 
@@ -161,7 +163,7 @@ class KVRolloutReconciler:
         state = from_status(rollout.get("status") or {})
         if kept.schedule is not None and state.schedule is not None:
             state = replace(state, schedule=kept.schedule)
-        spec, spec_error = await self._spec(key, rollout)
+        spec, spec_error = await self._spec(key, rollout, kept)
         name = str(((rollout.get("spec") or {}).get("cacheRef") or {}).get("name", ""))
         cache_key = ObjectKey(Kind.KV_CACHE, key.namespace, name)
         try:
@@ -170,7 +172,7 @@ class KVRolloutReconciler:
             cache = None
         subject = effects.Subject(key, rollout, cache_key, cache)
         members = self._members(cache)
-        compiled = self._compile(key, cache, spec)
+        compiled = self._compile(key, cache, spec, kept)
         pool = await self._pool(members, cache, subject.uid, state, spec, kept, run)
         now = self._deps.clock.now().timestamp()
         if run.look is None:
@@ -195,7 +197,7 @@ class KVRolloutReconciler:
         inputs = await self._with_rivals(inputs, state, rollout)
         return _Facts(subject, state, spec, compiled, pool, inputs)
 
-    async def _spec(self, key: ObjectKey, rollout: JsonObject) -> tuple[RolloutSpec | None, str]:
+    async def _spec(self, key: ObjectKey, rollout: JsonObject, kept: _Kept) -> tuple[RolloutSpec | None, str]:
         raw = rollout.get("spec") or {}
         probes: dict[str, ProbeSet] = {}
         for name in probe_names(raw.get("gates") or []):
@@ -204,17 +206,19 @@ class KVRolloutReconciler:
             except NotFound:
                 found = None
             probes[name] = probe_set(found)
-        try:
-            return parse_spec(raw, probes), ""
-        except (SpecError, ValueError) as error:
-            return None, str(error)
+        version = rollout["metadata"].get("generation"), tuple(sorted(probes.items()))
+        if kept.parsed is None or kept.parsed[0] != version:
+            kept.parsed = version, _parsed(raw, probes)
+        return kept.parsed[1]
 
     def _members(self, cache: JsonObject | None) -> list[NodeView]:
         if cache is None:
             return []
         return self._deps.fleet.members(cache["metadata"]["namespace"], cache["spec"]["poolRef"]["name"])
 
-    def _compile(self, key: ObjectKey, cache: JsonObject | None, spec: RolloutSpec | None) -> Compiled:
+    def _compile(
+        self, key: ObjectKey, cache: JsonObject | None, spec: RolloutSpec | None, kept: _Kept
+    ) -> Compiled:
         if cache is None or spec is None:
             return Compiled(CandidateView())
         store = self._deps.store
@@ -223,9 +227,19 @@ class KVRolloutReconciler:
         classes = {name: store.get(ObjectKey(Kind.TIER_CLASS, "", name)) for name in names}
         present = {name: obj for name, obj in classes.items() if obj is not None}
         view = _cache_view(cache)
-        return compile_candidate(
-            cache, view.baseline if view else None, selector, spec.selector_name, present
+        baseline = view.baseline if view else None
+        # Compiling is milliseconds of validation; its inputs are these versions and nothing else.
+        sources = [cache, *([selector] if selector else []), *present.values()]
+        versions = (
+            baseline,
+            *((obj["metadata"]["uid"], obj["metadata"].get("generation")) for obj in sources),
         )
+        if kept.compiled is None or kept.compiled[0] != versions:
+            fresh = compile_candidate(cache, baseline, selector, spec.selector_name, present)
+            kept.compiled = versions, fresh
+        compiled = kept.compiled[1]
+        digest = compiled.view.ref.digest if compiled.view.ref else ""
+        return replace(compiled, view=replace(compiled.view, prior_shares=spent_shares(cache, digest)))
 
     async def _pool(
         self,
@@ -323,7 +337,7 @@ class KVRolloutReconciler:
         kept.schedule = plan.state.schedule
         if not plan.urgent:
             waited = self._deps.clock.monotonic() - kept.written_at
-            numbers_moved = plan.state.gates != facts.state.gates or plan.state.carry != facts.state.carry
+            numbers_moved = _numbers(plan.state) != _numbers(facts.state)
             quiet = AUDIT_WRITE_SECONDS if plan.state.phase is Phase.COMPLETED else QUIET_WRITE_SECONDS
             if not numbers_moved or waited < quiet:
                 return False
@@ -416,6 +430,18 @@ class KVRolloutReconciler:
     def _forget(self, uid: str) -> None:
         self._kept.pop(uid, None)
         self._feed.forget(uid)
+
+
+def _parsed(raw: JsonObject, probes: dict[str, ProbeSet]) -> tuple[RolloutSpec | None, str]:
+    try:
+        return parse_spec(raw, probes), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _numbers(state: RolloutState) -> object:
+    """What telemetry has too, without the time of the look."""
+    return tuple(replace(gate, at=0.0) for gate in state.gates), state.carry
 
 
 def _mark(rpc: Rpc, state: RolloutState) -> tuple[str, int, str]:

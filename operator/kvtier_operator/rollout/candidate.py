@@ -66,7 +66,7 @@ def compile_candidate(
         )
     digest = manifest.digest()
     ref = CandidateRef(digest, revision_name(metadata["name"], digest), CandidateClass.APPROXIMATE)
-    return Compiled(CandidateView(ref, prior_shares=spent_shares(cache, digest)), manifest.canonical())
+    return Compiled(CandidateView(ref), manifest.canonical())
 
 
 _BLOCKERS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
@@ -39,8 +40,16 @@ class Reading:
     nodes: tuple[AgentTarget, ...]
 
 
+class LookSource(Protocol):
+    """Where looks come from."""
+
+    async def look(self, reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look: ...
+
+    def forget(self, uid: str) -> None: ...
+
+
 class EvidenceFeed:
-    """One reader per rollout uid. Not thread-safe; calls for one uid never overlap."""
+    """Implements LookSource. One reader per rollout uid. Not thread-safe; calls for one uid never overlap."""
 
     def __init__(self, agents: Agents, clock: Clock) -> None:
         self._agents = agents

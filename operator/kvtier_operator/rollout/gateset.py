@@ -22,7 +22,7 @@ from kvtier_evidence.metrics import Stage as EvidenceStage
 PROBE_SET = "ProbeSet"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class ProbeSet:
     """What a probeRef's ConfigMap holds: how many prompts, and the digest of all of it."""
 

@@ -1,0 +1,291 @@
+"""A rollout as a whole: forward on evidence, back on harm, and what a person may say on the way."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from kvtier_operator.ports import Kind, ObjectKey
+from kvtier_operator.rollout.vocabulary import Verdict
+from tests.unit.rollout.rollout_world import World, held
+
+
+async def test_passing_candidate_is_approved_beside_the_baseline() -> None:
+    world = World()
+    await world.until("Completed", "Full")
+    stages = [stage for _, stage, _ in world.sims["node-0"].grants]
+    assert list(dict.fromkeys(stages)) == ["Shadow", "Canary", "Ramp", "Full"]
+    approved = world.cache_status["approved"]
+    assert approved["digest"] == world.status["candidate"]["digest"]
+    assert world.cache_status["baseline"]["digest"] == world.baseline
+    await world.run(60)
+    assert held(world) == ["node-0", "node-1"]
+    assert world.where == ("Completed", "Full", 0)
+
+
+async def test_each_step_lasts_and_moves_one_fraction() -> None:
+    world = World()
+    seen: list[tuple[str, int]] = []
+    start = world.clock.seconds
+    for _ in range(150):
+        await world.pass_()
+        if not seen or seen[-1] != world.where[1:]:
+            seen.append(world.where[1:])
+        world.renew()
+        world.clock.seconds += 1
+    assert seen == [("Shadow", 0), ("Canary", 0), ("Ramp", 0), ("Ramp", 1), ("Full", 0)]
+    assert world.where[0] == "Completed"
+    assert world.clock.seconds - start >= 100
+
+
+@pytest.mark.parametrize(
+    ("stage", "step"),
+    [("Shadow", 0), ("Canary", 0), ("Ramp", 0), ("Ramp", 1), ("Full", 0)],
+    ids=lambda value: str(value),
+)
+async def test_failed_gate_returns_to_the_proved_baseline(stage: str, step: int) -> None:
+    world = World()
+    await world.until("Progressing", stage, step)
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    rollback = world.status["rollback"]
+    assert rollback["cause"] == "GateFailed"
+    assert rollback["gate"] == "output"
+    assert (rollback["fromStage"], rollback["fromStep"]) == (stage, step)
+    assert (rollback["agentsRestored"], rollback["agentsTotal"]) == (2, 2)
+    assert world.condition("BaselineRestored")["status"] == "True"
+    assert world.condition("CandidateRevoked")["status"] == "True"
+    assert held(world) == []
+
+
+async def test_no_gate_is_left_out_of_a_promotion() -> None:
+    """Every required gate, built-in ones included, can hold the step alone."""
+    for gate in ("output", "quality", "illegalFallbacks", "isolationFailures", "replayFailures"):
+        world = World()
+        world.feed.gates[gate] = Verdict.INSUFFICIENT
+        await world.run(120)
+        assert world.where == ("Progressing", "Shadow", 0), gate
+
+
+async def test_unreadable_evidence_holds_and_says_so() -> None:
+    world = World()
+    world.feed.gates["output"] = Verdict.PROVIDER_ERROR
+    await world.run(120)
+    assert world.where == ("Progressing", "Shadow", 0)
+    assert world.condition("Degraded")["reason"] == "ProviderError"
+    assert world.status["verdict"] == "ProviderError"
+
+
+async def test_deadline_returns_what_never_completes() -> None:
+    world = World(progressDeadline="3m")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("RolledBack")
+    assert world.status["rollback"]["cause"] == "DeadlineExceeded"
+
+
+async def test_insufficient_rolls_back_when_so_declared() -> None:
+    world = World(onInsufficient="RollBack")
+    world.feed.gates["output"] = Verdict.INSUFFICIENT
+    await world.until("RolledBack", limit=60)
+    assert world.status["rollback"]["cause"] == "DeadlineExceeded"
+    assert "output" in world.status["rollback"]["message"]
+
+
+async def test_selector_that_changes_under_the_rollout_is_drift() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    selector = copy.deepcopy(world.object(Kind.KV_SELECTOR, "quest-64"))
+    selector["spec"]["budget"]["tokens"] = 48
+    world.api.put(selector)
+    await world.until("RolledBack")
+    assert world.status["rollback"]["cause"] == "InputDrift"
+
+
+async def test_approved_candidate_is_revoked_by_drift() -> None:
+    world = World()
+    await world.until("Completed")
+    del world.api.objects[ObjectKey(Kind.KV_SELECTOR, "serving", "quest-64")]
+    await world.until("RolledBack")
+    assert world.status["rollback"]["cause"] == "InputDrift"
+    assert "approved" not in world.cache_status
+    assert held(world) == []
+
+
+async def test_approved_candidate_is_revoked_by_the_audit() -> None:
+    world = World()
+    await world.until("Completed")
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    assert world.status["rollback"]["cause"] == "GateFailed"
+    assert "approved" not in world.cache_status
+
+
+async def test_long_grant_is_extended_before_it_ends() -> None:
+    world = World()
+    await world.until("Completed")
+    first = world.cache_status["approved"]["grantExpires"]
+    fence = world.cache_status["fence"]
+    for _ in range(10):
+        world.clock.seconds += 3600
+        await world.pass_()
+    assert world.cache_status["approved"]["grantExpires"] > first
+    assert world.status["grantExpires"] == world.cache_status["approved"]["grantExpires"]
+    assert world.where[0] == "Completed"
+    assert world.cache_status["fence"] >= fence
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reason"),
+    [
+        pytest.param({"fromCacheSpec": True}, "NotImplemented", id="fromCacheSpec"),
+        pytest.param({"overrides": {"admission": {"queue": 9}}}, "NotImplemented", id="overrides"),
+        pytest.param({"selectorRef": {"name": "nobody"}}, "ReferenceMissing", id="missing-selector"),
+    ],
+)
+async def test_what_cannot_run_says_why(candidate: dict[str, object], reason: str) -> None:
+    world = World(candidate=candidate)
+    await world.run(5)
+    condition = world.condition("Feasible")
+    assert (condition["status"], condition["reason"]) == ("False", reason)
+    assert world.cache_status["fence"] == 1
+    assert all(sim.grants == [] for sim in world.sims.values())
+
+
+async def test_missing_selector_that_appears_lets_it_go_on() -> None:
+    world = World()
+    key = ObjectKey(Kind.KV_SELECTOR, "serving", "quest-64")
+    kept = world.api.objects.pop(key)
+    await world.run(3)
+    assert world.where[0] == "Pending"
+    world.api.objects[key] = kept
+    await world.until("Progressing", "Shadow")
+
+
+async def test_cache_with_other_edits_needs_its_own_candidate() -> None:
+    world = World()
+    world.api.objects[world.cache_key]["spec"]["chunkTokens"] = 128
+    await world.run(3)
+    assert world.condition("Feasible")["reason"] == "NotImplemented"
+    assert "fromCacheSpec" in world.condition("Feasible")["message"]
+
+
+async def test_second_rollout_waits_and_names_the_first() -> None:
+    world = World()
+    second = world.add_rollout("zebra", candidate={"selectorRef": {"name": "quest-32"}})
+    await world.run(10, keys=[world.rollout, second])
+    assert world.status_of(second)["phase"] == "Pending"
+    busy = world.condition("Progressing", second)
+    assert busy["reason"] == "CacheBusy"
+    assert "quest" in busy["message"]
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    world.feed.gates.clear()
+    await world.run(10, keys=[world.rollout, second])
+    assert world.status_of(second)["stage"] == "Shadow"
+
+
+async def test_new_rollout_revokes_the_approved_one_first() -> None:
+    world = World()
+    await world.until("Completed")
+    old = world.status["candidate"]["digest"]
+    second = world.add_rollout("zebra", candidate={"selectorRef": {"name": "quest-32"}})
+    await world.pass_(second)
+    assert world.status_of(second)["stage"] in ("Off", "Shadow")
+    await world.run(5, keys=[second, world.rollout])
+    assert world.status_of(second)["stage"] == "Shadow"
+    assert "approved" not in world.cache_status
+    assert world.condition("Progressing")["reason"] == "ApprovalEnded"
+    assert {sim.candidate[1] for sim in world.sims.values() if sim.candidate} != {old}
+    assert world.where[0] == "Completed"
+
+
+async def test_edited_candidate_begins_a_new_attempt_at_shadow() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    old = world.status["candidate"]["digest"]
+    world.edit(candidate={"selectorRef": {"name": "quest-32"}})
+    await world.until("Progressing", "Shadow", limit=30)
+    assert world.status["attempt"] == 2
+    assert world.status["candidate"]["digest"] != old
+
+
+async def test_edited_candidate_arms_a_rolled_back_rollout_again() -> None:
+    world = World()
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    world.feed.gates.clear()
+    world.edit(candidate={"selectorRef": {"name": "quest-32"}})
+    await world.until("Progressing", "Shadow", limit=30)
+    assert world.status["attempt"] == 2
+
+
+async def test_edited_gates_open_the_step_again_and_spend_a_share() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    before = world.status
+    gates = [dict(gate) for gate in world.api.objects[world.rollout]["spec"]["gates"]]
+    gates[0]["max"] = "0.07"
+    world.edit(gates=gates)
+    await world.pass_()
+    after = world.status
+    assert (after["stage"], after["attempt"]) == ("Canary", 1)
+    assert after["window"]["openingFence"] > before["window"]["openingFence"]
+    assert after["digestBudget"]["attemptsUsed"] == before["digestBudget"]["attemptsUsed"] + 1
+
+
+async def test_share_is_kept_by_digest_when_the_rollout_is_made_again() -> None:
+    world = World()
+    await world.until("Progressing", "Shadow")
+    world.api.ask_to_delete(world.rollout)
+    await world.run(5)
+    assert world.rollout not in world.api.objects
+    again = world.add_rollout("again")
+    await world.run(3, keys=[again])
+    assert world.status_of(again)["digestBudget"]["attemptsUsed"] == 2
+
+
+async def test_finished_rollout_goes_after_its_time() -> None:
+    world = World(ttlAfterFinished="1h")
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    world.clock.seconds += 3599 - 60
+    await world.pass_()
+    assert world.rollout in world.api.objects
+    world.clock.seconds += 120
+    await world.pass_()
+    await world.pass_() if world.rollout in world.api.objects else None
+    assert world.rollout not in world.api.objects
+
+
+async def test_quiet_rollout_is_not_written() -> None:
+    world = World(stages=[{"name": "Shadow", "minDuration": "1h"}, {"name": "Full", "soak": "1h"}])
+    await world.until("Progressing", "Shadow")
+    await world.run(30)
+    before = world.api.writes
+    await world.run(120)
+    assert world.api.writes == before
+
+
+async def test_status_stays_under_8_kib() -> None:
+    import json
+
+    world = World(nodes=30)
+    for sim in world.sims.values():
+        sim.lie_about_baseline = "sha256:" + "0" * 64
+    await world.until("Progressing", "Full")
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.run(5)
+    assert len(json.dumps(world.status)) < 8192
+
+
+async def test_trace_is_of_the_attempt_and_tells_stages_and_gates() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    assert world.status["traceparent"].startswith("00-")
+    assert world.status["traceID"] == world.status["traceparent"][3:35]
+    names = [name for name, _ in world.spans.ended]
+    assert names.count("rollout.stage") == 2
+    gates = [attributes for name, attributes in world.spans.ended if name == "rollout.gate"]
+    assert {row["kvtier.gate"] for row in gates} >= {"output", "quality"}
+    assert world.spans.roots == [("uid-quest", 1)]
