@@ -177,7 +177,7 @@ def _probes(probes: Mapping[str, str]) -> Json:
     if "o_direct" in probes:
         found["oDirect"] = probes["o_direct"].lower() in ("true", "1", "yes")
     if "fsync_seconds" in probes:
-        found["fsyncSeconds"] = float(probes["fsync_seconds"])
+        found["fsyncSeconds"] = f"{float(probes['fsync_seconds']):.9f}"
     if "gds" in probes:
         found["gds"] = probes["gds"].lower() in ("true", "1", "yes")
     return found
