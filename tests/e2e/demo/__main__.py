@@ -231,4 +231,5 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     sys.exit(main())

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "GRPC_VERBOSITY": "ERROR"}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -41,7 +42,7 @@ class Child:
         self.log_path = folder / f"{name}.log"
         self.events: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=100_000)
         self._log = open(self.log_path, "ab")  # noqa: SIM115  # closed in stop()
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **(env or {})}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **_QUIET, **(env or {})}
         for variable in ("KUBECONFIG", "TRITON_INTERPRET"):
             environment.pop(variable, None)
         self.process = subprocess.Popen(
@@ -121,6 +122,11 @@ class Child:
                 pipe.close()
         self._log.close()
         return self.process.returncode
+
+
+def installed(program: str, *arguments: str) -> list[str]:
+    """argv of one of our console scripts, from the environment of this interpreter."""
+    return [str(Path(sys.executable).parent / program), *arguments]
 
 
 def python(*arguments: str) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.cluster.kvtier_localplane import Cluster, eventually
 
-from .processes import Child, python
+from .processes import Child, installed
 
 ROOT = Path(__file__).resolve().parents[3]
 SYSTEM = "kvtier-system"
@@ -101,10 +101,10 @@ class Stack:
         child = Child(
             name,
             [
-                *python("-m", "kvtier_operator"),
+                *installed("kvtier-operator"),
                 *("--kubeconfig", str(kubeconfig), "--namespace", SYSTEM, "--identity", name),
                 *("--otlp-endpoint", self.otlp_endpoint, "--election-lease-seconds", "6"),
-                *("--agent-tls-cert", str(tls.certificate), "--agent-tls-key", str(tls.key)),
+                *("--agent-tls-cert", str(tls.cert_file), "--agent-tls-key", str(tls.key_file)),
                 *("--agent-tls-ca", str(self.cluster.ca_file)),
             ],
             self.folder,
@@ -168,8 +168,8 @@ class Stack:
                 "--run-dir": str(self.folder / "run"),
                 "--listen": f"127.0.0.1:{port}",
                 "--advertise": f"127.0.0.1:{port}",
-                "--tls-cert": str(tls.certificate),
-                "--tls-key": str(tls.key),
+                "--tls-cert": str(tls.cert_file),
+                "--tls-key": str(tls.key_file),
                 "--tls-ca": str(self.cluster.ca_file),
                 "--kubeconfig": str(kubeconfig),
                 "--otlp-endpoint": self.otlp_endpoint,
@@ -177,9 +177,7 @@ class Stack:
             },
             nvme_root=self.folder / "nvme",
         )
-        self.children[f"agent-{node}"] = Child(
-            f"agent-{node}", python("-m", "kvtier_agent", *args), self.folder
-        )
+        self.children[f"agent-{node}"] = Child(f"agent-{node}", installed("kvtier-agent", *args), self.folder)
 
     def require_alive(self) -> None:
         for name, child in self.children.items():
