@@ -16,7 +16,7 @@ from kvtier_core.errors import CoreError, Reason
 
 NO_TIER = -1
 NO_PRODUCER = -1
-_SESSION_BITS, _LAYER_BITS, _CHUNK_BITS = 28, 12, 24
+_SESSION_BITS, _LAYER_BITS, _CHUNK_BITS = 27, 12, 24
 
 
 class ChunkState(IntEnum):

@@ -40,7 +40,7 @@ from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_crds.manifest import RuntimeManifest, Selector
 
 STAGING_BUFFERS = 2
-MAX_SESSIONS = 1 << 28
+MAX_SESSIONS = 1 << 27
 
 
 class CacheEngine:

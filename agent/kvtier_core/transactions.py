@@ -279,6 +279,9 @@ class Transactions:
         move = self._moves.get(done.txn)
         if move is None:
             raise MoveRefused(MoveReason.CANCELLED, f"transaction {done.txn} is not open")
+        if move.state not in (TxnState.COPYING, TxnState.DEAD):
+            # A replay, or a completion of something else: it has no second effect.
+            raise MoveRefused(MoveReason.CANCELLED, f"transaction {done.txn} awaits no completion")
         tier = self._tiers[move.tier]
         slot_generation = tier.slots.generation(move.destination.slot)
         owned = slot_generation == move.destination.generation

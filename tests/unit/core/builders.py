@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -317,11 +318,9 @@ class FaultyFiles:
         if fault.kind == "short":
             return done - 512
         target = buffers[0]
-        at = self._random.randrange(len(target))
-        # Bytes behind the payload are padding that nobody reads; a flip there is no fault.
-        at %= 4096 + SLOT
-        while 128 <= at < 4096:
-            at = self._random.randrange(4096 + SLOT)
+        # Bytes behind the header's fields and behind the payload are padding that nobody reads.
+        (length,) = struct.unpack_from("<Q", target, 80)
+        at = self._random.choice([self._random.randrange(108), 4096 + self._random.randrange(length)])
         target[at] ^= 1 << self._random.randrange(8)
         return done
 
