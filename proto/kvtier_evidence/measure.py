@@ -8,13 +8,13 @@ Sections 4 and 6.1 of the evidence specification.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
 from kvtier_evidence import bounds, forecast
-from kvtier_evidence.design import Estimate, used_effect
+from kvtier_evidence.design import Estimate, design_effect, design_effect_pair, used_effect
 from kvtier_evidence.gates import (
     ONE,
     Effect,
@@ -33,7 +33,7 @@ from kvtier_evidence.gatespec import GateSpec
 from kvtier_evidence.limits import share_above
 from kvtier_evidence.metrics import Arm, Kind
 from kvtier_evidence.verdicts import Reason
-from kvtier_evidence.window import MetricCounts, WindowCounts
+from kvtier_evidence.window import SESSION_BLOCKS, MetricCounts, WindowCounts
 
 _ENOUGH_FOR_A_LAW = 20
 Alphas = Callable[[float], float]
@@ -99,6 +99,37 @@ def measure_probe_set(gate: GateSpec, merged: WindowCounts) -> ProbeSetOutcome |
     if gate.probe_set_size < 1 or len(pairs) > gate.probe_set_size:
         return None
     return probe_set_outcome(pairs, gate.probe_set_size, Fraction(gate.limit))
+
+
+def estimates(gates: Sequence[GateSpec], closed: WindowCounts, fraction: float) -> dict[str, Estimate]:
+    """Design effects of a closed window, for the next one of the same kind; by gate, where blocks were kept.
+
+    Of cohorts and sessions the larger one stands.
+    """
+    out = {}
+    for gate in gates:
+        sums = closed.blocks.get(gate.name)
+        if sums is None or not sums.blocks:
+            continue
+        if gate.metric.two_arm:
+            out[gate.name] = Estimate(design_effect_pair(sums, fraction), sums.blocks, sums.mean_block)
+            continue
+        sessions = closed.blocks.get(gate.name + SESSION_BLOCKS, sums)
+        k_hat = max(design_effect(sums), design_effect(sessions))
+        out[gate.name] = Estimate(k_hat, sums.blocks, max(sums.mean_block, sessions.mean_block))
+    return out
+
+
+def pair_thresholds(gates: Sequence[GateSpec], closed: WindowCounts) -> dict[str, float]:
+    """The baseline's quantile of each ratio gate in a closed window: where the next one counts its blocks."""
+    out = {}
+    for gate in gates:
+        if gate.metric.kind is Kind.RATIO:
+            h = closed.get(gate.metric.name, Arm.BASELINE).histogram
+            value = h.quantile(1.0 - share_above(_percent(gate)))
+            if value:
+                out[gate.name] = value
+    return out
 
 
 def _effect(gate: GateSpec, merged: WindowCounts, n: int, at: Setting) -> tuple[float | None, Effect]:

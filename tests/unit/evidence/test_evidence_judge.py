@@ -20,6 +20,7 @@ from kvtier_evidence.external import Basis
 from kvtier_evidence.gatespec import GateSpec, resolve
 from kvtier_evidence.grid import Histogram
 from kvtier_evidence.judge import Decision, GateResult, Judgement, Terms, judge
+from kvtier_evidence.measure import estimates, pair_thresholds
 from kvtier_evidence.metrics import Stage
 from kvtier_evidence.reader import WindowEvidence
 from kvtier_evidence.verdicts import Reason, Verdict
@@ -144,6 +145,19 @@ def test_a_fail_shows_the_lower_bound() -> None:
     assert tail.bound is not None
     assert 1.25 < tail.bound < tail.value
     assert float(tail.bound_text) <= tail.bound
+
+
+def test_verdicts_do_not_depend_on_what_is_shown() -> None:
+    counts = Counts().output(2000, 3).tpot(SLOW, SAME).stall(QUIET).probes([0.0] * 600).requests(2000)
+    gates = [OUTPUT, TAIL, STALL, QUALITY, ILLEGAL]
+    shown, plain = (judge(gates, evidence(counts), terms(), NOTHING, display=d) for d in (True, False))
+    assert [r.reason for r in shown.results] == [r.reason for r in plain.results]
+    assert (shown.decision, shown.failed, shown.carry.cells) == (
+        plain.decision,
+        plain.failed,
+        plain.carry.cells,
+    )
+    assert all(r.bound is None and r.expected_n is None for r in plain.results[:4])
 
 
 UNREADABLE: dict[str, tuple[GateSpec, Counts, Reason, Decision]] = {
@@ -275,6 +289,23 @@ def _blocks(blocks: int, size: int) -> BlockSums:
     for _ in range(blocks):
         out.add_one_arm(size, size)
     return out
+
+
+def test_estimates_of_a_closed_window_serve_the_next() -> None:
+    closed = Counts().tpot(FAST, SAME).counts
+    for i in range(300):
+        closed.blocks.setdefault("output", BlockSums()).add_one_arm(10, 5 if i % 5 == 0 else 0)
+        closed.blocks.setdefault("output/session", BlockSums()).add_one_arm(10, 1)
+        closed.blocks.setdefault("tail", BlockSums()).add_two_arm(10, i % 2, 10, i % 2)
+    found = estimates([OUTPUT, TAIL, STALL], closed, 0.5)
+    assert set(found) == {"output", "tail"}
+    assert found["output"].k_hat == pytest.approx(4.46, abs=0.01), "cohorts are worse than sessions here"
+    assert (found["output"].blocks, found["output"].mean_block) == (300, 10.0)
+    assert found["tail"].k_hat == 1.0, "shared shocks cancel"
+    spec = gate("output", metrics.OUTPUT_RELATIVE_ERROR, "0.05", "99", k=None)
+    got = look([spec], evidence(Counts().output(9000, 0)), replace(terms(), estimates=found))
+    assert only(got, "output").k == pytest.approx(1.5 * 4.46, abs=0.01)
+    assert pair_thresholds([OUTPUT, TAIL], closed) == {"tail": SAME.quantile(0.99)}
 
 
 # ---------------------------------------------------------------- split

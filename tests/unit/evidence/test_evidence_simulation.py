@@ -118,7 +118,7 @@ STALL = gate("stall", metrics.EXPOSED_STALL_FRACTION, "0.02")
     ids=["at the limit", "twice", "a quarter"],
 )
 def test_stall_gate(mean: float, promoted: tuple[float, float], failed: tuple[float, float]) -> None:
-    got = simulate([STALL], stalls(mean, 50), seed=5, per_look=50, looks=12, runs=120)
+    got = simulate([STALL], stalls(mean, 50), seed=5, per_look=50, looks=12, runs=60)
     assert promoted[0] <= got.share(Decision.PROMOTE) <= promoted[1]
     assert failed[0] <= got.share(Decision.FAIL) <= failed[1]
 
@@ -143,7 +143,7 @@ TAIL = gate("tail", metrics.TPOT_RATIO, "1.25", "99")
 
 
 def test_a_ratio_at_its_limit_keeps_both_budgets() -> None:
-    got = simulate([TAIL], latencies(1.25, 100, 0.25), seed=6, per_look=100, looks=8, runs=80, fraction=0.25)
+    got = simulate([TAIL], latencies(1.25, 100, 0.25), seed=6, per_look=100, looks=8, runs=50, fraction=0.25)
     assert got.share(Decision.PROMOTE) <= 0.04
     assert got.share(Decision.FAIL) <= 0.02
 
