@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from kvtier_operator.agents import GrpcAgents
+from kvtier_operator.agents.renewal import LeaseRenewer
 from kvtier_operator.clock import SystemClock
 from kvtier_operator.controller import Controller, Limits
 from kvtier_operator.election import Callbacks, LeaseElection, Timing
@@ -131,6 +132,7 @@ class Operator:
         tasks = [
             asyncio.create_task(election.run(), name="election"),
             asyncio.create_task(relist.run(), name="relist"),
+            asyncio.create_task(LeaseRenewer(deps).run(), name="lease-renewal"),
             *(
                 asyncio.create_task(controller.run(), name=f"controller-{kind}")
                 for kind, controller in self._controllers.items()

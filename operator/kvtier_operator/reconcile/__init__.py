@@ -1,4 +1,4 @@
-"""One reconcile per kind: a pure plan and a thin apply. KVRollout's is in `kvtier_operator.rollout`."""
+"""One reconcile per kind: a pure plan and a thin apply. KVRollout's plan is `kvtier_operator.rollout`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from kvtier_operator.ports import Deps, Reconciler
 from kvtier_operator.reconcile.agentpool import AgentPoolReconciler
 from kvtier_operator.reconcile.kvcache import KVCacheReconciler
 from kvtier_operator.reconcile.kvnode import KVNodeReconciler
+from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
 from kvtier_operator.reconcile.kvselector import KVSelectorReconciler
 from kvtier_operator.reconcile.tierclass import TierClassReconciler
 
 
 def build_reconcilers(deps: Deps) -> list[Reconciler]:
-    """All but KVRollout's."""
+    """One for each of the six kinds."""
     return [
         TierClassReconciler(deps),
         KVSelectorReconciler(deps),
         AgentPoolReconciler(deps),
         KVNodeReconciler(deps),
         KVCacheReconciler(deps),
+        KVRolloutReconciler(deps),
     ]

@@ -1,0 +1,188 @@
+"""Keeps candidate leases alive: one batched Renew per agent at a third of the TTL, from written state only.
+
+It runs beside the reconciles, so a slow one never lets a lease end. Before each renewal both objects are read
+from the server: once KVCache and KVRollout disagree on the fence, nothing is renewed. It must not grant,
+revoke or write anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvtier.v1 import common_pb2 as common
+from kvtier.v1 import control_pb2 as control
+from kvtier_crds.quantity import QuantityError, parse_duration
+from kvtier_operator.ports import (
+    AgentError,
+    AgentTarget,
+    AgentUnreachable,
+    ApiError,
+    Deps,
+    JsonObject,
+    Kind,
+    NotLeader,
+    ObjectKey,
+)
+from kvtier_operator.rollout.grants import cache_ref, fence_of
+from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL
+from kvtier_operator.rollout.status import from_status
+
+_log = logging.getLogger(__name__)
+
+MAX_READS = 16
+MAX_ITEMS = 512
+IDLE_SECONDS = 1.0
+MIN_DEADLINE = 0.5
+# A renewal counts from its arrival; what it may be late by stays within the 10 % that expiry allows for.
+LATE_SHARE = 0.05
+PERIOD_SHARE = 1 / 3
+RETRY_SHARE = 1 / 8
+JITTER_SHARE = 0.15
+
+
+@dataclass(frozen=True)
+class HeldLease:
+    """One rollout's candidate as both objects say it may be held."""
+
+    key: ObjectKey
+    ttl: float
+    item: control.RenewItem
+    targets: tuple[AgentTarget, ...]
+    read_at: float
+
+    @property
+    def deadline(self) -> float:
+        return max(MIN_DEADLINE, self.ttl * LATE_SHARE)
+
+
+class LeaseRenewer:
+    """Create it once per operator; `run` until cancelled."""
+
+    def __init__(self, deps: Deps) -> None:
+        self._deps = deps
+        self._due: dict[str, float] = {}
+        self._reads = asyncio.Semaphore(MAX_READS)
+
+    async def run(self) -> None:
+        while True:
+            await self._deps.clock.sleep(await self.tick())
+
+    async def tick(self) -> float:
+        """Renews what is due; returns the seconds until the next look. Never raises for an agent or the API
+        server: the next tick is the retry."""
+        try:
+            self._deps.leader.check()
+        except NotLeader:
+            self._due.clear()
+            return IDLE_SECONDS
+        now = self._deps.clock.monotonic()
+        rollouts = [obj for obj in self._deps.store.list_all(Kind.KV_ROLLOUT) if _may_hold(obj)]
+        uids = {obj["metadata"]["uid"] for obj in rollouts}
+        self._due = {uid: due for uid, due in self._due.items() if uid in uids}
+        ready = [obj for obj in rollouts if self._due.get(obj["metadata"]["uid"], 0.0) <= now]
+        if ready:
+            found = await asyncio.gather(*(self._read(obj) for obj in ready))
+            await self._renew([lease for lease in found if lease is not None])
+        waits = [due - self._deps.clock.monotonic() for due in self._due.values()]
+        return min([IDLE_SECONDS, *(max(0.05, wait) for wait in waits)])
+
+    async def _read(self, seen: JsonObject) -> HeldLease | None:
+        """The lease, if the server says now that both fences agree."""
+        metadata = seen["metadata"]
+        key = ObjectKey(Kind.KV_ROLLOUT, metadata["namespace"], metadata["name"])
+        cache_key = ObjectKey(Kind.KV_CACHE, key.namespace, seen["spec"]["cacheRef"]["name"])
+        ttl = _ttl(seen)
+        started = self._deps.clock.monotonic()
+        self._schedule(metadata["uid"], started, ttl)
+        try:
+            async with self._reads:
+                started = self._deps.clock.monotonic()
+                rollout, cache = await asyncio.gather(self._deps.api.get(key), self._deps.api.get(cache_key))
+        except ApiError as error:
+            _log.warning("lease not renewed", extra={"rollout": str(key), "error": str(error)})
+            self._schedule(metadata["uid"], started, ttl, share=RETRY_SHARE)
+            return None
+        state = from_status(rollout.get("status") or {})
+        agreed = (cache.get("status") or {}).get("fence") == state.fence
+        deleting = "deletionTimestamp" in rollout["metadata"] or "deletionTimestamp" in cache["metadata"]
+        same = rollout["metadata"]["uid"] == metadata["uid"]
+        if not (same and agreed and state.holds_candidate and state.candidate) or deleting:
+            return None
+        uid = cache["metadata"]["uid"]
+        item = control.RenewItem(
+            cache=cache_ref(key.namespace, cache_key.name, uid),
+            fence=fence_of(state, metadata["uid"]),
+            digest=state.candidate.digest,
+            ttl_ms=round(_ttl(rollout) * 1000),
+        )
+        members = self._deps.fleet.members(key.namespace, cache["spec"]["poolRef"]["name"])
+        targets = tuple(
+            member.target for member in members if member.live and not member.cordoned and not member.draining
+        )
+        return HeldLease(key, ttl, item, targets, started)
+
+    async def _renew(self, leases: Iterable[HeldLease]) -> None:
+        by_node: dict[str, tuple[AgentTarget, list[HeldLease]]] = {}
+        for lease in leases:
+            for target in lease.targets:
+                by_node.setdefault(target.name, (target, []))[1].append(lease)
+        await asyncio.gather(*(self._renew_node(target, batch) for target, batch in by_node.values()))
+
+    async def _renew_node(self, target: AgentTarget, batch: list[HeldLease]) -> None:
+        now = self._deps.clock.monotonic()
+        fresh = [lease for lease in batch if now - lease.read_at <= lease.deadline][:MAX_ITEMS]
+        if not fresh:
+            return
+        request = control.RenewRequest(boot_id=target.boot_id, items=[lease.item for lease in fresh])
+        try:
+            answer = await self._deps.agents.renew(
+                target, request, deadline_seconds=min(lease.deadline for lease in fresh)
+            )
+        except NotLeader:
+            return
+        except AgentUnreachable:
+            self._soon(fresh)
+            return
+        except AgentError as error:
+            # It restarted, or refuses: what that means for the rollout is the reconcile's to say.
+            _log.info("renewal refused", extra={"node": target.name, "reason": error.reason})
+            self._wake(fresh)
+            return
+        refused = [
+            lease
+            for lease, result in zip(fresh, answer.results, strict=False)
+            if not result.renewed and result.error.reason == common.LEASE_EXPIRED
+        ]
+        self._wake(refused)
+
+    def _schedule(self, uid: str, now: float, ttl: float, *, share: float = PERIOD_SHARE) -> None:
+        jitter = 1.0 - JITTER_SHARE * self._deps.randomness()
+        self._due[uid] = now + ttl * share * jitter
+
+    def _soon(self, leases: Iterable[HeldLease]) -> None:
+        """An agent was not reached: try again well before its lease ends."""
+        now = self._deps.clock.monotonic()
+        for lease in leases:
+            uid = lease.item.fence.rollout_uid
+            self._due[uid] = min(self._due.get(uid, now), now + lease.ttl * RETRY_SHARE)
+
+    def _wake(self, leases: Iterable[HeldLease]) -> None:
+        for lease in leases:
+            self._deps.wake(lease.key)
+
+
+def _may_hold(rollout: JsonObject) -> bool:
+    """By the read cache, which may be behind: the server is asked before anything is renewed."""
+    status = rollout.get("status") or {}
+    return bool(status.get("phase")) and from_status(status).holds_candidate
+
+
+def _ttl(rollout: JsonObject) -> float:
+    text = (rollout.get("spec") or {}).get("leaseTTL")
+    try:
+        return parse_duration(text, "spec.leaseTTL") if text else DEFAULT_LEASE_TTL
+    except QuantityError:
+        return DEFAULT_LEASE_TTL
