@@ -51,6 +51,21 @@ class UnstructuralModel(TypeError):
     """A model that has no structural schema; the message names the field."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Without anchors, and with `n` and `y` quoted: kubectl reads them as booleans, PyYAML does not."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = "'" if value.lower() in ("y", "n") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def definition(kind: type[Resource]) -> Json:
     """The CustomResourceDefinition of a kind as plain JSON values."""
     singular = kind.KIND.lower()
@@ -89,10 +104,9 @@ def file_name(kind: type[Resource]) -> str:
 
 def render(kind: type[Resource]) -> str:
     """The checked-in text of one CRD."""
-    dumper = yaml.SafeDumper
     text = yaml.dump(
         copy.deepcopy(definition(kind)),
-        Dumper=type("_NoAliases", (dumper,), {"ignore_aliases": lambda self, data: True}),
+        Dumper=_Dumper,
         sort_keys=False,
         width=110,
         allow_unicode=True,

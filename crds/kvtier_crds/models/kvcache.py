@@ -10,6 +10,7 @@ from pydantic import Field
 from kvtier_crds.manifest import Dtype, Exactness, Fallback, PositionContract, TierRole
 from kvtier_crds.models.common import (
     AGE,
+    ATOMIC_LIST,
     NAME_BECOMES_LABEL,
     SET_LIST,
     Column,
@@ -109,8 +110,20 @@ class CacheTier(Struct):
 
 
 CacheTiers = Annotated[
-    tuple[CacheTier, ...], Field(min_length=1, max_length=8, json_schema_extra=map_list("tierClassName"))
+    tuple[CacheTier, ...],
+    Field(
+        min_length=1,
+        max_length=8,
+        json_schema_extra=ATOMIC_LIST
+        | rules(
+            cel(
+                "self.all(t, self.exists_one(u, u.tierClassName == t.tierClassName))",
+                "spec.tiers must name each tierClassName once",
+            )
+        ),
+    ),
 ]
+"""Atomic, since its order counts: a merge by key may keep an old order."""
 
 
 class PlacementPolicy(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -45,6 +46,9 @@ def test_names_and_subresources_follow_the_contract(kind: type[Resource]) -> Non
     text = (CRDS / generate.file_name(kind)).read_text(encoding="utf-8")
     assert text.startswith("# Generated")
     assert "&id0" not in text
+    assert not re.search(r"^\s*(- )?[yn]:", text, re.MULTILINE | re.IGNORECASE), (
+        "read as a boolean by kubectl"
+    )
     spec = yaml.safe_load(text)["spec"]
     assert spec["group"] == "kvtier.dev"
     assert spec["names"]["categories"] == ["kvtier"]
