@@ -179,7 +179,8 @@ class Operator:
             except ApiError as error:
                 _log.warning("waiting for the API", extra={"error": str(error)})
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), wait)
+                    async with asyncio.timeout(wait):
+                        await stop.wait()
                 wait = min(5.0, wait * 2)
 
     def _started_leading(self) -> None:

@@ -141,8 +141,10 @@ class Controller:
         idle = MAX_IDLE_SECONDS
         if due is not None:
             idle = min(idle, max(0.0, due - self._clock.monotonic()))
+        # Not wait_for: in Python 3.11 it may swallow a cancellation that comes with the event.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), idle)
+            async with asyncio.timeout(idle):
+                await self._changed.wait()
 
     async def _run_once(self, key: ObjectKey) -> Result:
         started = self._clock.monotonic()

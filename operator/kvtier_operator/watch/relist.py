@@ -55,7 +55,8 @@ class Relist:
         while True:
             wait = INTERVAL_SECONDS * (0.8 + 0.4 * self._randomness())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._requested.wait(), wait)
+                async with asyncio.timeout(wait):
+                    await self._requested.wait()
                 await self._clock.sleep(SOONEST_SECONDS * (1 + self._randomness()))
             self._requested.clear()
             await self.everything()

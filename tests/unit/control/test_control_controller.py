@@ -1,0 +1,182 @@
+"""Workers over a queue: serial per key, bounded in time, standing still without the Lease."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from prometheus_client import CollectorRegistry
+
+from kvtier_operator.clock import SystemClock
+from kvtier_operator.controller import Controller, Limits
+from kvtier_operator.metrics import Metrics
+from kvtier_operator.ports import Conflict, Done, Kind, NotLeader, ObjectKey, ReconcileOutcome, Requeue
+from kvtier_operator.queue import Backoff
+from kvtier_operator.telemetry import build_telemetry
+
+QUICK = Backoff(base_seconds=0.001, limit_seconds=0.01)
+
+
+def key(name: str) -> ObjectKey:
+    return ObjectKey(Kind.KV_CACHE, "serving", name)
+
+
+class Scripted:
+    """Runs what the test says for each call; `ran` lists the keys in order of their end."""
+
+    kind = Kind.KV_CACHE
+
+    def __init__(self) -> None:
+        self.script: list[Callable[[], ReconcileOutcome]] = []
+        self.ran: list[str] = []
+        self.now: set[str] = set()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.woken = asyncio.Event()
+        self.entered = asyncio.Event()
+
+    async def reconcile(self, one: ObjectKey) -> ReconcileOutcome:
+        assert one.name not in self.now, "two runs of one key at once"
+        self.now.add(one.name)
+        self.entered.set()
+        try:
+            await self.gate.wait()
+            step = self.script.pop(0) if self.script else Done
+            return step()
+        finally:
+            self.now.remove(one.name)
+            self.ran.append(one.name)
+            self.woken.set()
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while len(self.ran) < count:
+                self.woken.clear()
+                await self.woken.wait()
+
+
+class Bench:
+    def __init__(self, limits: Limits) -> None:
+        self.reconciler = Scripted()
+        self.spans = InMemorySpanExporter()
+        self.metrics = Metrics(CollectorRegistry())
+        self.overflows: list[bool] = []
+        self.controller = Controller(
+            self.reconciler,
+            limits=limits,
+            clock=SystemClock(),
+            randomness=lambda: 0.5,
+            telemetry=build_telemetry(
+                otlp_endpoint="",
+                instance="t",
+                version="t",
+                processors=(SimpleSpanProcessor(self.spans),),
+            ),
+            metrics=self.metrics,
+            on_overflow=lambda: self.overflows.append(True),
+        )
+
+    def results(self) -> list[str]:
+        return [
+            str((span.attributes or {})["kvtier.reconcile.result"])
+            for span in self.spans.get_finished_spans()
+        ]
+
+
+@contextlib.asynccontextmanager
+async def running(**limits: object) -> AsyncIterator[Bench]:
+    bench = Bench(Limits(backoff=QUICK, **limits))  # type: ignore[arg-type]
+    task = asyncio.create_task(bench.controller.run())
+    bench.controller.lead()
+    try:
+        yield bench
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def refuse(error: Exception) -> Callable[[], ReconcileOutcome]:
+    def step() -> ReconcileOutcome:
+        raise error
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "step, results, bad_span",
+    [
+        pytest.param(Done, ["done"], False, id="done"),
+        pytest.param(lambda: Requeue(0.0), ["requeue", "done"], False, id="requeue"),
+        pytest.param(refuse(Conflict(422, "Invalid", "test")), ["conflict", "done"], False, id="conflict"),
+        pytest.param(refuse(NotLeader("x")), ["notLeader", "done"], False, id="not-leader"),
+        pytest.param(refuse(ValueError("x")), ["error", "done"], True, id="error"),
+    ],
+)
+async def test_each_outcome_is_named_retried_and_traced(
+    step: Callable[[], ReconcileOutcome], results: list[str], bad_span: bool
+) -> None:
+    async with running(workers=1) as bench:
+        bench.reconciler.script = [step]
+        bench.controller.add(key("a"))
+        await bench.reconciler.until(len(results))
+    assert bench.results() == results
+    first = bench.spans.get_finished_spans()[0]
+    assert (first.status.status_code is StatusCode.ERROR) == bad_span
+    assert bool(first.events) == bad_span  # a normal retry records no exception
+
+
+async def test_a_run_that_hangs_is_ended_by_its_deadline_and_tried_again() -> None:
+    async with running(workers=1, deadline_seconds=0.05) as bench:
+        bench.reconciler.gate.clear()
+        bench.controller.add(key("a"))
+        await bench.reconciler.until(1)
+        bench.reconciler.gate.set()
+        await bench.reconciler.until(2)
+    assert bench.results()[0] == "deadline"
+
+
+async def test_a_key_added_while_it_runs_runs_once_more_and_not_beside_itself() -> None:
+    async with running(workers=3) as bench:
+        bench.reconciler.gate.clear()
+        bench.controller.add(key("a"))
+        async with asyncio.timeout(5):
+            await bench.reconciler.entered.wait()
+        for _ in range(5):
+            bench.controller.add(key("a"))
+        bench.reconciler.gate.set()
+        await bench.reconciler.until(2)
+        bench.controller.add(key("sentinel"))
+        await bench.reconciler.until(3)
+    assert bench.reconciler.ran == ["a", "a", "sentinel"]
+
+
+async def test_without_the_lease_nothing_runs_and_what_ran_is_cancelled_and_kept() -> None:
+    async with running(workers=1) as bench:
+        bench.reconciler.gate.clear()
+        bench.controller.add(key("a"))
+        async with asyncio.timeout(5):
+            await bench.reconciler.entered.wait()
+        bench.controller.stand_by()
+        await bench.reconciler.until(1)  # ended by cancellation
+        bench.reconciler.gate.set()
+        bench.controller.add(key("b"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert bench.reconciler.ran == ["a"]
+        bench.controller.lead()
+        await bench.reconciler.until(3)
+    assert sorted(bench.reconciler.ran) == ["a", "a", "b"]
+
+
+async def test_a_full_queue_asks_for_a_relist() -> None:
+    async with running(workers=1, bound=1) as bench:
+        bench.controller.stand_by()
+        bench.controller.add(key("a"))
+        bench.controller.add(key("b"))
+    assert bench.overflows == [True]
