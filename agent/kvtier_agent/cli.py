@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvtier_agent.config import AgentConfig, ConfigError
+from kvtier_agent.config import AgentConfig, ConfigError, KubernetesMode
 from kvtier_agent.telemetry import configure_logging
 
 EXIT_BAD_ARGUMENT = 2
@@ -71,10 +71,13 @@ async def _serve(config: AgentConfig) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from kvtier_agent.core_engine import build_engine, prepare_process
     from kvtier_agent.evidence_windows import EvidenceWindows
-    from kvtier_agent.registration import make_registration
-    from kvtier_agent.server import AgentServer
+    from kvtier_agent.server import AgentServer, unregistered
 
+    register = unregistered
+    if config.kubernetes is not KubernetesMode.NONE:
+        # The client's models take a second to import.
+        from kvtier_agent.registration import make_registration as register
     prepare_process()
     logging.getLogger("grpc").setLevel(logging.WARNING)
-    server = AgentServer(config, build_engine, EvidenceWindows, make_registration)
+    server = AgentServer(config, build_engine, EvidenceWindows, register)
     await server.run()

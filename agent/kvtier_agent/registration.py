@@ -23,7 +23,7 @@ from kubernetes.aio import config as aio_config
 from kvtier_agent import kvnode
 from kvtier_agent.config import AgentConfig, KubernetesMode
 from kvtier_agent.node import Node
-from kvtier_agent.server import Endpoints
+from kvtier_agent.server import Endpoints, Registration
 from kvtier_agent.telemetry import Metrics
 
 Json = dict[str, Any]
@@ -289,10 +289,8 @@ def micro_time(moment: datetime) -> str:
 
 def make_registration(
     config: AgentConfig, node: Node, metrics: Metrics, endpoints: Endpoints
-) -> ClusterRegistration | None:
-    """None with --no-kubernetes."""
-    if config.kubernetes is KubernetesMode.NONE:
-        return None
+) -> Registration | None:
+    """From the in-cluster service account, or the kubeconfig that was named."""
     kubeconfig = str(config.kubeconfig) if config.kubernetes is KubernetesMode.KUBECONFIG else None
     address = endpoints.control if config.advertise == config.listen else config.advertise
     return ClusterRegistration(config, node, metrics, address, KubernetesTransport(kubeconfig))

@@ -213,6 +213,13 @@ class AgentServer:
         return Endpoints(f"{host}:{port}", str(self._config.socket_path), metrics_port)
 
 
+def unregistered(
+    config: AgentConfig, node: Node, metrics: Metrics, endpoints: Endpoints
+) -> Registration | None:
+    """With --no-kubernetes."""
+    return None
+
+
 def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
     """Mutual TLS: a client without a certificate of the CA is refused in the handshake."""
     pair = (tls.key.read_bytes(), tls.certificate.read_bytes())

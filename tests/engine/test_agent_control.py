@@ -376,7 +376,7 @@ def test_control_needs_a_client_certificate(agent: Agent) -> None:
 
 def test_removing_a_cache_ends_its_sessions_but_not_its_fence() -> None:
     with (
-        running_agent(tiers=lambda folder: default_tiers(folder)) as alone,
+        running_agent() as alone,
         Engine(alone.socket_path) as engine,
     ):
         manifest = baseline_manifest()
