@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvtier_kernels.state import AttentionState, LogitFrame, identity
 
@@ -68,10 +69,8 @@ def chunk_state(
         return identity((nq, hq), d, frame)
 
     used = nq * group
-    padded = -(-used // QUERY_PAD) * QUERY_PAD
-    qs = q.new_zeros(hk, padded, d)
-    packed = qs[:, :used].view(hk, nq, group, d)
-    torch.mul(q.view(nq, hk, group, d).permute(1, 0, 2, 3), scale, out=packed)
+    rows = (q * scale).view(nq, hk, group, d).transpose(0, 1).reshape(hk, used, d)
+    qs = pad(rows, (0, 0, 0, -used % QUERY_PAD)) if used % QUERY_PAD else rows
 
     kr = _rows(k, visible)
     vr = _rows(v, visible)
@@ -89,6 +88,8 @@ def chunk_state(
 
     def unpack(x: Tensor) -> Tensor:
         rest = x.shape[2:]
+        if nq == 1:
+            return x[:, :used].reshape(1, hq, *rest)
         return x[:, :used].reshape(hk, nq, group, *rest).transpose(0, 1).reshape(nq, hq, *rest)
 
     return AttentionState(m=unpack(m), l=unpack(total), u=unpack(u), frame=frame)
