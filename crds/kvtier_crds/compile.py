@@ -25,6 +25,9 @@ CPU_DEVICE_KIND = "simulated"
 """The numerics class of a cache without a gpu tier: it computes where a simulated one does."""
 
 
+_BYTES_OF = {m.Dtype.FLOAT32: 4, m.Dtype.FLOAT16: 2, m.Dtype.BFLOAT16: 2}
+
+
 class CompileReason(StrEnum):
     """Why resources do not compile; stable, used as a condition's reason."""
 
@@ -206,12 +209,20 @@ def _parameters(cache: KVCache, selector: KVSelector) -> dict[str, Scalar]:
             f"KVSelector {selector.metadata.name} has boxes of {page} rows, which do not divide chunkTokens "
             f"{cache.spec.chunk_tokens} of KVCache {cache.metadata.name}",
         )
-    tokens = selector.spec.budget.tokens
-    if tokens is not None and tokens < page:
+    budget, geometry = selector.spec.budget, cache.spec.model.geometry
+    if budget.tokens is not None and budget.tokens < page:
         raise CompileError(
             CompileReason.SELECTOR_GEOMETRY,
             f"KVSelector {selector.metadata.name} spec.budget.tokens",
-            f"KVSelector {selector.metadata.name} may read {tokens} rows, less than one box of {page}",
+            f"KVSelector {selector.metadata.name} may read {budget.tokens} rows, less than one box of {page}",
+        )
+    box_bytes = page * geometry.kv_heads * geometry.head_dim * 2 * _BYTES_OF[geometry.dtype]
+    if budget.bytes is not None and parse_bytes(budget.bytes, "spec.budget.bytes") < box_bytes:
+        raise CompileError(
+            CompileReason.SELECTOR_GEOMETRY,
+            f"KVSelector {selector.metadata.name} spec.budget.bytes",
+            f"KVSelector {selector.metadata.name} may read {budget.bytes} bytes, less than one box of "
+            f"{box_bytes}",
         )
     return block | {"pageTokens": page}
 

@@ -162,7 +162,10 @@ class AdmissionPolicy(StrEnum):
 
 
 class Admission(Struct):
-    """Credits per node; a transfer that finds none waits in the queue or takes its fallback."""
+    """Credits per node; a transfer that finds none waits in the queue or takes its fallback.
+
+    Declared only: agents of this version use fixed limits of their own.
+    """
 
     pinned: Quantity | None = None
     """Bytes that may be pinned at once; absent: what the tiers allow."""
@@ -190,6 +193,7 @@ class Sessions(Struct):
     interruption: InterruptionPolicy = InterruptionPolicy.DROP
     """preserve needs a tier whose persistence outlives the process."""
     ttl: Duration = "1h"
+    """Of an idle session. Declared only, with `idle`: an agent of this version ends no session by itself."""
 
 
 class DeletionPolicy(StrEnum):
@@ -200,6 +204,7 @@ class DeletionPolicy(StrEnum):
 class Deletion(Struct):
     policy: DeletionPolicy = DeletionPolicy.DELETE
     crypto_erase: bool = False
+    """Not implemented in this version: the cache is answered Feasible=False."""
 
 
 class KVCacheSpec(Struct):
@@ -243,6 +248,7 @@ class KVCacheSpec(Struct):
     admission: Admission = Admission()
     sessions: Sessions = Sessions()
     key_secret_ref: LocalRef | None = None
+    """Not implemented in this version: the cache is answered Feasible=False."""
     suspend: bool = False
     deletion: Deletion = Deletion()
 

@@ -61,6 +61,7 @@ class SelectorBudget(Struct):
     units: Annotated[int, Field(ge=1, le=16777216)] | None = None
     """Of the family's own: pages, clusters, units, events."""
     cap_policy: CapPolicy = CapPolicy.TRUNCATE
+    """What happens to a selection over the budget. Agents of this version run truncate only."""
 
 
 class PersistentRows(Struct):
@@ -71,7 +72,10 @@ class PersistentRows(Struct):
 
 
 class SelectorGate(Struct):
-    """When an answer is uncertain and takes a fallback before it is published."""
+    """When an answer is uncertain and takes a fallback before it is published.
+
+    Needs a family with an estimator; agents refuse it for quest.
+    """
 
     max_estimated_omitted_mass: Fraction | None = None
     min_confidence: Fraction | None = None

@@ -80,6 +80,7 @@ class Capabilities(Struct):
     persistence: Persistence
     tenant_isolation: TenantIsolation
     encryption_at_rest: Encryption = Encryption.NONE
+    """Agents of this version encrypt nothing."""
     alignment_bytes: Alignment
     """A power of two up to 2 MiB."""
     checksum: Checksum
@@ -87,7 +88,7 @@ class Capabilities(Struct):
 
 
 class Endurance(Struct):
-    """Bounds on what is written to flash."""
+    """Bounds on what is written to flash. Declared only: no agent of this version paces its writes."""
 
     drive_writes_per_day: DecimalString
     target_fraction: Fraction

@@ -67,7 +67,7 @@ def test_quest_takes_its_page_from_the_cache() -> None:
         ({"budget": {"tokens": 64}}, {"budget": {"tokens": 64, "capPolicy": "truncate"}}),
         ({"denseLayers": [1, 0]}, {"denseLayers": [0, 1]}),
         ({"gate": {"minConfidence": "90%"}}, {"gate": {"minConfidence": "0.9"}}),
-        ({"budget": {"bytes": "1Ki"}}, {"budget": {"bytes": 1024}}),
+        ({"budget": {"bytes": "64Ki"}}, {"budget": {"bytes": 65536}}),
     ],
     ids=["default", "order", "percent", "quantity"],
 )
@@ -167,8 +167,9 @@ def test_a_selector_on_an_exact_cache_is_refused_with_both_names() -> None:
         ({"denseLayers": [0, 30]}, ["denseLayers", "30", "0 to 29"]),
         ({"quest": {"pageTokens": 24}, "budget": {"tokens": 64}}, ["boxes of 24", "chunkTokens 256"]),
         ({"quest": {}, "budget": {"tokens": 8}}, ["8 rows", "box of 16"]),
+        ({"quest": {}, "budget": {"bytes": "23Ki"}}, ["23Ki bytes", "box of 24576"]),
     ],
-    ids=["dense-layers", "page", "budget"],
+    ids=["dense-layers", "page", "budget", "bytes"],
 )
 def test_a_selector_that_does_not_fit_the_cache_is_refused_with_numbers(
     spec: dict[str, Any], words: list[str]
