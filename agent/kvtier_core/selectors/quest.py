@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.selectors.base import Selection, merge_rows
-from kvtier_crds.manifest import Selector
+from kvtier_crds.manifest import CapPolicy, Selector
 
 F32_BYTES = 4
 _FIRST_PAGES = 64
@@ -44,11 +44,22 @@ class QuestFamily:
     def from_manifest(
         cls, selector: Selector, *, page_tokens: int, kv_heads: int, head_dim: int
     ) -> QuestFamily:
-        """Reads parameter `pageTokens` (default: the cache's) and the budget. MANIFEST_INVALID."""
+        """Reads parameter `pageTokens` (default: the cache's) and the budget. MANIFEST_INVALID, also for what
+        the manifest promises and Quest cannot keep."""
         unknown = sorted(set(selector.parameters) - {"pageTokens"})
         if unknown:
             raise CoreError(
                 Reason.MANIFEST_INVALID, f"quest has no parameters {', '.join(unknown)}; legal: pageTokens"
+            )
+        if selector.gate is not None:
+            raise CoreError(
+                Reason.MANIFEST_INVALID,
+                "selector.gate cannot be kept: quest has no estimator of omitted mass",
+            )
+        if selector.budget.cap_policy is not CapPolicy.TRUNCATE:
+            raise CoreError(
+                Reason.MANIFEST_INVALID,
+                f"selector.budget.capPolicy {selector.budget.cap_policy} cannot run; legal: truncate",
             )
         size = selector.parameters.get("pageTokens", page_tokens)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
