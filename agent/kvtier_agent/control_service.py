@@ -82,6 +82,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 baseline_digest=host.baseline_digest,
                 sessions=len(host.sessions),
             )
+            for used in host.runner.engine.tiers():
+                state.used_by_tier[used.class_name] = used.used_bytes
+                state.pinned_by_tier[used.class_name] = used.pinned_bytes
             lease = host.enforcement.lease()
             if lease is not None:
                 state.candidate.digest = lease.terms.candidate_digest
