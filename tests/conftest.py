@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.cluster.kvtier_localplane import Cluster
 
 SUITES = ("unit", "kernels", "engine", "cluster", "e2e", "bench")
+
+# Under CI the same examples every time: what fails there can be repeated. Elsewhere new ones are looked for. No
+# deadline per example: on a busy machine it would measure the neighbours.
+settings.register_profile("kvtier", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
+settings.load_profile("kvtier")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
