@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 SUITES = ("unit", "kernels", "engine", "cluster", "e2e", "bench")
 
-# Under CI the same examples every time, so that what fails there can be repeated; elsewhere new ones. No deadline
-# per example: on a busy machine it would measure the neighbours.
+# Under CI the same examples every time, so that what fails there can be repeated; elsewhere new ones.
+# No deadline per example: on a busy machine it would measure the neighbours.
 settings.register_profile("kvtier", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("kvtier")
 
