@@ -43,6 +43,7 @@ from kvtier_operator.rollout.inputs import (
 )
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
+from kvtier_operator.rollout.moves import is_mine
 from kvtier_operator.rollout.observe import Memory, Observer, Pool, unasked
 from kvtier_operator.rollout.rivals import busy_with, superseded_by
 from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
@@ -117,7 +118,7 @@ class KVRolloutReconciler:
         except NotFound:
             return Done()
         uid = rollout["metadata"]["uid"]
-        kept = self._kept.setdefault(uid, _Kept())
+        kept = self._kept.setdefault(uid, _Kept(written_at=self._deps.clock.monotonic()))
         facts = await self._gather(key, rollout, kept, run)
         plan = next_plan(facts.state, facts.inputs)
         if not plan.release and ROLLOUT_FINALIZER not in (rollout["metadata"].get("finalizers") or []):
@@ -138,6 +139,9 @@ class KVRolloutReconciler:
                 self._deps.api, facts.subject, facts.state, plan.extend.grant_expires
             )
         wrote = await self._write_if_due(facts, plan, kept)
+        if plan.withdraw:
+            await effects.withdraw_approval(self._deps.api, facts.subject, plan.state)
+            return None
         if plan.release:
             await effects.drop_finalizer(self._deps.api, facts.subject)
             self._forget(facts.subject.uid)
@@ -300,9 +304,12 @@ class KVRolloutReconciler:
         return now if since is None else now - max(0.0, self._deps.clock.monotonic() - since)
 
     async def _with_rivals(self, inputs: Inputs, state: RolloutState, rollout: JsonObject) -> Inputs:
-        """Before a start the server itself is asked; afterwards the watch cache will do."""
+        """Before a start, and when something happened to an approval, the server itself is asked; else the
+        watch cache will do."""
         namespace = rollout["metadata"]["namespace"]
         starting = state.stage is Stage.OFF and inputs.candidate.ref is not None
+        if state.phase is Phase.COMPLETED and inputs.cache is not None:
+            starting = inputs.cache.fence != state.fence or not is_mine(inputs.cache, inputs)
         others = (
             await self._deps.api.list_all(Kind.KV_ROLLOUT, namespace)
             if starting

@@ -108,6 +108,16 @@ async def extend_approval(api: KubeApi, subject: Subject, state: RolloutState, e
     await api.compare_and_swap(subject.cache_key, ops)
 
 
+async def withdraw_approval(api: KubeApi, subject: Subject, state: RolloutState) -> None:
+    """Ends this rollout's approval, under the fence that its return to the baseline is written with."""
+    ops = [
+        expect_op("/status/fence", state.fence),
+        expect_op("/status/approved/rollout", subject.key.name),
+        remove_op("/status/approved"),
+    ]
+    await api.compare_and_swap(subject.cache_key, ops)
+
+
 async def write_status(
     api: KubeApi, subject: Subject, state: RolloutState, deadline_seconds: float
 ) -> JsonObject:

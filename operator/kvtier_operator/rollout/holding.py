@@ -65,7 +65,7 @@ def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
     spec, cache = inputs.spec, inputs.cache
     if spec is None or cache is None:
         raise ValueError("holding needs a KVCache and a readable spec")
-    if state.phase is Phase.COMPLETED and (not is_mine(cache, inputs) or inputs.superseded_by):
+    if state.phase is Phase.COMPLETED and inputs.superseded_by:
         return _let_go(state, inputs)
     state = record_look(_watch_agents(state, inputs, spec), inputs, spec)
     if spec.candidate_hash != state.candidate_hash:
@@ -94,7 +94,7 @@ def _let_go(state: RolloutState, inputs: Inputs) -> Plan:
         state,
         grant_expires=0.0,
         blocker=Blocker.APPROVAL_ENDED,
-        blocker_message=f"approval ended: {inputs.superseded_by or 'revoked'}",
+        blocker_message=f"the approval ended when {inputs.superseded_by} began",
     )
     notice = Notice(False, "ApprovalEnded", target.blocker_message)
     return Plan(target, urgent=True, notices=(notice,))
@@ -110,16 +110,13 @@ def _edited_candidate(state: RolloutState, inputs: Inputs) -> Plan:
     )
     notice = Notice(False, "CandidateEdited", f"attempt {target.attempt} begins at Shadow")
     span = stage_span(state, Stage.OFF, 0, "spec.candidate edited")
-    return advance(state, inputs, target, notice=notice, spans=(span,), clear_approved=is_mine_now(inputs))
-
-
-def is_mine_now(inputs: Inputs) -> bool:
-    return inputs.cache is not None and is_mine(inputs.cache, inputs)
+    return advance(state, inputs, target, notice=notice, spans=(span,))
 
 
 def _watch_agents(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> RolloutState:
-    """Counts grants, and notes since when an agent that held the candidate does not answer."""
-    granted = [agent for agent in inputs.agents if agent.reachable and _holds(agent, state)]
+    """Counts holders, under whichever fence, and notes since when one of them does not answer."""
+    digest = state.candidate.digest if state.candidate else ""
+    granted = [agent for agent in inputs.agents if agent.granted_fence and agent.candidate_digest == digest]
     since = {lost.node: lost.since for lost in state.lost}
     silent = [
         agent.node
@@ -183,6 +180,8 @@ def _agents_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> t
 
 def _deadlines(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[Cause, str] | None:
     if state.phase is Phase.COMPLETED:
+        if inputs.cache is not None and not is_mine(inputs.cache, inputs):
+            return Cause.INPUT_DRIFT, "the KVCache does not hold this approval any more"
         if inputs.now >= state.grant_expires:
             return Cause.LEASE_EXPIRED, "the long grant of the approved candidate was not renewed in time"
         return None

@@ -200,7 +200,8 @@ class SpanNote:
 class Plan:
     """state: what status must say. `transition` set: write fence, then state, and look again before any RPC.
 
-    urgent: the change is more than moved numbers. release: the finalizer may go. delete: it was kept long
+    urgent: the change is more than moved numbers. withdraw: the cache's approval of this rollout ends, under
+    the fence that is written. release: the finalizer may go. delete: it was kept long
     enough. requeue_after: seconds, 0 for not at all.
     """
 
@@ -209,6 +210,7 @@ class Plan:
     urgent: bool = False
     rpcs: tuple[Rpc, ...] = ()
     extend: ExtendApproval | None = None
+    withdraw: bool = False
     notices: tuple[Notice, ...] = ()
     spans: tuple[SpanNote, ...] = ()
     release: bool = False

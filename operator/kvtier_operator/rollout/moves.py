@@ -62,7 +62,8 @@ def advance(
     fence = 1 + max(cache.fence, state.fence, seen)
     if new_window and target.window is not None:
         target = replace(target, window=replace(target.window, opening_fence=fence))
-    own_leftover = is_mine(cache, inputs) and target.phase is not Phase.COMPLETED
+    # An approval that was written just before a crash, of a rollout that is not completed after all.
+    own_leftover = is_mine(cache, inputs) and target.phase in (Phase.PROGRESSING, Phase.PAUSED)
     return Plan(
         state=replace(target, fence=fence),
         transition=FenceMove(

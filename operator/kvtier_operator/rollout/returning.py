@@ -11,6 +11,7 @@ from dataclasses import replace
 from kvtier_operator.rollout.inputs import Inputs, Notice, Plan, Revoke, SpanNote
 from kvtier_operator.rollout.moves import (
     MAX_MISSING,
+    is_mine,
     lease_end,
     needs_refence,
     proved,
@@ -47,7 +48,8 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
     target = replace(state, rollback=updated)
     notices: tuple[Notice, ...] = ()
     spans: tuple[SpanNote, ...] = ()
-    if not missing:
+    approved = inputs.cache is not None and is_mine(inputs.cache, inputs)
+    if not missing and not approved:
         target = replace(
             target,
             phase=Phase.ROLLED_BACK,
@@ -71,7 +73,7 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
                 ),
             ),
         )
-    elif gone and not rollback.revoked_at:
+    elif missing and gone and not rollback.revoked_at:
         how = "all leases have ended" if ended else "every agent has let go of it"
         notices = (Notice(ended, "CandidateRevoked", f"{how}; unproved: {', '.join(missing[:4])}"),)
     release = inputs.deleting and bool(target.rollback and target.rollback.revoked_at)
@@ -83,9 +85,10 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
         state=target,
         urgent=target != state,
         rpcs=() if release else tuple(Revoke(node, rollback.cause) for node in missing),
+        withdraw=approved,
         notices=notices,
         spans=spans,
-        release=release,
+        release=release and not approved,
         requeue_after=_wait(inputs, missing, rollback.started_at) if missing and not release else 0.0,
     )
 

@@ -508,6 +508,7 @@ class World:
         self.feed = ScriptedFeed()
         self.sims: dict[str, AgentSim] = {}
         self.spans = Spans()
+        self.dead_for = 0.0
         self._load()
         for index in range(nodes):
             self.add_node(f"node-{index}")
@@ -627,12 +628,16 @@ class World:
         self.operator = KVRolloutReconciler(self.deps, feed=self.feed)
 
     async def pass_(self, key: ObjectKey | None = None) -> ReconcileOutcome:
-        """One call of reconcile; a conflict is retried as the queue would."""
+        """One call of reconcile; a conflict is retried as the queue would, a killed operator is started again
+        after `dead_for` seconds."""
         for _ in range(10):
             try:
                 return await self.operator.reconcile(key or self.rollout)
             except Conflict:
                 continue
+            except Killed:
+                self.clock.seconds += self.dead_for
+                self.restart()
         raise AssertionError("the rollout conflicts with itself")
 
     def renew(self) -> None:
