@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from kvtier_crds.models import KINDS
+from tests.cluster.crds_statuses import STATUSES, condition
 from tests.cluster.kvtier_localplane import Cluster, LocalControlPlane
 from tests.unit.crds.crds_samples import BY_KIND, CRDS, EXAMPLES, INVALID, documents, example, examples
 
 pytestmark = pytest.mark.timeout(120)
 
 NAMESPACE = "serving"
-OBSERVED = "2026-11-29T10:00:00Z"
 INVALID_FILES = sorted(INVALID.glob("*.yaml"))
 
 
@@ -308,142 +308,6 @@ def _patch_status(cluster: Cluster, kind: str, name: str, status: dict[str, Any]
     return done.returncode, done.stdout + done.stderr
 
 
-def _condition(type_: str, status: str, reason: str) -> dict[str, Any]:
-    return {
-        "type": type_,
-        "status": status,
-        "reason": reason,
-        "message": "told by a test",
-        "lastTransitionTime": OBSERVED,
-        "observedGeneration": 1,
-    }
-
-
-DIGEST = "sha256:" + "ab" * 32
-STATUSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "tc": ("gpu-sim", {"conditions": [_condition("Accepted", "True", "Valid")]}, []),
-    "ap": (
-        "default",
-        {
-            "desired": 2,
-            "ready": 1,
-            "updated": 2,
-            "conditions": [_condition("Available", "False", "NotReady")],
-        },
-        ["2", "1", "2", "False"],
-    ),
-    "kvn": (
-        "node-a",
-        {
-            "bootID": "b-1",
-            "agentVersion": "0.1.0",
-            "manifestSetDigest": DIGEST,
-            "tiers": [
-                {
-                    "class": "gpu-sim",
-                    "capacity": 1,
-                    "used": 1,
-                    "simulated": True,
-                    "probes": {"oDirect": False},
-                },
-                {
-                    "class": "nvme-local",
-                    "state": "Failed",
-                    "reason": "StorageUnavailable",
-                    "message": "disk full",
-                },
-            ],
-            "candidates": [
-                {
-                    "namespace": "serving",
-                    "cache": "chat",
-                    "cacheUID": "u-1",
-                    "digest": DIGEST,
-                    "stage": "Ramp",
-                    "step": 2,
-                    "fence": 17,
-                }
-            ],
-            "conditions": [_condition("Ready", "True", "Serving"), _condition("Draining", "False", "No")],
-        },
-        ["default", "True", "False"],
-    ),
-    "kvc": (
-        "chat",
-        {
-            "fence": 17,
-            "servingNodes": 2,
-            "baseline": {"digest": DIGEST, "short": "abababababab", "revision": "chat-6f8d"},
-            "approved": {
-                "digest": DIGEST,
-                "short": "cdcdcdcdcdcd",
-                "rollout": "quest-on-chat",
-                "blastRadius": {"tenants": ["beta"]},
-                "holdback": "2%",
-                "grantExpires": OBSERVED,
-            },
-            "ledger": [{"tierClassName": "gpu-sim", "budget": 1, "used": 1, "pinned": 0}],
-            "plan": {"kappaCrit": "0.2", "predictedStall": "0.001", "inputs": {"rows": "1"}},
-            "digestBudget": [{"digest": DIGEST, "attempts": 1}],
-            "conditions": [_condition("Ready", "True", "Proved")],
-        },
-        ["approximate", "abababababab", "cdcdcdcdcdcd", "2", "True"],
-    ),
-    "kvs": (
-        "quest-64",
-        {
-            "guarantee": "upperBound",
-            "needs": ["query"],
-            "conditions": [_condition("Accepted", "True", "Valid")],
-        },
-        ["quest", "upperBound", "True"],
-    ),
-    "kvr": (
-        "quest-on-chat",
-        {
-            "phase": "RolledBack",
-            "stage": "ExactBaseline",
-            "step": 0,
-            "attempt": 1,
-            "fence": 17,
-            "verdict": "Fail",
-            "baseline": {"digest": DIGEST, "short": "abababababab", "revision": "chat-6f8d"},
-            "candidate": {"digest": DIGEST, "short": "cdcdcdcdcdcd", "class": "approximate"},
-            "gates": [
-                {
-                    "name": "tail",
-                    "verdict": "Pass",
-                    "reason": "BoundInsideLimit",
-                    "value": "1.012",
-                    "bound": "1.031",
-                    "limit": "1.05",
-                    "n": 18123,
-                    "expectedN": 18000,
-                    "k": "1.0",
-                    "at": OBSERVED,
-                }
-            ],
-            "schedule": {"dueAt": OBSERVED, "ranAt": OBSERVED, "lateBy": "15ms"},
-            "rollback": {
-                "cause": "GateFailed",
-                "gate": "quality",
-                "fromStage": "Canary",
-                "targetDigest": DIGEST,
-                "agentsRestored": 2,
-                "agentsTotal": 2,
-                "missing": [],
-                "startedAt": OBSERVED,
-                "verifiedAt": OBSERVED,
-            },
-            "lastIntent": {"seq": 4, "result": "Accepted"},
-            "traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01",
-            "conditions": [_condition("BaselineRestored", "True", "Proved")],
-        },
-        ["ExactBaseline", "0", "Fail", "cdcdcdcdcdcd", "abababababab"],
-    ),
-}
-
-
 @pytest.mark.parametrize("short", STATUSES)
 def test_a_status_is_kept_whole_and_shown_in_columns(server: Cluster, short: str) -> None:
     name, status, shown = STATUSES[short]
@@ -484,7 +348,7 @@ def test_the_order_of_tiers_is_the_one_applied(server: Cluster) -> None:
 
 
 def test_conditions_are_a_map(server: Cluster) -> None:
-    two = [_condition("Ready", "True", "A"), _condition("Ready", "False", "B")]
+    two = [condition("Ready", "True", "A"), condition("Ready", "False", "B")]
     code, said = _patch_status(server, "kvc", "chat", {"conditions": two})
     assert code != 0
     assert "Duplicate value" in said
@@ -508,7 +372,7 @@ def test_a_status_outside_its_words_is_refused(server: Cluster, status: dict[str
 
 def test_waiting_for_a_condition_works(server: Cluster) -> None:
     _patch_status(
-        server, "kvr", "quest-on-chat", {"conditions": [_condition("BaselineRestored", "True", "Proved")]}
+        server, "kvr", "quest-on-chat", {"conditions": [condition("BaselineRestored", "True", "Proved")]}
     )
     done = server.kubectl(
         *("wait", "--for=condition=BaselineRestored", "kvr/quest-on-chat", "-n", NAMESPACE, "--timeout=20s"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ def _walk(schema: Json, path: str) -> Iterator[tuple[str, Json]]:
             yield from _walk(schema[nested], f"{path}[]")
 
 
+@functools.cache
 def _nodes(kind: type[Resource]) -> list[tuple[str, Json]]:
     return list(_walk(generate.schema_of(kind), kind.KIND))
 
@@ -130,6 +132,7 @@ def test_columns_point_at_fields_that_exist(kind: type[Resource]) -> None:
         assert column.path.replace("[*]", "[]") in paths, column
 
 
+@functools.cache
 def _messages() -> dict[str, str]:
     """Every rule that runs on create, by message; transition rules are tested against the server."""
     found = {}
@@ -141,6 +144,7 @@ def _messages() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def _expectations() -> list[str]:
     return [path.read_text(encoding="utf-8").splitlines()[0] for path in sorted(INVALID.glob("*.yaml"))]
 
