@@ -16,6 +16,7 @@ from kvtier_evidence import metrics
 from kvtier_evidence.budgets import Cell
 from kvtier_evidence.carry import Carry, FailCause
 from kvtier_evidence.design import BlockSums, Estimate
+from kvtier_evidence.evalues import Side, log_e_counts
 from kvtier_evidence.external import Basis
 from kvtier_evidence.gatespec import GateSpec, resolve
 from kvtier_evidence.grid import Histogram
@@ -240,7 +241,48 @@ def test_frozen_evidence_of_a_gate_this_stage_lacks_still_fails() -> None:
 def test_warm_up_counts_for_fail_and_not_for_pass() -> None:
     warm = look([OUTPUT], evidence(Counts().warm_output(2000, 0)))
     assert says(warm, "output") is Reason.BELOW_MIN_SAMPLES
-    assert look([OUTPUT], evidence(Counts().warm_output(200, 40))).decision is Decision.FAIL
+    got = look([OUTPUT], evidence(Counts().warm_output(200, 40)))
+    assert got.decision is Decision.FAIL
+    assert got.carry.cells[0].log_e == pytest.approx(log_e_counts(Side.FAIL, 0.01, 200, 40)), (
+        "pool and agent alike"
+    )
+
+
+FLOORS = {
+    "output": (
+        gate("g", metrics.OUTPUT_RELATIVE_ERROR, "0.05", "60"),
+        lambda n, m: Counts().output(n, 0, m, "g"),
+    ),
+    "tail": (gate("g", metrics.TPOT_RATIO, "2", "60"), lambda n, m: Counts().tpot(_with_missing(n, m), SAME)),
+    "stall": (
+        gate("g", metrics.EXPOSED_STALL_FRACTION, "0.5"),
+        lambda n, m: Counts().stall([(0.0, n), (None, m)]),
+    ),
+    "quality": (
+        gate("g", metrics.TASK_SCORE_DROP, "0.9"),
+        lambda n, m: Counts().probes([-0.5] * n + [None] * m, "g"),
+    ),
+}
+
+
+def _with_missing(n: int, missing: int) -> Histogram:
+    h = lognormal(n, 0.02)
+    h.add(None, missing)
+    return h
+
+
+@pytest.mark.parametrize("kind", FLOORS)
+def test_units_without_a_value_do_not_fill_the_floor(kind: str) -> None:
+    spec, build = FLOORS[kind]
+    assert says(look([spec], evidence(build(99, 3))), "g") is Reason.BELOW_MIN_SAMPLES
+    assert says(look([spec], evidence(build(100, 3))), "g") is Reason.BOUND_INSIDE_LIMIT
+
+
+def test_a_gate_that_is_not_required_is_not_waited_for() -> None:
+    spare = replace(OUTPUT, required=False)
+    counts = Counts().output(50, 0).requests(500)
+    assert look([spare, ILLEGAL], evidence(counts)).decision is Decision.PROMOTE
+    assert look([OUTPUT, ILLEGAL], evidence(counts)).decision is Decision.HOLD
 
 
 def test_one_bad_agent_of_many_is_found() -> None:
@@ -330,6 +372,8 @@ def test_a_mismatch_voids_harm_in_two_arms_and_not_in_one() -> None:
     how = terms(fraction=0.05)
     tail = look([TAIL], evidence(Counts().tpot(SLOW, SAME).sessions(650, 10000)), how)
     assert (says(tail, "tail"), tail.failed) == (Reason.SAMPLE_RATIO_MISMATCH, None)
+    later = evidence(Counts().tpot(FAST, SAME).sessions(500, 10000), window=key("Ramp", 0, 9))
+    assert look([TAIL], later, how, tail.carry).decision is Decision.PROMOTE, "void evidence is not frozen"
     output = look([OUTPUT], evidence(Counts().output(200, 40).sessions(650, 10000)), how)
     assert output.decision is Decision.FAIL
 
