@@ -173,7 +173,9 @@ class FakeControl(ControlServicer):
 class FakeAgent:
     """One agent process' worth: a server in a thread of its own, registration by kubectl as that agent's
     ServiceAccount with a Pod-bound token. `start` and `stop` may alternate; caches survive, the boot id does
-    not."""
+    not. A subclass may serve more of Control."""
+
+    servicer: type[FakeControl] = FakeControl
 
     def __init__(
         self, cluster: Cluster, folder: Path, node: str, *, namespace: str, pool: str, lease_seconds: int = 40
@@ -224,7 +226,7 @@ class FakeAgent:
             require_client_auth=True,
         )
         server = grpc.aio.server()
-        add_ControlServicer_to_server(FakeControl(self.state), server)
+        add_ControlServicer_to_server(self.servicer(self.state), server)
         self.port = server.add_secure_port(f"127.0.0.1:{self.port}", credentials)
         assert self.port, "no port"
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -301,7 +303,11 @@ class FakeAgent:
         return {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
-            "metadata": {"name": f"kvnode-{self.state.node}", "namespace": self._namespace},
+            "metadata": {
+                "name": f"kvnode-{self.state.node}",
+                "namespace": self._namespace,
+                "labels": {"kvtier.dev/component": "agent"},
+            },
             "spec": {
                 "holderIdentity": self.state.boot_id,
                 "leaseDurationSeconds": self._lease_seconds,
