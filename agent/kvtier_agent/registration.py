@@ -266,7 +266,12 @@ class ClusterRegistration:
         body = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
-            "metadata": {"name": name, "namespace": namespace},
+            # By this label the operator watches agents' Leases and no others.
+            "metadata": {
+                "name": name,
+                "namespace": namespace,
+                "labels": {"kvtier.dev/component": "agent"},
+            },
             "spec": spec,
         }
         path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{name}"

@@ -1,0 +1,197 @@
+"""A cache engine without tensors, a clock that tests move, and a node over both."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from pathlib import Path
+
+from kvtier_agent.config import Limits, TierConfig
+from kvtier_agent.convert import cache_name
+from kvtier_agent.engine_port import (
+    BlockFacts,
+    ExactnessClass,
+    FrameComparison,
+    FrameInput,
+    FrameMode,
+    FrameReceipt,
+    FrameResult,
+    SessionHandle,
+    SessionTerms,
+    TierReport,
+)
+from kvtier_agent.evidence_port import GateTerms, WindowTerms
+from kvtier_agent.evidence_windows import EvidenceWindows
+from kvtier_agent.node import Command, Node
+from kvtier_agent.statedir import StateDir
+from kvtier_agent.tierdirs import NodeTier, NodeTiers
+from kvtier_core.errors import CoreError
+from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
+from kvtier_crds.manifest import RuntimeManifest
+from kvtier_evidence.window import WindowKey
+from tests.engine.agent_process import CACHE, baseline_manifest, default_tiers, quest_candidate
+
+MS = 1_000_000
+SECONDS = 1_000 * MS
+NAME = CACHE
+
+
+class FakeClock:
+    """CLOCK_BOOTTIME that tests move."""
+
+    def __init__(self) -> None:
+        self.now = 50 * SECONDS
+
+    def __call__(self) -> int:
+        return self.now
+
+    def seconds(self) -> float:
+        return self.now / SECONDS
+
+    def advance(self, seconds: float) -> None:
+        self.now += int(seconds * SECONDS)
+
+
+class FakeEngine:
+    """Answers every frame; `hook` runs where an engine would compute, `refusal` is raised there."""
+
+    def __init__(self, manifest: RuntimeManifest) -> None:
+        self.manifest = manifest
+        self.opened: list[SessionTerms] = []
+        self.modes: list[FrameMode] = []
+        self.hook: Callable[[], None] = lambda: None
+        self.refusal: CoreError | None = None
+        self.comparison = FrameComparison(0.02, 1.0)
+        self.approximate_without_leave = False
+        self.used = 0
+        self.closed = False
+        self.threads: set[str] = set()
+
+    def open_session(self, terms: SessionTerms) -> SessionHandle:
+        if self.refusal is not None:
+            raise self.refusal
+        self.opened.append(terms)
+        return SessionHandle(f"session-{len(self.opened)}", len(self.opened))
+
+    def check_candidate(self, terms: GrantTerms) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    def close_session(self, session_id: str, generation: int) -> int:
+        return 3
+
+    def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
+        self.threads.add(threading.current_thread().name)
+        self.modes.append(mode)
+        self.hook()
+        if self.refusal is not None:
+            raise self.refusal
+        from_candidate = mode.publish_candidate and mode.may_publish()
+        approximate = from_candidate or self.approximate_without_leave
+        receipt = FrameReceipt(
+            exactness=ExactnessClass.APPROXIMATE if approximate else ExactnessClass.EXACT,
+            manifest_digest="sha256:m",
+            support_digest="sha256:s",
+            frontier=1,
+            rows_attended=1,
+            bytes_by_tier={"dram": 64},
+            plan=("cpu:partial",),
+            simulated=True,
+            stall_seconds=0.25,
+            producer_digest="sha256:p",
+            estimated_omitted_mass=float("nan"),
+            fallback="",
+            snapshot_generation=1,
+        )
+        return FrameResult(b"", receipt, self.comparison if mode.compare else None, from_candidate)
+
+    def live_manifest(self) -> RuntimeManifest:
+        return self.manifest
+
+    def tiers(self) -> Sequence[TierReport]:
+        return [TierReport("dram", "cpu", False, 1 << 28, self.used, 0)]
+
+    def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]:
+        return []
+
+    def read_block(
+        self, session_id: str, generation: int, layer: int, chunk: int, block_generation: int
+    ) -> tuple[BlockFacts, bytes]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Bench:
+    """A Node over fake engines in a folder, with commands whose fences grow."""
+
+    def __init__(self, folder: Path, clock: FakeClock | None = None) -> None:
+        self.clock = clock or FakeClock()
+        self.engines: list[FakeEngine] = []
+        self.baseline = baseline_manifest()
+        self.candidate = quest_candidate(self.baseline)
+        self.fence = 0
+        self.build_refusal: CoreError | None = None
+        configs = [TierConfig.parse(json.dumps(tier)) for tier in default_tiers(folder / "nvme")]
+        self.node = Node(
+            name="node-a",
+            state=StateDir(folder / "state"),
+            tiers=NodeTiers(configs, "uid-a"),
+            limits=Limits(session_idle_seconds=5.0),
+            clock=self.clock,
+            engine_factory=self._engine,
+            evidence_factory=lambda epoch: EvidenceWindows(epoch, self.clock.seconds),
+        )
+
+    def _engine(self, manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> FakeEngine:
+        if self.build_refusal is not None:
+            raise self.build_refusal
+        engine = FakeEngine(manifest)
+        self.engines.append(engine)
+        return engine
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.engines[-1]
+
+    def command(self, content: str = "", *, fence: int | None = None, stage: str = "Off") -> Command:
+        self.fence = self.fence + 1 if fence is None else fence
+        token = FenceToken(self.fence, "rollout", 1, stage, 0)
+        return Command(cache_name(NAME), token, self.node.boot_id, content or f"content-{self.fence}")
+
+    async def apply(self) -> str:
+        return await self.node.apply_baseline(
+            self.command(), self.baseline.canonical(), self.baseline.digest()
+        )
+
+    async def grant(
+        self, *, traffic: str = "1", sample: str = "0", stage: str = "Canary", ttl_ms: int = 10_000
+    ) -> WindowKey:
+        command = self.command(stage=stage)
+        terms = GrantTerms(
+            fence=command.fence,
+            candidate_digest=self.candidate.digest(),
+            baseline_digest=self.baseline.digest(),
+            ttl_ms=ttl_ms,
+            traffic_fraction=Decimal(traffic),
+            sample_fraction=Decimal(sample),
+            blast_radius=BlastRadius(),
+            selector=self.candidate.selector,
+        )
+        key = WindowKey(
+            "rollout", 1, stage, 0, terms.candidate_digest, terms.baseline_digest, "sha256:g", self.fence
+        )
+        gates = (GateTerms("output", "outputRelativeError", 75.0, "0.05"),)
+        window = WindowTerms(key, gates, float(traffic), 1000, 0)
+        await self.node.grant(command, terms, self.candidate, window, "")
+        return key
+
+    async def close(self) -> None:
+        await self.node.close()
+
+
+def frame(session_id: str, step: int, layer: int = 0) -> FrameInput:
+    return FrameInput(session_id, 1, step, layer, 0, b"", b"", 0, b"", 0)

@@ -1,0 +1,98 @@
+"""Every flag that cannot be used is refused at the start, by name, with exit status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier_agent.cli import build_parser, main
+from kvtier_agent.config import AgentConfig, ConfigError, Medium, TierConfig
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    for name in ("tls.crt", "tls.key", "ca.crt"):
+        (tmp_path / name).write_text("pem")
+    return [
+        *("--node-name", "node-a", "--node-uid", "uid-a", "--pool", "serving/pool", "--no-kubernetes"),
+        *("--state-dir", str(tmp_path / "s"), "--run-dir", "/tmp/r", "--listen", "127.0.0.1:0"),
+        *("--tls-cert", str(tmp_path / "tls.crt"), "--tls-key", str(tmp_path / "tls.key")),
+        *("--tls-ca", str(tmp_path / "ca.crt")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        pytest.param("--tls-key", "/nonexistent", "--tls-key /nonexistent: no such file", id="key"),
+        pytest.param("--pool", "pool", "--pool 'pool' must be NAMESPACE/NAME", id="pool"),
+        pytest.param("--listen", "localhost", "--listen 'localhost' must be HOST:PORT", id="listen"),
+        pytest.param("--advertise", "a:b", "--advertise 'a:b' must be HOST:PORT", id="advertise"),
+        pytest.param("--node-name", "No_Name", "--node-name 'No_Name'", id="node-name"),
+        pytest.param("--node-uid", "../x", "--node-uid '../x'", id="node-uid"),
+        pytest.param("--metrics-port", "70000", "--metrics-port 70000", id="metrics-port"),
+        pytest.param("--session-idle", "0", "--session-idle 0.0", id="session-idle"),
+        pytest.param("--run-dir", "/tmp/" + "x" * 120, "--run-dir: the socket path", id="socket-path"),
+        pytest.param("--tier", "{", "--tier is not JSON", id="tier-json"),
+        pytest.param("--tier", "[]", "--tier must be a JSON object", id="tier-object"),
+        pytest.param("--tier", '{"className":"a","medium":"tape"}', "'tape' must be one of", id="medium"),
+        pytest.param("--tier", '{"klass":"a"}', "unknown fields ['klass']", id="unknown-field"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], flag: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, flag, value]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"className":"a","medium":"cpu","capacity":"lots"}', "--tier a: capacity"),
+        ('{"className":"a","medium":"cpu","capacity":0}', "must be at least 1"),
+        ('{"className":"a","medium":"nvme","capacity":"1Mi"}', "needs device.path"),
+        ('{"className":"a","medium":"nvme","capacity":"1Mi","device":{"path":"rel"}}', "absolute path"),
+        ('{"className":"a","medium":"gpu","capacity":"1Mi","device":{"cudaIndex":-1}}', "cudaIndex"),
+    ],
+    ids=["capacity", "no-capacity", "nvme-path", "relative-path", "cuda-index"],
+)
+def test_bad_tiers(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TierConfig.parse(text)
+
+
+def test_a_class_given_twice(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    tier = '{"className":"dram","medium":"cpu","capacity":"1Mi"}'
+    assert main([*arguments, "--tier", tier, "--tier", tier]) == 2
+    assert "className ['dram'] given twice" in capsys.readouterr().err
+
+
+def test_tier_sizes_and_simulation() -> None:
+    tier = TierConfig.parse('{"className":"g","medium":"gpu","capacity":"1Gi","reserve":"64Mi"}')
+    assert (tier.medium, tier.capacity_bytes, tier.reserve_bytes) == (Medium.GPU, 1 << 30, 64 << 20)
+    assert tier.simulated
+    real = TierConfig.parse(
+        '{"className":"g","medium":"gpu","deviceKind":"cuda-sm90","capacity":1024,"device":{"cudaIndex":0}}'
+    )
+    assert not real.simulated
+
+
+def test_addresses_and_places(arguments: list[str]) -> None:
+    config = AgentConfig.from_arguments(build_parser().parse_args(arguments))
+    assert config.socket_path == Path("/tmp/r/node-a/engine.sock")
+    assert config.advertise == config.listen
+    assert (config.pool_namespace, config.pool_name) == ("serving", "pool")
+
+
+def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "(default: /var/lib/kvtier)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_abbreviations(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*arguments, "--metrics", "1"])

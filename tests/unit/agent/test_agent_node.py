@@ -1,0 +1,244 @@
+"""The node over fake engines: order of durable and visible, publication, counters, idle sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvtier_agent.cachehost import Session
+from kvtier_agent.engine_port import EngineRunner, FrameComparison
+from kvtier_agent.evidence_port import Outcome
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.enforcement import ServedArm, SessionFacts
+from kvtier_evidence.window import MetricCounts, WindowKey
+from tests.unit.agent.agent_fakes import Bench, FakeEngine, frame
+
+EMPTY_SET = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path)
+    await made.apply()
+    yield made
+    await made.close()
+
+
+async def open_session(bench: Bench, root: str = "root", **more: object) -> Session:
+    host = next(iter(bench.node.caches.values()))
+    facts = SessionFacts("beta", "", root, root, **more)  # type: ignore[arg-type]
+    return await host.open_session(facts, 0.125, 100, "")
+
+
+async def prefill(session: Session) -> None:
+    await session.host.attend(session, frame(session.handle.session_id, 0), 7)
+
+
+async def test_a_lease_that_ends_while_the_answer_is_computed_publishes_the_exact_one(bench: Bench) -> None:
+    await bench.grant(ttl_ms=1000)
+    session = await open_session(bench)
+    await prefill(session)
+    bench.engine.hook = lambda: bench.clock.advance(2)
+    answer = await session.host.attend(session, frame(session.handle.session_id, 1), 1)
+    assert bench.engine.modes[-1].publish_candidate
+    assert answer.arm is ServedArm.BASELINE
+    assert answer.fallback == "LeaseExpired"
+
+
+async def test_a_revocation_counts_the_step_that_still_runs(bench: Bench) -> None:
+    await bench.grant()
+    session = await open_session(bench)
+    await prefill(session)
+    host = session.host
+    seen: list[int] = []
+    bench.engine.hook = lambda: seen.append(host.enforcement.in_flight)
+    await host.attend(session, frame(session.handle.session_id, 1), 1)
+    assert seen == [1]
+    proof = await bench.node.revoke(bench.command(), "GateFailed", b"n")
+    assert proof.in_flight_candidate == 0
+    assert proof.candidate_digest == ""
+
+
+async def test_compute_never_runs_on_the_event_loop(bench: Bench) -> None:
+    session = await open_session(bench)
+    await prefill(session)
+    assert threading.current_thread().name not in bench.engine.threads
+
+
+async def test_only_sessions_that_need_an_index_are_opened_with_the_candidate(bench: Bench) -> None:
+    await open_session(bench)
+    assert bench.engine.opened[-1].candidate is None
+    await bench.grant(stage="Shadow", traffic="0", sample="1")
+    await open_session(bench)
+    assert bench.engine.opened[-1].candidate is not None
+    await bench.grant(stage="Shadow", traffic="0", sample="0")
+    await open_session(bench, "other")
+    assert bench.engine.opened[-1].candidate is None
+
+
+async def test_a_compared_step_counts_once_with_its_largest_layer(bench: Bench) -> None:
+    key = await bench.grant(stage="Shadow", traffic="0", sample="1")
+    session = await open_session(bench)
+    await prefill(session)
+    host = session.host
+    errors = []
+    for layer, diff in enumerate((0.03, 0.01)):
+        bench.engine.comparison = FrameComparison(diff, 1.0)
+        answer = await host.attend(session, frame(session.handle.session_id, 1, layer), 1)
+        errors.append(answer.compared_error)
+    assert errors == [None, pytest.approx(0.03)]
+    assert host.report_outcome(session, Outcome(2, 0.1, 0.2, False)) == ""
+    bench.clock.advance(30)
+    [metric] = metrics_of(bench, key, "outputRelativeError")
+    assert (metric.histogram.n, metric.histogram.missing) == (1, 0)
+    assert metric.above_up == {"output": 0}
+
+
+@pytest.mark.parametrize(
+    ("diff", "exact", "missing"),
+    [(0.0, 0.0, 0), (0.1, 0.0, 1), (float("nan"), 1.0, 1)],
+    ids=["both-zero-is-zero", "only-exact-zero-is-missing", "not-a-number-is-missing"],
+)
+async def test_degenerate_norms(bench: Bench, diff: float, exact: float, missing: int) -> None:
+    key = await bench.grant(stage="Shadow", traffic="0", sample="1")
+    session = await open_session(bench)
+    await prefill(session)
+    bench.engine.comparison = FrameComparison(diff, exact)
+    for layer in range(2):
+        await session.host.attend(session, frame(session.handle.session_id, 1, layer), 1)
+    session.host.report_outcome(session, Outcome(2, 0.1, 0.2, False))
+    bench.clock.advance(30)
+    [metric] = metrics_of(bench, key, "outputRelativeError")
+    assert (metric.histogram.n, metric.histogram.missing) == (1, missing)
+
+
+@pytest.mark.parametrize(
+    ("reason", "counter"),
+    [
+        (Reason.NO_DESTINATION_CAPACITY, "allocationFailures"),
+        (Reason.IDENTITY_MISMATCH, "isolationFailures"),
+        (Reason.RECYCLED_DESTINATION, "isolationFailures"),
+        (Reason.STALE_CACHE_GENERATION, "replayFailures"),
+        (Reason.FRONTIER_MISMATCH, None),
+    ],
+)
+async def test_zero_tolerance_counters(bench: Bench, reason: Reason, counter: str | None) -> None:
+    key = await bench.grant()
+    session = await open_session(bench)
+    bench.engine.refusal = CoreError(reason, "refused")
+    with pytest.raises(CoreError):
+        await prefill(session)
+    assert zero_tolerance(bench, key) == ({} if counter is None else {counter: 1})
+
+
+async def test_a_baseline_session_moves_no_counter_of_the_candidate(bench: Bench) -> None:
+    key = await bench.grant(traffic="0")
+    session = await open_session(bench)
+    bench.engine.refusal = CoreError(Reason.NO_DESTINATION_CAPACITY, "full")
+    with pytest.raises(CoreError):
+        await prefill(session)
+    assert zero_tolerance(bench, key) == {}
+
+
+async def test_an_approximate_answer_without_permission_is_an_illegal_fallback(bench: Bench) -> None:
+    key = await bench.grant(traffic="0")
+    session = await open_session(bench)
+    bench.engine.approximate_without_leave = True
+    await prefill(session)
+    assert zero_tolerance(bench, key) == {"illegalFallbacks": 1}
+
+
+async def test_a_failed_build_is_a_fault_that_the_same_command_repairs(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.build_refusal = CoreError(Reason.STORAGE_UNAVAILABLE, "disk full")
+    with pytest.raises(CoreError):
+        await bench.apply()
+    assert "disk full" in next(iter(bench.node.faults.values()))
+    bench.build_refusal = None
+    again = bench.command("content-1", fence=1)
+    digest = bench.baseline.digest()
+    assert await bench.node.apply_baseline(again, bench.baseline.canonical(), digest) == digest
+    assert not bench.node.faults
+    await bench.close()
+
+
+async def test_restart_restores_every_cache_that_can_be_and_names_the_others(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.apply()
+    await bench.grant()
+    await bench.close()
+    reborn = Bench(tmp_path)
+    await reborn.node.restore()
+    [host] = reborn.node.caches.values()
+    assert host.enforcement.lease() is None
+    assert host.enforcement.returned is not None
+    assert host.enforcement.returned.fence == 2
+    await reborn.close()
+    for path in (tmp_path / "state" / "manifests").iterdir():
+        path.write_bytes(b"damaged\nbytes")
+    broken = Bench(tmp_path)
+    await broken.node.restore()
+    assert not broken.node.caches
+    assert "STORAGE_UNAVAILABLE" in broken.node.faults["cache-uid-1"]
+    await broken.close()
+
+
+async def test_a_baseline_of_other_bytes_replaces_the_engine_and_ends_sessions(bench: Bench) -> None:
+    old = bench.engine
+    await open_session(bench)
+    bench.baseline = bench.baseline.model_copy(update={"page_tokens": 32})
+    await bench.apply()
+    assert old.closed
+    assert bench.engine is not old
+    assert bench.node.session_count() == 0
+
+
+async def test_idle_sessions_end_but_not_one_with_a_stream(bench: Bench) -> None:
+    idle, streaming = await open_session(bench, "a"), await open_session(bench, "b")
+    streaming.streaming = True
+    bench.clock.advance(4.9)
+    assert await bench.node.expire_idle_sessions() == 0
+    bench.clock.advance(0.2)
+    assert await bench.node.expire_idle_sessions() == 1
+    assert list(streaming.host.sessions) == [streaming.handle.session_id]
+    assert idle.handle.session_id not in streaming.host.sessions
+
+
+async def test_the_manifest_set_digest_names_the_set(bench: Bench) -> None:
+    before = bench.node.manifest_set_digest()
+    assert before != EMPTY_SET
+    bench.baseline = bench.baseline.model_copy(update={"page_tokens": 32})
+    await bench.apply()
+    assert bench.node.manifest_set_digest() != before
+
+
+async def test_a_full_engine_queue_refuses_and_forgets_nothing(bench: Bench) -> None:
+    release = threading.Event()
+    runner = EngineRunner(FakeEngine(bench.baseline), "x", 2)
+    running = [asyncio.create_task(runner.call(release.wait)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(CoreError) as refused:
+        await runner.call(lambda: None)
+    assert refused.value.reason is Reason.QUEUE_FULL
+    closing = asyncio.create_task(runner.call(lambda: "closed", bounded=False))
+    release.set()
+    assert await asyncio.gather(*running) == [True, True]
+    assert await closing == "closed"
+    assert await runner.call(lambda: 7) == 7
+    assert runner.pending == 0
+    await runner.close()
+
+
+def metrics_of(bench: Bench, key: WindowKey, name: str) -> list[MetricCounts]:
+    host = next(iter(bench.node.caches.values()))
+    counts = host.evidence.read(key, "", 0).increments
+    return [values for (metric, _), values in counts.metrics.items() if metric == name]
+
+
+def zero_tolerance(bench: Bench, key: WindowKey) -> dict[str, int]:
+    host = next(iter(bench.node.caches.values()))
+    return dict(host.evidence.read(key, "", 0).increments.zero_tolerance)

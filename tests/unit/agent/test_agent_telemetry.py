@@ -1,0 +1,99 @@
+"""Spans are children of what came over the wire, steps link to the rollout, logs carry the ids."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from prometheus_client import CollectorRegistry
+
+from kvtier_agent.telemetry import JsonLogFormatter, Metrics, Telemetry, mark_error
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+ROLLOUT = "00-11111111111111111111111111111111-2222222222222222-03"
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def telemetry(exporter: InMemorySpanExporter) -> Telemetry:
+    return Telemetry("node-a", "serving/pool", "boot", "1", [SimpleSpanProcessor(exporter)])
+
+
+def test_a_call_continues_the_callers_trace(telemetry: Telemetry, exporter: InMemorySpanExporter) -> None:
+    with telemetry.rpc("Control.Grant", {"traceparent": PARENT}) as span:
+        span.set_attribute("rpc.response.status_code", "FENCE_STALE")
+    [done] = exporter.get_finished_spans()
+    assert f"{done.context.trace_id:032x}" == TRACE
+    assert done.parent is not None
+    assert f"{done.parent.span_id:016x}" == "b7ad6b7169203331"
+    assert done.status.status_code is StatusCode.UNSET
+    assert done.resource.attributes["k8s.node.name"] == "node-a"
+
+
+@pytest.mark.parametrize("junk", ["", "00-zz", "x" * 500, "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+def test_junk_begins_a_trace_of_its_own(
+    telemetry: Telemetry, exporter: InMemorySpanExporter, junk: str
+) -> None:
+    with telemetry.rpc("Control.GetState", {"traceparent": junk}):
+        pass
+    [done] = exporter.get_finished_spans()
+    assert done.parent is None
+
+
+def test_only_failures_of_ours_are_errors(telemetry: Telemetry, exporter: InMemorySpanExporter) -> None:
+    with telemetry.rpc("Control.Grant", {}) as span:
+        mark_error(span, "internal")
+    [done] = exporter.get_finished_spans()
+    assert done.status.status_code is StatusCode.ERROR
+
+
+def test_a_compared_step_links_to_the_rollout_and_holds_its_transfers(
+    telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    telemetry.step(
+        session_traceparent=PARENT,
+        rollout_traceparent=ROLLOUT,
+        start_ns=1,
+        attributes={"kvtier.step": 3},
+        bytes_by_tier={"nvme": 4096, "dram": 64},
+        stall_seconds=0.5,
+    )
+    transfer, step = exporter.get_finished_spans()
+    assert (step.name, transfer.name) == ("attention.step", "tier.transfer")
+    assert f"{step.context.trace_id:032x}" == TRACE
+    [link] = step.links
+    assert f"{link.context.trace_id:032x}" == "1" * 32
+    assert transfer.parent is not None
+    assert transfer.parent.span_id == step.context.span_id
+    assert transfer.attributes is not None
+    assert transfer.attributes["kvtier.transfer.bytes.nvme"] == 4096
+
+
+def test_logs_are_json_with_the_current_ids(telemetry: Telemetry) -> None:
+    record = logging.LogRecord("room", logging.WARNING, "f", 1, "said %s", ("this",), None)
+    outside = json.loads(JsonLogFormatter().format(record))
+    with telemetry.rpc("Control.Grant", {"traceparent": PARENT}):
+        inside = json.loads(JsonLogFormatter().format(record))
+    assert (outside["message"], outside["level"]) == ("said this", "warning")
+    assert "trace_id" not in outside
+    assert inside["trace_id"] == TRACE
+
+
+def test_metric_names_carry_units_and_labels_are_closed() -> None:
+    metrics = Metrics(CollectorRegistry())
+    families = list(metrics.registry.collect())
+    assert families
+    units = ("_seconds", "_bytes", "_total", "_steps", "_sessions", "_flight", "_failures", "_info")
+    for family in families:
+        assert family.name.startswith("kvtier_agent_")
+        assert family.name.endswith(units), family.name
+        assert family.documentation
