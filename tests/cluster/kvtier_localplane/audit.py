@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,36 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Request:
+    """One request as the API server saw it. at: Unix seconds at which it came in. code: HTTP status."""
+
+    at: float
+    use: Use
+    code: int
+    message: str = ""
+
+    @property
+    def verb(self) -> str:
+        return self.use.verb
+
+    @property
+    def resource(self) -> str:
+        return self.use.resource
+
+    @property
+    def refused(self) -> bool:
+        """For want of a right: by RBAC, or later, where `create` is missing in server-side apply or a role may
+        not be bound. A namespace that goes away refuses with the same code, and is no want."""
+        return self.code == 403 and "being terminated" not in self.message
+
+    def uses(self) -> Iterator[Use]:
+        """Server-side apply of an object that is not there asks for create as well as patch."""
+        yield self.use
+        if self.verb == "patch" and self.code == 201:
+            yield replace(self.use, verb="create")
+
+
+@dataclass(frozen=True)
 class AuditReport:
     """used: asked and allowed. denied: refused for want of a right. unused: granted, but never needed."""
 
@@ -104,22 +135,18 @@ def read_grants(files: Iterable[Path], *, service_account: str, namespace: str) 
     return tuple(sorted(grants))
 
 
-def read_uses(audit_log: Path, username: str) -> Iterator[tuple[Use, bool]]:
-    """Every finished request of the user on a resource, and whether authorization allowed it.
+def requests(audit_log: Path, username: str) -> Iterator[Request]:
+    """Every finished request of the user on a resource, in the order of the log.
 
-    A half-written last line is left out; a watch counts when it was accepted.
+    A half-written last line is left out; a watch is there twice, when it was accepted and when it ended.
     """
     with audit_log.open(encoding="utf-8") as lines:
         for line in lines:
             if not line.endswith("\n"):
                 return
             event = json.loads(line)
-            if event["user"]["username"] != username or "objectRef" not in event:
-                continue
-            decision = (event.get("annotations") or {}).get("authorization.k8s.io/decision")
-            if decision is not None:
-                for use in _uses_of(event):
-                    yield use, decision == "allow" and not _refused_later(event)
+            if event["user"]["username"] == username and "objectRef" in event:
+                yield _request(event)
 
 
 def report(audit_log: Path, grants: Sequence[Grant], *, service_account: str, namespace: str) -> AuditReport:
@@ -127,8 +154,8 @@ def report(audit_log: Path, grants: Sequence[Grant], *, service_account: str, na
     binding was written, since the API server demanded it then."""
     used: set[Use] = set()
     denied: set[Use] = set()
-    for use, allowed in read_uses(audit_log, f"system:serviceaccount:{namespace}:{service_account}"):
-        (used if allowed else denied).add(use)
+    for request in requests(audit_log, f"system:serviceaccount:{namespace}:{service_account}"):
+        (denied if request.refused else used).update(request.uses())
     implied = {
         Use("bind", use.group, resource, name, "")
         for use in used
@@ -144,23 +171,24 @@ def report(audit_log: Path, grants: Sequence[Grant], *, service_account: str, na
     )
 
 
-def _refused_later(event: Mapping[str, Any]) -> bool:
-    """A 403 after authorization: `create` missing in server-side apply, or a role that may not be bound."""
-    status = event.get("responseStatus") or {}
-    return status.get("code") == 403 and "being terminated" not in status.get("message", "")
-
-
-def _uses_of(event: Mapping[str, Any]) -> Iterator[Use]:
-    target = event["objectRef"]
+def _request(event: Mapping[str, Any]) -> Request:
+    target, status = event["objectRef"], event.get("responseStatus") or {}
     resource = target["resource"]
     if target.get("subresource"):
         resource = f"{resource}/{target['subresource']}"
-    group, name, namespace = target.get("apiGroup", ""), target.get("name", ""), target.get("namespace", "")
-    yield Use(event["verb"], group, resource, name, namespace)
-    # Server-side apply of an object that is not there asks for create as well as patch.
-    created = event["verb"] == "patch" and (event.get("responseStatus") or {}).get("code") == 201
-    if created:
-        yield Use("create", group, resource, name, namespace)
+    use = Use(
+        event["verb"],
+        target.get("apiGroup", ""),
+        resource,
+        target.get("name", ""),
+        target.get("namespace", ""),
+    )
+    return Request(
+        at=datetime.fromisoformat(event["requestReceivedTimestamp"]).timestamp(),
+        use=use,
+        code=int(status.get("code", 0)),
+        message=status.get("message", ""),
+    )
 
 
 def _flatten(rule: Mapping[str, Any], namespace: str) -> Iterator[Grant]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.kvtier_localplane.audit import Grant, Use, read_grants, report
+from tests.cluster.kvtier_localplane.audit import Grant, Use, read_grants, report, requests
 
 ACCOUNT, NAMESPACE = "worker", "system"
 USER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
@@ -52,17 +52,17 @@ def _event(
     name: str = "chat",
     namespace: str = "serving",
     user: str = USER,
-    decision: str = "allow",
     code: int = 200,
+    message: str = "",
 ) -> dict[str, Any]:
     plain, _, sub = resource.partition("/")
     target = {"resource": plain, "apiGroup": group, "name": name, "namespace": namespace, "subresource": sub}
     return {
+        "requestReceivedTimestamp": "2026-01-02T03:04:05.250000Z",
         "user": {"username": user},
         "verb": verb,
         "objectRef": {key: value for key, value in target.items() if value},
-        "responseStatus": {"code": code},
-        "annotations": {"authorization.k8s.io/decision": decision},
+        "responseStatus": {"code": code, "message": message},
     }
 
 
@@ -146,18 +146,25 @@ def test_a_request_beside_the_grant_does_not_use_it(
     assert found.unused == grants
 
 
-@pytest.mark.parametrize(
-    "decision",
-    [pytest.param("forbid", id="by-authorization"), pytest.param("allow", id="by-a-later-check")],
-)
-def test_a_refused_request_is_a_missing_right(
-    tmp_path: Path, grants: tuple[Grant, ...], decision: str
-) -> None:
-    refused = _event("delete", "kvrollouts", decision=decision, code=403)
+def test_a_refused_request_is_a_missing_right(tmp_path: Path, grants: tuple[Grant, ...]) -> None:
+    refused = _event("delete", "kvrollouts", code=403)
     log = _log(tmp_path, *ALL_USED, refused, tail='{"half": ')
     found = report(log, grants, service_account=ACCOUNT, namespace=NAMESPACE)
     assert found.denied == {Use("delete", "kvtier.dev", "kvrollouts", "chat", "serving")}
     assert found.explain() == "missing: delete kvrollouts.kvtier.dev chat in serving"
+
+
+def test_a_namespace_that_goes_away_is_no_missing_right(tmp_path: Path, grants: tuple[Grant, ...]) -> None:
+    message = "unable to create new content in namespace serving because it is being terminated"
+    log = _log(tmp_path, *ALL_USED, _event("create", "events", code=403, message=message))
+    assert not report(log, grants, service_account=ACCOUNT, namespace=NAMESPACE).denied
+
+
+def test_requests_have_their_time_and_subresource(tmp_path: Path) -> None:
+    log = _log(tmp_path, _event("patch", "kvcaches/status"), _event("get", "kvcaches", user="other"))
+    (only,) = requests(log, USER)
+    assert (only.verb, only.resource, only.code) == ("patch", "kvcaches/status", 200)
+    assert only.at == 1767323045.25
 
 
 def test_a_binding_to_an_unknown_role_is_an_error(tmp_path: Path) -> None:
