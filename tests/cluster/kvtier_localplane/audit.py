@@ -81,7 +81,7 @@ class Request:
 
     @property
     def refused(self) -> bool:
-        """For want of a right: by RBAC, or later, where `create` is missing in server-side apply or a role may
+        """For want of a right: by RBAC, or later, where server-side apply lacks `create` or a role may
         not be bound. A namespace that goes away refuses with the same code, and is no want."""
         return self.code == 403 and "being terminated" not in self.message
 
