@@ -104,7 +104,9 @@ def stalls(mean: float, per_look: int) -> Callable[[np.random.Generator, Counts]
 
     def draw(rng: np.random.Generator, counts: Counts) -> None:
         values = np.where(rng.random(per_look) < 0.6, 0.0, rng.random(per_look) * 5.0 * mean)
-        counts.stall([(float(v), 1) for v in values])
+        counts.stall(
+            [(float(v), int(n)) for v, n in zip(*np.unique(values.round(3), return_counts=True), strict=True)]
+        )
 
     return draw
 
@@ -118,7 +120,7 @@ STALL = gate("stall", metrics.EXPOSED_STALL_FRACTION, "0.02")
     ids=["at the limit", "twice", "a quarter"],
 )
 def test_stall_gate(mean: float, promoted: tuple[float, float], failed: tuple[float, float]) -> None:
-    got = simulate([STALL], stalls(mean, 50), seed=5, per_look=50, looks=12, runs=60)
+    got = simulate([STALL], stalls(mean, 50), seed=5, per_look=50, looks=12, runs=50)
     assert promoted[0] <= got.share(Decision.PROMOTE) <= promoted[1]
     assert failed[0] <= got.share(Decision.FAIL) <= failed[1]
 
@@ -133,8 +135,9 @@ def latencies(
         baseline = round(candidates * (1 - fraction) / fraction)
         for arm, n, scale in (("candidate", candidates, ratio), ("baseline", baseline, 1.0)):
             h = counts.counts.of(metrics.TPOT_RATIO, arm).histogram
-            for x in 0.03 * scale * shock * np.exp(rng.normal(0.0, 0.35, n)):
-                h.add(float(x))
+            values = 0.03 * scale * shock * np.exp(rng.normal(0.0, 0.35, n).round(2))
+            for x, c in zip(*np.unique(values, return_counts=True), strict=True):
+                h.add(float(x), int(c))
 
     return draw
 
@@ -143,7 +146,7 @@ TAIL = gate("tail", metrics.TPOT_RATIO, "1.25", "99")
 
 
 def test_a_ratio_at_its_limit_keeps_both_budgets() -> None:
-    got = simulate([TAIL], latencies(1.25, 100, 0.25), seed=6, per_look=100, looks=8, runs=50, fraction=0.25)
+    got = simulate([TAIL], latencies(1.25, 100, 0.25), seed=6, per_look=100, looks=8, runs=40, fraction=0.25)
     assert got.share(Decision.PROMOTE) <= 0.04
     assert got.share(Decision.FAIL) <= 0.02
 
