@@ -1,4 +1,4 @@
-"""Starts a real `kvtier-agent --no-kubernetes` process with certificates of its own, and speaks Control to it.
+"""Starts a real `kvtier-agent --no-kubernetes` with certificates of its own, and speaks Control to it.
 
 For tests and benchmarks of whoever needs a live agent: a context manager that gives the engine socket, a
 Control stub over mutual TLS, and commands with fences that grow by themselves. Everything is on the loopback
@@ -272,16 +272,19 @@ def running_agent(
     folder: Path | None = None,
     extra: Sequence[str] = (),
     node: str = NODE,
+    node_uid: str = "",
+    cluster: Sequence[str] = ("--no-kubernetes",),
 ) -> Iterator[Agent]:
     """A live agent; on exit it is terminated, killed if that takes long. With `folder` its state survives,
-    so a second call is a restart on the same node."""
+    so a second call is a restart on the same node. `cluster`: how it reaches an API server, if at all."""
     with contextlib.ExitStack() as stack:
         base = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv")))
         authority = CertificateAuthority("kvtier-test-ca", base / "pki")
         server = authority.issue(node, base / "pki", san_ip=["127.0.0.1"])
         operator = authority.issue("kvtier-operator", base / "pki", server=False)
         chosen = tiers(base / "nvme") if callable(tiers) else tiers
-        process = _start(base, node, server, chosen, extra)
+        arguments = agent_arguments(base, node, server, chosen, node_uid=node_uid, cluster=cluster)
+        process = _start(base, [*arguments, *extra])
         try:
             ready = _wait_ready(process, base / "agent.log")
             channel = stack.enter_context(_channel(ready["control"], node, operator))
@@ -307,13 +310,19 @@ def running_agent(
 
 
 def agent_arguments(
-    base: Path, node: str, server: Certificate, tiers: Sequence[Mapping[str, Any]]
+    base: Path,
+    node: str,
+    server: Certificate,
+    tiers: Sequence[Mapping[str, Any]],
+    *,
+    node_uid: str = "",
+    cluster: Sequence[str] = ("--no-kubernetes",),
 ) -> list[str]:
     """The command line without the program."""
     arguments = [
-        *("--node-name", node, "--node-uid", f"{node}-uid", "--pool", "serving/pool"),
+        *("--node-name", node, "--node-uid", node_uid or f"{node}-uid", "--pool", "serving/pool"),
         *("--state-dir", str(base / "state"), "--run-dir", str(base / "run")),
-        *("--listen", "127.0.0.1:0", "--no-kubernetes", "--drain", "5"),
+        *("--listen", "127.0.0.1:0", "--drain", "5", *cluster),
         *("--tls-cert", str(server.cert_file), "--tls-key", str(server.key_file)),
         *("--tls-ca", str(server.ca_file)),
     ]
@@ -322,15 +331,10 @@ def agent_arguments(
     return arguments
 
 
-def _start(
-    base: Path, node: str, server: Certificate, tiers: Sequence[Mapping[str, Any]], extra: Sequence[str]
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "kvtier_agent", *agent_arguments(base, node, server, tiers), *extra]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+def _start(base: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "kvtier_agent", *arguments]
     with open(base / "agent.log", "ab") as log:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
 
