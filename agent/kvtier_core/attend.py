@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -149,21 +148,19 @@ class Attention:
 
     @contextmanager
     def _leases(self, plan: Plan) -> Iterator[None]:
-        readers = self._store.directory.readers
-        lines = [read.line for read in plan.reads if read.path is not Path.FRAME]
-        readers[lines] += 1
+        """Holds what another thread reads. Rows attended in place are held by the engine's lock."""
+        lines = [read.line for read in plan.reads if read.path is Path.STAGED]
+        if not lines:
+            yield
+            return
+        self._store.directory.readers[lines] += 1
         try:
             yield
         finally:
             self._store.directory.readers[lines] -= 1
 
     def _jobs(self, plan: Plan) -> list[Job]:
-        store = self._store
-        return [
-            partial(store.tiers[read.tier].read, store.ref(read.line), store.identities[read.line])
-            for read in plan.reads
-            if read.path is Path.STAGED
-        ]
+        return [self._store.staging_job(read.line) for read in plan.reads if read.path is Path.STAGED]
 
     def _rows(self, read: ChunkRead, append: Append, staged: StagedReads) -> tuple[Tensor, Tensor]:
         store = self._store

@@ -51,11 +51,13 @@ class Plan:
 def legal_path(tier: Tier) -> tuple[Path, str]:
     """The path of a chunk that lies in `tier`. NO_LEGAL_PATH when its record permits none."""
     able = tier.capability
-    if able.kernel_readable and able.partial_attention:
+    if able.kernel_readable and able.partial_attention and tier.host_memory:
         return Path.PARTIAL, "kernelReadable and partialAttention"
     if able.dma_source:
-        missing = "partialAttention" if able.kernel_readable else "kernelReadable"
-        return Path.STAGED, f"not {missing}, but dmaSource"
+        if not able.kernel_readable:
+            return Path.STAGED, "not kernelReadable, but dmaSource"
+        missing = "not partialAttention" if tier.host_memory else "states are formed by the host here"
+        return Path.STAGED, f"{missing}, but dmaSource"
     raise CoreError(
         Reason.NO_LEGAL_PATH,
         f"tier {tier.name} permits neither partial attention nor reads",

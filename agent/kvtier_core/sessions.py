@@ -9,7 +9,9 @@ can fail; `commit` cannot fail; `abort` gives all back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -369,14 +371,23 @@ class RowStore:
 
     # Reading.
 
+    def staging_job(self, line: int) -> Callable[[StagingBuffer], None]:
+        """Brings a line's payload into a staging buffer when called. A sealed chunk is verified; an open one
+        has no checksum yet, never left memory and is copied as it is."""
+        tier, ref = self.tiers[int(self.directory.tier[line])], self.ref(line)
+        if ChunkState(int(self.directory.state[line])) is not ChunkState.OPEN:
+            return partial(tier.read, ref, self.identities[line])
+        payload = tier.view(ref)
+
+        def copy_open(buffer: StagingBuffer) -> None:
+            buffer.payload.copy_(payload)
+
+        return copy_open
+
     def read_rows(self, line: int) -> Tensor:
         """A verified copy of the line's payload [2, Hk, C, d] in host memory."""
-        tier = self.tiers[int(self.directory.tier[line])]
-        ref = self.ref(line)
-        if ChunkState(int(self.directory.state[line])) is ChunkState.OPEN:
-            return tier.view(ref).to("cpu", copy=True)
         buffer = StagingBuffer(self.layout)
-        tier.read(ref, self.identities[line], buffer)
+        self.staging_job(line)(buffer)
         return buffer.payload
 
     def rows_equal(self, session: Session, layer: int, first: int, k: Tensor, v: Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.selectors.base import Selection, merge_rows
 from kvtier_crds.manifest import CapPolicy, Selector
+from kvtier_kernels.ops.quest import quest_boxes, quest_score
 
 F32_BYTES = 4
 _FIRST_PAGES = 64
@@ -110,7 +111,7 @@ class QuestFamily:
 
 
 class PageBoxes:
-    """Boxes of one layer's pages, for one session: `low`, `high` float32 [Hk, pages, d].
+    """Boxes of one layer's pages, for one session: `low`, `high` float32 [pages, Hk, d].
 
     Everything here is versioned together by `generation`, which grows with each append; `covered` rows are
     inside the boxes. A page's first row starts its box, later rows widen it.
@@ -122,7 +123,7 @@ class PageBoxes:
         self.selector_digest = family.digest
         self.generation = 0
         self._covered = 0
-        shape = (family.kv_heads, _FIRST_PAGES, family.head_dim)
+        shape = (_FIRST_PAGES, family.kv_heads, family.head_dim)
         self.low = torch.empty(shape, dtype=torch.float32)
         self.high = torch.empty(shape, dtype=torch.float32)
 
@@ -138,47 +139,37 @@ class PageBoxes:
                 {"covered": self._covered, "first": first},
             )
         size = self._family.page_tokens
-        rows = k.to("cpu").transpose(0, 1)
+        rows = k.to("cpu")
         done, count = 0, int(k.shape[0])
         self._grow((first + count - 1) // size + 1)
         while done < count:
             page, at = divmod(first + done, size)
-            if at == 0 and count - done >= size:
-                whole = (count - done) // size
-                block = rows[:, done : done + whole * size].reshape(rows.shape[0], whole, size, -1)
-                self.low[:, page : page + whole] = block.amin(2)
-                self.high[:, page : page + whole] = block.amax(2)
-                done += whole * size
-                continue
-            part = rows[:, done : done + min(count - done, size - at)]
-            low, high = part.amin(1), part.amax(1)
+            # Whole pages at once, or what one page still takes.
+            part = rows[done : done + (size - at if at else max(size, (count - done) // size * size))]
+            low, high = quest_boxes(part, size)
             if at:
-                low = torch.minimum(low, self.low[:, page])
-                high = torch.maximum(high, self.high[:, page])
-            self.low[:, page] = low
-            self.high[:, page] = high
-            done += part.shape[1]
+                low = torch.minimum(low, self.low[page])
+                high = torch.maximum(high, self.high[page])
+            self.low[page : page + low.shape[0]] = low
+            self.high[page : page + low.shape[0]] = high
+            done += part.shape[0]
         self._covered = first + count
         self.generation += 1
 
     def _grow(self, pages: int) -> None:
-        have = self.low.shape[1]
+        have = self.low.shape[0]
         if pages <= have:
             return
-        shape = (self._family.kv_heads, max(pages, 2 * have), self._family.head_dim)
+        shape = (max(pages, 2 * have), self._family.kv_heads, self._family.head_dim)
         for name in ("low", "high"):
             grown = torch.empty(shape, dtype=torch.float32)
-            grown[:, :have] = getattr(self, name)
+            grown[:have] = getattr(self, name)
             setattr(self, name, grown)
 
     def scores(self, q: Tensor, pages: NDArray[np.int64]) -> Tensor:
         """Upper bounds float32 [Hk, len(pages)] of q.k over a group's query heads; q [1, Hq, d], unscaled."""
-        heads = self._family.kv_heads
-        grouped = q.view(heads, -1, self._family.head_dim)
         lo, hi = (int(pages[0]), int(pages[-1]) + 1) if len(pages) else (0, 0)
-        low, high = self.low[:, lo:hi].transpose(1, 2), self.high[:, lo:hi].transpose(1, 2)
-        bounds = torch.bmm(grouped.clamp_min(0), high) + torch.bmm(grouped.clamp_max(0), low)
-        return bounds.amax(1)
+        return quest_score(q[0], self.low[lo:hi], self.high[lo:hi])
 
     def select(self, q: Tensor, rows: int) -> Selection:
         """Rows for one query [1, Hq, d] over rows [0, rows). UNSUPPORTED for more queries; SUPPORT_GAP when a

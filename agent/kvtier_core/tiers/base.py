@@ -180,12 +180,15 @@ CONDITION_READY = "Ready"
 
 
 class Tier(ABC):
-    """One tier of one engine. Single-threaded: the engine's lock is held around every call but `read`, which
-    may run on a reader thread against slots that hold a read lease."""
+    """One tier of one engine. host_memory: its views can be read by the CPU.
+
+    Single-threaded: the engine's lock is held around every call but `read`, which may run on a reader thread
+    against slots that hold a read lease."""
 
     name: str
     medium: MediumKind
     simulated: bool = False
+    host_memory: bool = True
 
     def __init__(self, name: str, layout: ChunkLayout, capability: TierCapability, slots: int) -> None:
         self.name = name

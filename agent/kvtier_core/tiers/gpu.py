@@ -40,5 +40,5 @@ class GpuTier(PoolTier):
             ) from error
         super().__init__(name, layout, capability or DEFAULT_CAPABILITY[MediumKind.GPU], slots, pool)
         self.device = device
-        self.simulated = device.type == "cpu"
+        self.simulated = self.host_memory = device.type == "cpu"
         self.measured.probes["device"] = str(device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvtier_core.errors import CoreError, Reason
 from kvtier_core.receipts import ExactnessClass
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind
 from kvtier_crds.manifest import Checksum
@@ -121,15 +123,28 @@ def test_newest_rows_are_in_the_fastest_tier(tmp_path: Path) -> None:
 
 
 def test_a_tier_that_forbids_partial_attention_is_read_through_staging(tmp_path: Path) -> None:
-    import dataclasses
-
     forbidden = dataclasses.replace(DEFAULT_CAPABILITY[MediumKind.CPU], partial_attention=False)
-    tiers = [gpu(LAYERS), cpu(64)]
-    with engine(tmp_path / "a", tiers, capabilities={"ram": forbidden}) as built:
-        driver = Driver.open(built, Rows.random(TOKENS + DECODE))
-        out = driver.play(TOKENS, DECODE)
-        assert set(driver.answers[-1].receipt.plan) == {"gpu:partial", "cpu:staged"}
-    assert torch.equal(out, play(tmp_path / "b", [gpu(64)], 20))
+    everywhere = play(tmp_path / "b", [gpu(64)], 20)
+    for name, tiers, plan in (
+        ("sealed chunks", [gpu(LAYERS), cpu(64)], {"gpu:partial", "cpu:staged"}),
+        ("open chunks too", [cpu(64)], {"cpu:staged"}),
+    ):
+        with engine(tmp_path / name, tiers, capabilities={"ram": forbidden}) as built:
+            driver = Driver.open(built, Rows.random(TOKENS + DECODE))
+            assert torch.equal(driver.play(TOKENS, DECODE), everywhere)
+            assert set(driver.answers[-1].receipt.plan) == plan
+
+
+def test_a_tier_that_permits_nothing_has_no_legal_path(tmp_path: Path) -> None:
+    closed = dataclasses.replace(
+        DEFAULT_CAPABILITY[MediumKind.CPU], partial_attention=False, dma_source=False
+    )
+    with engine(tmp_path, [cpu(64)], capabilities={"ram": closed}) as built:
+        driver = Driver.open(built, Rows.random(4))
+        driver.forward(1, q=driver.rows.q[0, :1])
+        with pytest.raises(CoreError) as refused:
+            driver.forward(1)
+    assert refused.value.reason is Reason.NO_LEGAL_PATH
 
 
 def test_sessions_do_not_see_each_other(tmp_path: Path) -> None:
