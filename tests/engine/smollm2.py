@@ -52,6 +52,9 @@ def _convert(path: Path, target: Path) -> None:
     try:
         AutoTokenizer.from_pretrained(**where).save_pretrained(building)
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        # The weights are plain float32 now; transformers refuses to save what it thinks is quantized.
+        model.hf_quantizer = None
+        model.is_quantized = False
         del model.config.quantization_config
         model.save_pretrained(building)
         with contextlib.suppress(OSError):  # another process was first: its folder is as good

@@ -77,19 +77,6 @@ def start_engine(running: Stack, index: int, *, probes: bool, probe_digest: str)
     return child
 
 
-def reference_tokens(running: Stack, prompts: list[str]) -> list[list[int]]:
-    """Tokens of transformers' own DynamicCache, in a process of its own."""
-    argv = [*python("-m", "tests.e2e.demo.reference"), "--new-tokens", str(EXACT_NEW_TOKENS)]
-    child = Child("reference", argv, running.folder, {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"})
-    running.children["reference"] = child
-    child.send(prompts=prompts)
-    rows = child.wait_for("reference", 240)["tokens"]
-    child.process.wait(20)
-    del running.children["reference"]
-    child.stop()
-    return rows
-
-
 def long_prompts() -> list[str]:
     """A short, a middle and a long context; the long one is larger than the two fast tiers' budgets."""
     return [make_tasks(5, 1, words=14, repetitions=n)[0].prompt for n in (2, 8, 24)]
@@ -208,10 +195,12 @@ def main(argv: list[str] | None = None) -> int:
             running,
         )
         engines = [start_engine(running, i, probes=i == 0, probe_digest=digest) for i in range(2)]
-        tokens = reference_tokens(running, prompts)
         for engine in engines:
-            engine.wait_for("ready", 180)
+            engine.wait_for("ready", 300)
         say("two engine processes hold SmolLM2-135M-Instruct")
+        engines[0].send(do="reference", prompts=prompts, new_tokens=EXACT_NEW_TOKENS)
+        tokens = engines[0].wait_for("reference", 300)["tokens"]
+        say("transformers' DynamicCache has answered the prompts to compare with")
         demo = Demo(running, observer, sink, ledger, engines, prompts, tokens)
         seen.facts.append(("lease TTL", f"{objects.LEASE_TTL_S} s"))
         seen.facts.append(("what real rollouts need", REAL_NEEDS))

@@ -3,8 +3,8 @@
 Started by the demo as a child; talks JSON lines. It serves traffic round-robin
 over the agents' sockets, runs the probe set once per candidate, and obeys
 commands between requests: ``long`` (one long generation whose every token is
-announced), ``replay`` (given prompts, tokens returned), ``pause``, ``resume``,
-``stop``. It knows no Kubernetes: what it needs is in its arguments.
+announced), ``replay`` (given prompts, tokens returned), ``reference`` (the same
+by DynamicCache), ``pause``, ``resume``, ``stop``. It knows no Kubernetes: what it needs is in its arguments.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from kvtier_client.client import AttentionClient
 from kvtier_client.errors import KvtierError
@@ -53,12 +54,28 @@ class Engine:
 
     def __init__(self, sockets: dict[str, Path], namespace: str, cache: str) -> None:
         self.model, self.tokenizer = load_smollm2()
-        attach(self.model)
+        self.attachment = attach(self.model)
         self.clients = {node: AttentionClient(path) for node, path in sockets.items()}
         self.namespace, self.cache = namespace, cache
         self.fingerprint = (
             next(iter(self.clients.values())).describe_cache(namespace, cache).model_fingerprint
         )
+
+    @torch.no_grad()
+    def reference(self, prompts: list[str], new_tokens: int) -> list[list[int]]:
+        """Greedy tokens by transformers' DynamicCache and sdpa: what "exact" is compared with."""
+        self.attachment.detach()
+        rows = []
+        for prompt in prompts:
+            step = self.tokenizer(prompt, return_tensors="pt").input_ids
+            cache, tokens = DynamicCache(config=self.model.config), []
+            while len(tokens) < new_tokens:
+                logits = self.model(step, cache=cache, use_cache=True, logits_to_keep=1).logits
+                tokens.append(int(logits[0, -1].argmax()))
+                step = torch.tensor([[tokens[-1]]])
+            rows.append(tokens)
+        self.attachment = attach(self.model)
+        return rows
 
     @torch.no_grad()
     def generate(
@@ -161,6 +178,9 @@ class Workload:
                 self.long_request(command)
             case "replay":
                 self.replay(command)
+            case "reference":
+                tokens = self.engine.reference(command["prompts"], command["new_tokens"])
+                tell("reference", tokens=tokens)
 
     # --- traffic -----------------------------------------------------------
 
