@@ -34,6 +34,8 @@ from kvtier_operator.watch.triggers import RECONCILED, WATCHED
 
 _log = logging.getLogger(__name__)
 
+# A reconcile of these waits for agents; one slow agent must not hold up every cache.
+DEFAULT_LIMITS = {Kind.KV_CACHE: Limits(workers=4), Kind.KV_ROLLOUT: Limits(workers=4)}
 WATCH_DOWN_SECONDS = 60.0
 DRAIN_SECONDS = 3.0
 
@@ -159,7 +161,7 @@ class Operator:
         for reconciler in reconcilers:
             self._controllers[reconciler.kind] = Controller(
                 reconciler,
-                limits=self._options.limits.get(reconciler.kind, Limits()),
+                limits={**DEFAULT_LIMITS, **self._options.limits}.get(reconciler.kind, Limits()),
                 clock=self.clock,
                 randomness=self._random.random,
                 telemetry=self._telemetry,

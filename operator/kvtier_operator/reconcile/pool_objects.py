@@ -10,11 +10,12 @@ import json
 
 from kvtier_crds.quantity import parse_bytes
 from kvtier_operator.ports import JsonObject
+from kvtier_operator.watch.triggers import COMPONENT_LABEL
 
 CONTROL_PORT = 7443
 METRICS_PORT = 9464
 AGENT_ROLE = "kvtier-agent"
-COMPONENT_LABEL = "kvtier.dev/component"
+
 POOL_LABEL = "kvtier.dev/pool"
 RUN_DIR = "/run/kvtier"
 TERMINATION_SECONDS = 60

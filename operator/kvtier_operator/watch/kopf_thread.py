@@ -20,7 +20,7 @@ import kopf
 from kvtier_operator.kube import RESOURCES, load_configuration
 from kvtier_operator.ports import Clock, JsonObject, Kind, ObjectKey
 from kvtier_operator.store import WatchStore
-from kvtier_operator.watch.triggers import WATCHED, affected, relevant
+from kvtier_operator.watch.triggers import SELECTORS, WATCHED, affected, relevant
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +110,9 @@ def settings() -> kopf.OperatorSettings:
     made.networking.connect_timeout = 10
     made.networking.error_backoffs = (0.2, 0.5, 1, 2, 4)
     made.queueing.exit_timeout = 1.0
+    for kind, selector in SELECTORS.items():
+        resource = RESOURCES[kind]
+        made.watching.label_selectors[resource.group, resource.plural] = selector
     return made
 
 

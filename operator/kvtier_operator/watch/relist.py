@@ -15,7 +15,7 @@ from typing import Protocol
 from kvtier_operator.kube.resources import key_of
 from kvtier_operator.ports import ApiError, Clock, JsonObject, Kind
 from kvtier_operator.store import WatchStore
-from kvtier_operator.watch.triggers import WATCHED, relevant
+from kvtier_operator.watch.triggers import SELECTORS, WATCHED, relevant
 
 _log = logging.getLogger(__name__)
 
@@ -70,10 +70,13 @@ class Relist:
                 _log.warning("relist failed", extra={"kind": kind.value, "error": str(error)})
         self._on_done()
 
+    async def _list(self, kind: Kind) -> list[JsonObject]:
+        return await self._api.list_all(kind, label_selector=SELECTORS.get(kind, ""))
+
     async def one(self, kind: Kind) -> None:
         """Raises ApiError, and then changes nothing."""
         since = self._store.moment()
-        listed = [(key_of(obj), obj) for obj in await self._api.list_all(kind)]
+        listed = [(key_of(obj), obj) for obj in await self._list(kind)]
         repaired = self._store.repair(kind, [item for item in listed if relevant(item[0])], since)
         if repaired.vanished:
             _log.info("repaired", extra={"kind": kind.value, "vanished": len(repaired.vanished)})

@@ -21,6 +21,12 @@ RECONCILED = (
 )
 _SpecTest = Callable[[JsonObject], bool]
 
+COMPONENT_LABEL = "kvtier.dev/component"
+# Filtered by the server: a large cluster has a Lease of each kubelet, renewed every ten seconds.
+SELECTORS = {
+    Kind.LEASE: f"{COMPONENT_LABEL}=agent",
+    Kind.DAEMON_SET: f"{COMPONENT_LABEL}=agent",
+}
 WATCHED = (*RECONCILED, Kind.NODE, Kind.LEASE, Kind.DAEMON_SET)
 
 
