@@ -1,0 +1,229 @@
+"""What watches and relists leave in the read cache, and which keys a change wakes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier_operator.ports import ApiError, JsonObject, Kind, ObjectKey
+from kvtier_operator.store import WatchStore
+from kvtier_operator.watch.kopf_thread import WatchDeps, accept
+from kvtier_operator.watch.relist import INTERVAL_SECONDS, Relist
+from kvtier_operator.watch.triggers import WATCHED, affected
+from tests.unit.control.control_fakes import Bench, FakeClock
+from tests.unit.control.control_objects import agent_pool, kv_cache, kv_rollout, kv_selector, tier_class
+
+
+def key(kind: Kind, name: str, namespace: str = "serving") -> ObjectKey:
+    return ObjectKey(kind, namespace, name)
+
+
+CACHE = key(Kind.KV_CACHE, "chat")
+POOL = key(Kind.AGENT_POOL, "default")
+ROLLOUT = key(Kind.KV_ROLLOUT, "go")
+NODE_A = ObjectKey(Kind.KV_NODE, "", "a")
+
+
+def version(number: int, uid: str = "u", **fields: Any) -> JsonObject:
+    return {"metadata": {"name": "chat", "uid": uid, "resourceVersion": str(number)}, **fields}
+
+
+# --- the store --------------------------------------------------------------------------------------------
+
+
+def test_an_older_version_does_not_replace_a_newer_one() -> None:
+    store = WatchStore()
+    store.put(CACHE, version(9))
+    assert store.put(CACHE, version(8)) == version(9)
+    assert store.get(CACHE) == version(9)
+
+
+def test_a_recreated_object_replaces_the_old_one_whatever_its_version() -> None:
+    store = WatchStore()
+    store.put(CACHE, version(9))
+    store.put(CACHE, version(3, uid="other"))
+    assert store.get(CACHE) == version(3, uid="other")
+
+
+def test_a_relist_removes_what_has_vanished_unseen() -> None:
+    """After an expired watch nobody says DELETED."""
+    store = WatchStore()
+    store.put(CACHE, version(1))
+    repaired = store.repair(Kind.KV_CACHE, [], store.moment())
+    assert repaired.vanished == {CACHE}
+    assert store.get(CACHE) is None
+
+
+def test_a_relist_does_not_undo_what_the_watch_said_meanwhile() -> None:
+    store = WatchStore()
+    gone, came = key(Kind.KV_CACHE, "gone"), key(Kind.KV_CACHE, "came")
+    store.put(gone, version(1))
+    since = store.moment()  # the list is requested here
+    store.remove(gone)
+    store.put(came, version(5))
+    repaired = store.repair(Kind.KV_CACHE, [(gone, version(1))], since)
+    assert store.get(gone) is None
+    assert store.get(came) == version(5)
+    assert not repaired.vanished
+    assert not repaired.changed
+
+
+KEYS = [key(Kind.KV_CACHE, name) for name in "abc"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["create", "delete", "watch", "list"]), st.integers(0, 2)), max_size=60
+    )
+)
+def test_after_a_full_list_the_cache_is_the_truth(steps: list[tuple[str, int]]) -> None:
+    """A server, a watch that may lose deletions, and lists that arrive late."""
+    server: dict[ObjectKey, JsonObject] = {}
+    store = WatchStore()
+    for number, (what, index) in enumerate(steps, start=1):
+        one = KEYS[index]
+        if what == "create":
+            server[one] = version(number, uid=f"uid-{number}")
+        elif what == "delete":
+            server.pop(one, None)  # and the watch does not tell
+        elif what == "watch" and one in server:
+            store.put(one, server[one])
+        elif what == "list":
+            since, listed = store.moment(), list(server.items())
+            store.repair(Kind.KV_CACHE, listed, since)
+            assert {found: store.get(found) for found in server} == server
+            assert len(store.list_all(Kind.KV_CACHE)) == len(server)
+
+
+# --- which keys ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench() -> Bench:
+    made = Bench()
+    for obj in (
+        tier_class(),
+        agent_pool(),
+        agent_pool("other"),
+        kv_cache(selectorRef={"name": "quest-64"}),
+        kv_cache("elsewhere", poolRef={"name": "other"}, tiers=[{"tierClassName": "x", "budget": "1Mi"}]),
+        kv_selector(),
+        kv_rollout(),
+    ):
+        made.api.add(obj)
+    made.add_node("a")
+    return made
+
+
+@pytest.mark.parametrize(
+    "changed, woken",
+    [
+        pytest.param(ObjectKey(Kind.TIER_CLASS, "", "gpu-sim"), {CACHE}, id="tier-class"),
+        pytest.param(key(Kind.KV_SELECTOR, "quest-64"), {CACHE, ROLLOUT}, id="selector"),
+        pytest.param(NODE_A, {POOL, CACHE, ROLLOUT}, id="kvnode"),
+        pytest.param(POOL, {POOL, key(Kind.AGENT_POOL, "other"), CACHE, ROLLOUT}, id="pool"),
+        pytest.param(CACHE, {CACHE, ROLLOUT}, id="cache"),
+    ],
+)
+def test_a_new_object_wakes_those_that_depend_on_it(
+    bench: Bench, changed: ObjectKey, woken: set[ObjectKey]
+) -> None:
+    obj = bench.store.get(changed)
+    assert affected(changed, None, obj, bench.store) == {changed} | woken
+    assert affected(changed, obj, None, bench.store) == {changed} | woken
+
+
+LEASE = key(Kind.LEASE, "kvnode-a")
+
+
+def lease(holder: str, renewed: str = "1") -> JsonObject:
+    return {"metadata": {"name": "kvnode-a"}, "spec": {"holderIdentity": holder, "renewTime": renewed}}
+
+
+@pytest.mark.parametrize(
+    "before, after, wakes",
+    [
+        pytest.param(lease("x"), lease("x", "2"), False, id="renewed"),
+        pytest.param(None, lease("x"), True, id="new"),
+        pytest.param(lease("x"), lease("y"), True, id="another-boot"),
+        pytest.param(lease("x"), lease(""), True, id="released"),
+        pytest.param(lease("x"), None, True, id="deleted"),
+    ],
+)
+def test_a_renewal_wakes_nobody(
+    bench: Bench, before: JsonObject | None, after: JsonObject | None, wakes: bool
+) -> None:
+    woken = affected(LEASE, before, after, bench.store)
+    assert woken == ({NODE_A, POOL, CACHE, ROLLOUT} if wakes else set())
+
+
+def k8s_node(**spec: Any) -> JsonObject:
+    return {"metadata": {"name": "a"}, "spec": spec}
+
+
+def test_a_cordon_wakes_and_a_heartbeat_does_not(bench: Bench) -> None:
+    where = ObjectKey(Kind.NODE, "", "a")
+    assert affected(where, k8s_node(), k8s_node() | {"status": {"images": []}}, bench.store) == set()
+    assert {POOL, CACHE, ROLLOUT} <= affected(where, k8s_node(), k8s_node(unschedulable=True), bench.store)
+
+
+def test_a_daemonset_wakes_the_pool_that_owns_it(bench: Bench) -> None:
+    owner = {"kind": "AgentPool", "name": "default"}
+    obj = {"metadata": {"name": "kvtier-agent-default", "ownerReferences": [owner]}}
+    assert affected(key(Kind.DAEMON_SET, "kvtier-agent-default"), None, obj, bench.store) == {POOL}
+
+
+def test_leases_that_are_not_agents_are_not_kept() -> None:
+    store, woken = WatchStore(), []
+    deps = WatchDeps(store, woken.append, None, FakeClock())
+    other = {"metadata": {"name": "kube-scheduler", "namespace": "kube-system", "uid": "u"}}
+    accept(deps, Kind.LEASE, False, other)
+    assert store.list_all(Kind.LEASE) == []
+    accept(deps, Kind.KV_CACHE, False, version(1) | {"spec": {}})
+    assert woken == [{ObjectKey(Kind.KV_CACHE, "", "chat")}]
+
+
+# --- the relist ------------------------------------------------------------------------------------------
+
+
+class Lister:
+    def __init__(self, broken: tuple[Kind, ...] = ()) -> None:
+        self.broken = broken
+        self.asked: list[tuple[Kind, str]] = []
+
+    async def list_all(self, kind: Kind, namespace: str = "", label_selector: str = "") -> list[JsonObject]:
+        self.asked.append((kind, label_selector))
+        if kind in self.broken:
+            raise ApiError(500, "InternalError", "no")
+        return []
+
+
+async def test_a_kind_that_cannot_be_listed_keeps_what_it_had() -> None:
+    store = WatchStore()
+    store.put(CACHE, version(1))
+    store.put(POOL, version(1))
+    done: list[bool] = []
+    lister = Lister((Kind.KV_CACHE,))
+    relist = Relist(lister, store, FakeClock(), lambda: 0.5, lambda: done.append(True))
+    await relist.everything()
+    assert store.get(CACHE) is not None
+    assert store.get(POOL) is None
+    assert done == [True]
+    assert [kind for kind, _ in lister.asked] == list(WATCHED)
+    assert dict(lister.asked)[Kind.LEASE] == "kvtier.dev/component=agent"
+
+
+async def test_an_overflowing_queue_brings_the_relist_forward() -> None:
+    done = asyncio.Event()
+    relist = Relist(Lister(), WatchStore(), FakeClock(), lambda: 0.0, done.set)
+    task = asyncio.create_task(relist.run())
+    relist.request()
+    async with asyncio.timeout(5):
+        await done.wait()
+    task.cancel()
+    assert INTERVAL_SECONDS >= 60
