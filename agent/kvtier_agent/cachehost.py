@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtier_agent.engine_port import (
@@ -18,6 +18,7 @@ from kvtier_agent.engine_port import (
     FrameResult,
     SessionHandle,
     SessionTerms,
+    TierReport,
 )
 from kvtier_agent.evidence_port import EvidencePort, Outcome
 from kvtier_core.errors import CoreError, Reason
@@ -111,6 +112,7 @@ class CacheHost:
         self.evidence = evidence
         self.window: WindowKey | None = None
         self.rollout_traceparent = ""
+        self.usage: Sequence[TierReport] = ()
         self.sessions: dict[str, Session] = {}
         self._closed: OrderedDict[str, Session] = OrderedDict()
         self._clock = clock

@@ -66,6 +66,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def _get_state(self) -> control_pb2.GetStateResponse:
         node = self._node
+        await node.refresh_reports()
         answer = control_pb2.GetStateResponse(
             node=node.name,
             boot_id=node.boot_id,
@@ -82,7 +83,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 baseline_digest=host.baseline_digest,
                 sessions=len(host.sessions),
             )
-            for used in host.runner.engine.tiers():
+            for used in host.usage:
                 state.used_by_tier[used.class_name] = used.used_bytes
                 state.pinned_by_tier[used.class_name] = used.pinned_bytes
             lease = host.enforcement.lease()

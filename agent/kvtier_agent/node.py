@@ -284,17 +284,15 @@ class Node:
         return self._reports
 
     async def refresh_reports(self) -> None:
-        """Adds up what the engines use and measured. They answer under their lock, so never on the loop."""
-        engines = [host.runner.engine for host in self.caches.values()]
-        used = await self._in_thread(lambda: [report for engine in engines for report in engine.tiers()])
+        """Asks what the engines use and measured, and adds it up. They answer under the lock that a running
+        step holds, so never on the loop."""
+        hosts = list(self.caches.values())
+        usages = await self._in_thread(lambda: [host.runner.engine.tiers() for host in hosts])
         reports = [tier.report() for tier in self.tiers.all()]
-        for engine_report in used:
-            reports = [
-                _add_report(report, engine_report)
-                if report.class_name == engine_report.class_name
-                else report
-                for report in reports
-            ]
+        for host, usage in zip(hosts, usages, strict=True):
+            host.usage = usage
+            for used in usage:
+                reports = [_add_report(report, used) for report in reports]
         self._reports = reports
 
     async def expire_idle_sessions(self) -> int:

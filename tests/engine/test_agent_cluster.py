@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import socket
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -158,7 +160,8 @@ def collector() -> Iterator[tuple[Collector, str]]:
 
 def test_one_trace_from_the_operators_call_to_the_step() -> None:
     with collector() as (kept, endpoint):
-        extra = ("--otlp-endpoint", endpoint)
+        port = free_port()
+        extra = ("--otlp-endpoint", endpoint, "--metrics-port", str(port))
         with running_agent(extra=extra) as agent, Engine(agent.socket_path) as engine:
             manifest = baseline_manifest()
             agent.apply_baseline(manifest)
@@ -174,7 +177,18 @@ def test_one_trace_from_the_operators_call_to_the_step() -> None:
             session.close()
             agent.control.GetState(control_pb2.GetStateRequest(), timeout=CALL_SECONDS, metadata=metadata)
             state = kept.wait_for("Control.GetState")
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as scraped:
+                metrics = scraped.read().decode()
         assert step.trace_id.hex() == "a" * 32
         [link] = step.links
         assert link.trace_id.hex() == TRACE
         assert state.trace_id.hex() == TRACE
+        assert 'kvtier_agent_rpc_duration_seconds_count{code="OK",method="Control.Grant"}' in metrics
+        assert "kvtier_agent_compared_steps_total 1.0" in metrics
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port
