@@ -186,7 +186,8 @@ class KubeApi(Protocol):
     ) -> JsonObject:
         """Server-side apply on /status, forced. Fields that `manager` sent before and now leaves out are
         removed, so `status` is always all that this manager owns. With `uid`, a re-created object is a
-        Conflict."""
+        Conflict, as far as a read just before the write can tell; what a wrong status would harm has a
+        finalizer, and so is not re-created in between."""
 
     async def compare_and_swap(
         self, key: ObjectKey, ops: Sequence[PatchOp], *, subresource: str = "status"

@@ -24,6 +24,7 @@ from kvtier_operator.ports import (
     AlreadyExists,
     ApiError,
     Clock,
+    Conflict,
     EventType,
     JsonObject,
     Kind,
@@ -127,11 +128,15 @@ class KubeClient:
     async def patch_status(
         self, key: ObjectKey, status: JsonObject, *, uid: str = "", manager: str = FIELD_MANAGER
     ) -> JsonObject:
+        if uid:
+            # The status subresource takes the metadata of what is stored, so a uid in the patch says nothing.
+            self._gate()
+            found = (await self.get(key))["metadata"].get("uid", "")
+            if found != uid:
+                raise Conflict(409, "Conflict", f"{key} is another object now: uid {found}, not {uid}")
         metadata: JsonObject = {"name": key.name}
         if key.namespace:
             metadata["namespace"] = key.namespace
-        if uid:
-            metadata["uid"] = uid
         body = {
             "apiVersion": RESOURCES[key.kind].api_version,
             "kind": key.kind.value,
