@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +38,7 @@ def rows() -> Iterator[Row]:
                 case = Case(f"{name}-{n}", {"Hq": hq, "Hk": hk, "d": d, "P": 16}, (n,), seed=n)
                 inputs = spec.make_inputs(case)
                 moved = spec.bytes_moved(inputs)
-                ours, theirs = _alternately(
-                    lambda i=inputs: decode(**i), lambda i=inputs: sdpa_with_gather(**i)
-                )
+                ours, theirs = _alternately(partial(decode, **inputs), partial(sdpa_with_gather, **inputs))
                 yield Row(
                     f"paged_decode.torch.{name}.n{n}",
                     moved / ours / 1e9,

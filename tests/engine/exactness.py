@@ -94,7 +94,8 @@ def prompts(tokenizer: Any, lengths: list[int], seed: int = 3) -> list[torch.Ten
 @torch.no_grad()
 def greedy(model: Any, cache: Any, ids: torch.Tensor, new_tokens: int) -> Generation:
     """Exactly `new_tokens` tokens, end-of-text or not."""
-    logits, tokens = [], []
+    logits: list[torch.Tensor] = []
+    tokens: list[int] = []
     started = first = time.perf_counter()
     step = ids
     while len(tokens) < new_tokens:

@@ -51,7 +51,7 @@ def _convert(path: Path, target: Path) -> None:
     building = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
     try:
         AutoTokenizer.from_pretrained(**where).save_pretrained(building)
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         # The weights are plain float32 now; transformers refuses to save what it thinks is quantized.
         model.hf_quantizer = None
         model.is_quantized = False
@@ -80,6 +80,8 @@ def load_smollm2() -> tuple[Any, Any]:
     with contextlib.redirect_stderr(io.StringIO()):
         if not folder.is_dir():
             _convert(path, folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     return model.eval(), tokenizer
