@@ -1,0 +1,60 @@
+"""kopf's thread is started again when it ends by itself, and says how long it has been down."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from kvtier_operator.store import WatchStore
+from kvtier_operator.watch.kopf_thread import KopfThread, WatchDeps, settings
+from tests.unit.control.control_fakes import FakeClock
+
+
+class Breaking(KopfThread):
+    """Fails `failures` times, then watches until it is stopped."""
+
+    def __init__(self, clock: FakeClock, failures: int) -> None:
+        super().__init__(WatchDeps(WatchStore(), lambda _keys: None, None, clock), restart_seconds=(0.001,))
+        self.failures = failures
+        self.starts = 0
+        self.watching = threading.Event()
+
+    async def _run(self) -> None:
+        self.starts += 1
+        if self.starts <= self.failures:
+            raise ConnectionError("the watch broke")
+        ready = asyncio.Event()
+        ready.set()
+        await self._note_ready(ready)
+        self.watching.set()
+        await asyncio.to_thread(self._stop.wait, 10)
+
+
+def test_a_watch_that_breaks_for_good_is_started_again() -> None:
+    clock = FakeClock()
+    thread = Breaking(clock, failures=3)
+    clock.advance(7)
+    assert thread.down_seconds() == 7
+    thread.start()
+    assert thread.watching.wait(10)
+    assert thread.starts == 4
+    assert thread.down_seconds() == 0
+    clock.advance(100)
+    assert thread.down_seconds() == 0
+    assert thread.stop()
+
+
+def test_a_thread_that_is_stopped_before_it_ever_watched_ends() -> None:
+    thread = Breaking(FakeClock(), failures=10**9)
+    thread.start()
+    assert thread.stop()
+    assert thread.down_seconds() == 0.0
+
+
+def test_kopf_stores_nothing_and_posts_nothing() -> None:
+    made = settings()
+    assert made.scanning.disabled
+    assert made.peering.standalone
+    assert not made.posting.enabled
+    assert made.watching.server_timeout is not None
+    assert sorted(made.watching.label_selectors.values()) == ["kvtier.dev/component=agent"] * 2
