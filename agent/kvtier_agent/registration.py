@@ -234,14 +234,17 @@ class ClusterRegistration:
 
     async def _apply_spec(self) -> None:
         body = self._node_object()
-        body["metadata"]["ownerReferences"] = [
-            {
-                "apiVersion": "v1",
-                "kind": "Node",
-                "name": self._config.node_name,
-                "uid": self._config.node_uid,
-            }
-        ]
+        # The downward API knows no node uid, so a DaemonSet passes the name in its place. An owner reference
+        # with a uid that does not exist would let the garbage collector delete the object.
+        if self._config.node_uid != self._config.node_name:
+            body["metadata"]["ownerReferences"] = [
+                {
+                    "apiVersion": "v1",
+                    "kind": "Node",
+                    "name": self._config.node_name,
+                    "uid": self._config.node_uid,
+                }
+            ]
         stored = await self._transport.apply(self._node_path(), body)
         self._generation = int(stored["metadata"].get("generation", 1))
         self._verified_at = self._monotonic()
