@@ -6,6 +6,7 @@ at most once a minute. Knows no HTTP. Shape: api.md, KVNode.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ STEADY_SECONDS = 60.0
 _NUMBERS = ("capacity", "used", "pinned", "readBytesPerSecond", "writeBytesPerSecond")
 _RELATIVE_CHANGE = 0.05
 _MAX_CANDIDATES = 64
+_WIRE_REASON = re.compile(r"[A-Z]+(_[A-Z]+)*")
+_CAMEL_REASON = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,8 @@ def tier_of(report: TierReport, node: Node) -> Json:
     if probes:
         tier["probes"] = probes
     if report.condition != "Ready":
-        reason, _, message = report.condition.partition(":")
-        tier.update(state="Failed", reason=reason.strip()[:64], message=(message.strip() or reason)[:512])
+        name, _, message = report.condition.partition(":")
+        tier.update(state="Failed", reason=_reason(name), message=(message.strip() or name)[:512])
     return tier
 
 
@@ -170,6 +173,13 @@ def _dated(condition: Condition, generation: int, now: str, previous: Json | Non
         "observedGeneration": generation,
         "lastTransitionTime": since,
     }
+
+
+def _reason(name: str) -> str:
+    """A CamelCase reason; the core's STORAGE_UNAVAILABLE is the API's StorageUnavailable."""
+    if _WIRE_REASON.fullmatch(name):
+        return "".join(part.capitalize() for part in name.split("_"))
+    return name if _CAMEL_REASON.fullmatch(name) else "TierFailed"
 
 
 def _probes(probes: Mapping[str, str]) -> Json:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from kvtier_agent import kvnode
 from kvtier_agent.cli import build_parser
 from kvtier_agent.config import AgentConfig
+from kvtier_agent.engine_port import TierReport
 from kvtier_agent.registration import ClusterRegistration, KubeError
 from kvtier_agent.telemetry import Metrics
 from kvtier_crds.models.kvnode import KVNode
@@ -277,3 +278,20 @@ def test_must_write_numbers(before: dict[str, int], after: dict[str, int], expec
 
     assert kvnode.must_write(status(before), status(after), 60.0) is expected
     assert not kvnode.must_write(status(before), status(after), 59.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "message"),
+    [
+        ("STORAGE_UNAVAILABLE: no space left", "StorageUnavailable", "no space left"),
+        ("StorageUnavailable: /mnt: Read-only", "StorageUnavailable", "/mnt: Read-only"),
+        ("something odd happened", "TierFailed", "something odd happened"),
+    ],
+    ids=["of-the-core", "of-the-agent", "free-text"],
+)
+async def test_a_tiers_condition_becomes_a_legal_reason(
+    registered: Registered, said: str, reason: str, message: str
+) -> None:
+    report = TierReport("dram", "cpu", False, 1, condition=said)
+    tier = kvnode.tier_of(report, registered.bench.node)
+    assert (tier["state"], tier["reason"], tier["message"]) == ("Failed", reason, message)
