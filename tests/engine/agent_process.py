@@ -258,7 +258,7 @@ class Agent:
 
 def detail_of(error: grpc.RpcError) -> common_pb2.ErrorDetail:
     """The typed refusal of a failed call."""
-    trailing: Any = error.trailing_metadata()  # type: ignore[attr-defined]
+    trailing: Any = error.trailing_metadata()
     for key, value in trailing or ():
         if key == "kvtier-error-bin":
             return common_pb2.ErrorDetail.FromString(value)

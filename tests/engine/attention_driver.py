@@ -166,7 +166,8 @@ class Driver:
         scores = np.where(np.arange(len(k))[None, None, :] <= reach[None, :, None], scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        return np.einsum("hqr,rhd->qhd", weights, v)
+        answer: NDArray[np.float64] = np.einsum("hqr,rhd->qhd", weights, v)
+        return answer
 
     def output(self, answer: attention_pb2.AttendAnswer) -> Floats:
         shape = (-1, self.geometry.query_heads, self.geometry.head_dim)

@@ -48,6 +48,10 @@ def refusal(call: Callable[[], Any]) -> str:
     return common_pb2.Reason.Name(detail_of(refused.value).reason)
 
 
+def reading(engine: Engine, request: blocks_pb2.ReadBlockRequest) -> Callable[[], Any]:
+    return lambda: list(engine.blocks.Read(request, timeout=CALL_SECONDS))
+
+
 def test_exact_attention_through_three_tiers(agent: Agent, engine: Engine, manifest: RuntimeManifest) -> None:
     session = engine.open(manifest)
     assert session.opened.arm == attention_pb2.ARM_BASELINE
@@ -135,9 +139,9 @@ def test_blocks_are_listed_and_read_back_verified(engine: Engine, manifest: Runt
             ref=info.ref, tenant=session.tenant, boot_id=session.opened.boot_id
         )
         stale.ref.generation += 7
-        assert refusal(lambda stale=stale: list(engine.blocks.Read(stale))) == "GENERATION_STALE"
+        assert refusal(reading(engine, stale)) == "GENERATION_STALE"
         stranger = blocks_pb2.ReadBlockRequest(ref=info.ref, tenant="gamma", boot_id=session.opened.boot_id)
-        assert refusal(lambda stranger=stranger: list(engine.blocks.Read(stranger))) == "TENANT_MISMATCH"
+        assert refusal(reading(engine, stranger)) == "TENANT_MISMATCH"
     session.close()
 
 

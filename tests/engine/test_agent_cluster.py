@@ -84,7 +84,8 @@ def test_registration_drain_and_return(control_plane: Cluster, kubeconfig: Path)
             model = KVNode.model_validate(json.loads(shown)) if shown.strip() else None
             return model if model is not None and model.status is not None and ready(model) else None
 
-        result: KVNode = eventually(found, 30)
+        result = eventually(found, 30)
+        assert result is not None
         return result
 
     def lease() -> dict[str, Any]:
@@ -149,7 +150,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 def collector() -> Iterator[tuple[Collector, str]]:
     kept = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(kept, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(kept, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

@@ -234,8 +234,8 @@ def test_same_fence_other_content_conflicts_and_a_repeat_does_not(
     detail = refusal(lambda: agent.control.Grant(request, timeout=CALL_SECONDS))
     assert common_pb2.Reason.Name(detail.reason) == "FENCE_CONFLICT"
     assert detail.facts["highest_fence"] == str(request.fence.value)
-    revoke = {"fence": common_pb2.Fence(value=request.fence.value)}
-    assert reason_of(lambda: agent.revoke(**revoke)) == "FENCE_CONFLICT"
+    used = common_pb2.Fence(value=request.fence.value)
+    assert reason_of(lambda: agent.revoke(fence=used)) == "FENCE_CONFLICT"
     agent.revoke()
     assert reason_of(lambda: agent.control.Grant(request, timeout=CALL_SECONDS)) == "FENCE_STALE"
     assert reason_of(lambda: agent.prove(request.fence.value)) == "FENCE_STALE"
@@ -370,7 +370,7 @@ def test_control_needs_a_client_certificate(agent: Agent) -> None:
         stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
         with pytest.raises(grpc.RpcError) as refused:
             stub.GetState(control_pb2.GetStateRequest(), timeout=5)
-    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
     assert agent.state().boot_id == agent.boot_id
 
 
