@@ -40,6 +40,7 @@ class AttentionClient:
             raise KvtierError(Reason.BAD_ARGUMENT, f"socket_path {socket_path} is not absolute")
         self._timeout = timeout
         self._metadata = tuple(metadata)
+        self._closed = False
         self._channel = grpc.insecure_channel(f"unix:{self.socket_path}")
         self._stub = attention_pb2_grpc.AttentionStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -71,9 +72,12 @@ class AttentionClient:
 
     def attend(self) -> AttendStream:
         """A new stream; one per session."""
+        self._check_open()
         return AttendStream(self._stub, self._metadata)
 
     def close(self) -> None:
+        """Ends the channel and every stream on it. Idempotent."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> AttentionClient:
@@ -84,7 +88,12 @@ class AttentionClient:
     ) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KvtierError(Reason.BAD_ARGUMENT, "the client is closed")
+
     def _unary(self, method: Callable[..., Any], request: Any) -> Any:
+        self._check_open()
         try:
             return method(request, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:

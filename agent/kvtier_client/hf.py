@@ -172,7 +172,12 @@ class KvtierCache(Cache):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except KvtierError:
+            # What ended the block matters more than an agent that is gone with its sessions.
+            if error is None:
+                raise
 
     def reset(self) -> None:
         _refuse("a cache cannot be reset: close it and open another")

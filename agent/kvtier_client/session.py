@@ -245,7 +245,12 @@ class AttentionSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except KvtierError:
+            # What ended the block matters more than an agent that is gone with its sessions.
+            if error is None:
+                raise
 
     def _since(self, at: float | None) -> float:
         return 0.0 if at is None else at - self._assigned_at

@@ -52,6 +52,7 @@ class FakeAgent(attention_pb2_grpc.AttentionServicer):
         self.sessions: dict[str, Session] = {}
         self.outcomes: list[attention_pb2.ReportOutcomeRequest] = []
         self.closed: list[str] = []
+        self.refuse_close = False
         self.misbehave: Misbehave = lambda frame, answer: answer
 
     def DescribeCache(self, request: Any, context: Any) -> attention_pb2.DescribeCacheResponse:
@@ -81,6 +82,8 @@ class FakeAgent(attention_pb2_grpc.AttentionServicer):
                 yield answer
 
     def CloseSession(self, request: Any, context: Any) -> attention_pb2.CloseSessionResponse:
+        if self.refuse_close:
+            self._abort(context, common_pb2.INTERNAL, "cannot close", "INTERNAL")
         session = self.sessions.pop(request.session_id, None)
         if session is None:
             self._abort(context, common_pb2.SESSION_UNKNOWN, "no such session", "NOT_FOUND")

@@ -169,8 +169,9 @@ def test_a_drained_agent_refuses_and_what_it_served_ends_typed(
             )
             tiny_model(prompt(4), cache=cache)
             assert agent.terminate() == 0
-            with pytest.raises(KvtierError) as caught:
+            with pytest.raises(KvtierError) as caught, cache:
                 tiny_model(prompt(1), cache=cache)
+        assert caught.value is cache.session.failure  # not the close that fails after it
         assert caught.value.reason in (Reason.DRAINING, Reason.SESSION_UNKNOWN)
         with pytest.raises(KvtierError) as caught:
             declared_fingerprint(client, CACHE.namespace, CACHE.name)

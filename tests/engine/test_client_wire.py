@@ -185,6 +185,25 @@ def test_frames_stay_under_the_message_limit_and_blocks_change_no_bit(
         assert session.block * (128 * 3) * 128 * 4 <= 4 * 1024 * 1024 - 64 * 1024
 
 
+def test_a_close_that_fails_is_loud_unless_something_failed_before(
+    client: AttentionClient, agent: FakeAgent
+) -> None:
+    agent.refuse_close = True
+    with pytest.raises(KvtierError, match="cannot close"), AttentionSession(client, request()):
+        pass
+    with pytest.raises(ZeroDivisionError), AttentionSession(client, request()):
+        raise ZeroDivisionError
+
+
+def test_a_closed_client_refuses(socket_path: Path) -> None:
+    gone = AttentionClient(socket_path)
+    gone.close()
+    with pytest.raises(KvtierError, match="closed"):
+        gone.describe_cache("serving", "cache")
+    with pytest.raises(KvtierError, match="closed"):
+        gone.attend()
+
+
 def test_a_closed_session_refuses_and_closing_twice_is_quiet(
     client: AttentionClient, agent: FakeAgent
 ) -> None:
