@@ -24,7 +24,10 @@ from kvtier_core.staged import Job, StagedReads
 from kvtier_core.tiers.base import SlotRef
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_kernels.ops.chunk_attention import chunk_state
+from kvtier_kernels.ops.chunk_attention.decode import decode_states, merge_stacked, reads_in_place
 from kvtier_kernels.state import AttentionState, LogitFrame, finalize, identity, merge
+
+_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,51 @@ class Query:
     first_position: int
     frame: LogitFrame
     deadline: float | None
+
+
+class _Fold:
+    """Merges states in the order they are added. Full chunks in place wait for each other, since one call
+    over several costs little more than one; the bits are those of one after the other."""
+
+    def __init__(self, query: Query) -> None:
+        self._query = query
+        self._total: AttentionState | None = None
+        self._waiting: list[Tensor] = []
+
+    def add(self, state: AttentionState) -> None:
+        self._flush()
+        self._total = state if self._total is None else merge(self._total, state)
+
+    def add_full(self, payload: Tensor) -> None:
+        """A payload [2, Hk, C, d] whose rows are all visible."""
+        self._waiting.append(payload)
+        if len(self._waiting) == _BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        keys, values = [payload[0] for payload in waiting], [payload[1] for payload in waiting]
+        states = decode_states(self._query.q, keys, values, self._query.frame)
+        if self._total is not None:
+            states = _prepend(self._total, states)
+        self._total = merge_stacked(states)
+
+    def result(self) -> AttentionState:
+        self._flush()
+        if self._total is None:
+            raise CoreError(Reason.SUPPORT_GAP, "there is no row to attend")
+        return self._total
+
+
+def _prepend(first: AttentionState, rest: AttentionState) -> AttentionState:
+    return AttentionState(
+        m=torch.cat((first.m.unsqueeze(0), rest.m)),
+        l=torch.cat((first.l.unsqueeze(0), rest.l)),
+        u=torch.cat((first.u.unsqueeze(0), rest.u)),
+        frame=first.frame,
+    )
 
 
 class Attention:
@@ -75,7 +123,9 @@ class Attention:
                 frame=query.frame,
             )
 
-        return self._run(plan, append, query, state)
+        size = self._store.layout.chunk_tokens
+        batch = query.q.shape[0] == 1 and reads_in_place(size, query.q.shape[2])
+        return self._run(plan, append, query, state, batch=batch)
 
     def selected(
         self, plan: Plan, append: Append, query: Query, positions: Sequence[NDArray[np.int64]]
@@ -115,7 +165,7 @@ class Attention:
                 frame=query.frame,
             )
 
-        return self._run(plan, append, query, state)
+        return self._run(plan, append, query, state, batch=False)
 
     def _run(
         self,
@@ -123,8 +173,10 @@ class Attention:
         append: Append,
         query: Query,
         state_of: Callable[[ChunkRead, Tensor, Tensor], AttentionState],
+        *,
+        batch: bool,
     ) -> Attended:
-        total: AttentionState | None = None
+        fold = _Fold(query)
         bytes_by_tier: dict[str, int] = {}
         with (
             self._leases(plan),
@@ -137,13 +189,13 @@ class Attention:
                         f"the deadline passed before chunk {read.chunk}",
                         {"chunk": read.chunk, "chunks": len(plan.reads)},
                     )
-                k, v = self._rows(read, append, staged)
-                state = state_of(read, k, v)
-                total = state if total is None else merge(total, state)
+                if batch and read.path is Path.PARTIAL and read.rows == self._store.layout.chunk_tokens:
+                    fold.add_full(self._view(read))
+                else:
+                    k, v = self._rows(read, append, staged)
+                    fold.add(state_of(read, k, v))
                 self._account(read, bytes_by_tier)
-        if total is None:
-            raise CoreError(Reason.SUPPORT_GAP, "there is no row to attend")
-        out, _ = finalize(total)
+            out, _ = finalize(fold.result())
         return Attended(out, bytes_by_tier, staged.stall_seconds)
 
     @contextmanager

@@ -40,7 +40,7 @@ from kvtier_crds.manifest import (
     TierRole,
 )
 
-LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, CHUNK, PAGE = 2, 4, 2, 16, 32, 8
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, CHUNK, PAGE = 2, 4, 2, 16, 64, 8
 SCALE = HEAD_DIM**-0.5
 SLOT = 2 * KV_HEADS * CHUNK * HEAD_DIM * 4
 BLOCK = 4096 + -(-SLOT // 4096) * 4096
