@@ -162,6 +162,7 @@ class Node:
             host.name = command.cache
             await self.refresh_reports()
             self.changed.set()
+            log.info("cache %s runs %s under fence %d", uid, digest, command.fence.value)
             return (await self._in_thread(host.runner.engine.live_manifest)).digest()
 
     async def remove_cache(self, command: Command) -> int:
@@ -204,6 +205,10 @@ class Node:
             host.window = window.key
             host.rollout_traceparent = traceparent
             self.changed.set()
+            token = command.fence
+            log.info(
+                "cache %s: %s granted, %s/%d fence %d", uid, recomputed, token.stage, token.step, token.value
+            )
             return recomputed, lease
 
     async def renew(self, cache: CacheName, fence: FenceToken, digest: str, ttl_ms: int) -> Lease:
