@@ -1,0 +1,232 @@
+"""Leases that end, agents that vanish, restart, refuse or are cordoned, and proofs that do not hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier_operator.rollout.vocabulary import Verdict
+from tests.unit.rollout.rollout_world import World, held
+
+
+async def to_canary(world: World) -> None:
+    await world.until("Progressing", "Canary")
+    await world.pass_()
+
+
+async def test_expired_lease_resumes_the_same_step_in_a_new_window() -> None:
+    world = World()
+    await to_canary(world)
+    before = world.status
+    world.clock.seconds += 30
+    assert held(world) == []
+    world.restart()
+    await world.pass_()
+    after = world.status
+    assert world.where == ("Progressing", "Canary", 0)
+    assert after["resumes"] == 1
+    assert after["window"]["openingFence"] > before["window"]["openingFence"]
+    assert after["digestBudget"]["attemptsUsed"] == 2
+    assert ("LeaseExpired" in {reason for reason, _ in world.api.events}) is True
+    assert len(held(world)) == 2
+
+
+async def test_expired_lease_is_resumed_three_times_at_most() -> None:
+    world = World()
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.pass_()
+    for expected in (1, 2, 3):
+        world.clock.seconds += 30
+        await world.pass_()
+        assert world.status["resumes"] == expected
+    world.clock.seconds += 30
+    await world.until("RolledBack", limit=30)
+    assert world.status["rollback"]["cause"] == "LeaseExpired"
+
+
+async def test_expired_lease_rolls_back_when_so_declared() -> None:
+    world = World(onLeaseExpired="RollBack")
+    await to_canary(world)
+    world.clock.seconds += 30
+    await world.until("RolledBack", limit=30)
+    assert world.status["rollback"]["cause"] == "LeaseExpired"
+
+
+async def test_restarted_agent_is_granted_again_under_the_same_evidence() -> None:
+    world = World()
+    await to_canary(world)
+    window = world.status["window"]
+    world.sims["node-0"].boot()
+    assert held(world) == ["node-1"]
+    await world.pass_()
+    assert held(world) == ["node-0", "node-1"]
+    assert world.status["window"] == window
+    assert "resumes" not in world.status or world.status["resumes"] == 0
+
+
+async def test_silent_agent_is_said_and_holds_the_step() -> None:
+    world = World()
+    await to_canary(world)
+    world.sims["node-0"].cut_off = True
+    await world.run(5)
+    assert world.condition("Degraded")["reason"] == "AgentUnreachable"
+    await world.run(40)
+    assert world.where == ("Progressing", "Canary", 0)
+    world.sims["node-0"].cut_off = False
+    await world.until("Completed")
+    assert world.condition("Degraded")["status"] == "False"
+
+
+@pytest.mark.parametrize(("policy", "seconds"), [("RollBack", 20), ("Resume", 130)])
+async def test_lost_agent_returns_the_rollout(policy: str, seconds: int) -> None:
+    world = World(onLeaseExpired=policy)
+    await to_canary(world)
+    world.sims["node-0"].cut_off = True
+    await world.run(seconds)
+    assert world.status["rollback"]["cause"] == "AgentLost"
+    assert world.where[0] == "RollingBack"
+    assert world.condition("BaselineRestored")["status"] == "False"
+    assert "node-0" in world.condition("BaselineRestored")["message"]
+
+
+async def test_revoked_is_not_restored_until_the_lost_agent_proves() -> None:
+    """Two conditions: the lease has provably ended; the baseline is proved only by the agent itself."""
+    world = World()
+    await to_canary(world)
+    world.sims["node-0"].cut_off = True
+    world.intent("Abort", 1)
+    await world.run(3)
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    await world.run(12)
+    assert world.condition("CandidateRevoked")["status"] == "True"
+    assert world.condition("BaselineRestored")["status"] == "False"
+    assert world.status["rollback"]["missing"] == ["node-0"]
+    world.sims["node-0"].cut_off = False
+    await world.until("RolledBack", limit=30)
+    assert world.condition("BaselineRestored")["status"] == "True"
+
+
+async def test_new_leader_waits_a_lease_before_it_calls_it_ended() -> None:
+    world = World()
+    await to_canary(world)
+    world.sims["node-0"].cut_off = True
+    world.intent("Abort", 1)
+    await world.run(9)
+    world.restart()
+    await world.run(9)
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    await world.run(5)
+    assert world.condition("CandidateRevoked")["status"] == "True"
+
+
+async def test_deleted_node_leaves_the_count() -> None:
+    world = World()
+    await to_canary(world)
+    world.sims["node-0"].cut_off = True
+    world.intent("Abort", 1)
+    await world.run(3)
+    del world.sims["node-0"]
+    await world.until("RolledBack", limit=30)
+    assert world.status["rollback"]["agentsTotal"] == 1
+
+
+async def test_finalizer_goes_when_the_lease_has_provably_ended() -> None:
+    world = World()
+    await to_canary(world)
+    world.sims["node-0"].cut_off = True
+    world.api.ask_to_delete(world.rollout)
+    await world.run(5)
+    assert world.rollout in world.api.objects
+    await world.run(12)
+    assert world.rollout not in world.api.objects
+    assert "ReleasedUnproved" in {reason for reason, _ in world.api.events}
+    assert held(world) == []
+
+
+async def test_wrong_digest_is_never_called_restored() -> None:
+    world = World()
+    await to_canary(world)
+    world.sims["node-1"].lie_about_baseline = "sha256:" + "f" * 64
+    world.intent("Abort", 1)
+    await world.run(60)
+    assert world.where[0] == "RollingBack"
+    assert world.condition("BaselineRestored")["status"] == "False"
+    assert world.condition("Degraded")["reason"] == "BaselineUnproved"
+
+
+async def test_steps_in_flight_on_the_candidate_are_waited_for() -> None:
+    world = World()
+    await to_canary(world)
+    world.sims["node-1"].in_flight = 3
+    world.intent("Abort", 1)
+    await world.run(5)
+    assert world.where[0] == "RollingBack"
+    assert world.status["rollback"]["inFlight"] == 3
+    world.sims["node-1"].in_flight = 0
+    await world.until("RolledBack", limit=30)
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("MANIFEST_MISMATCH", "ManifestMismatch"),
+        ("NUMERICS_MISMATCH", "ManifestMismatch"),
+        ("NO_DESTINATION_CAPACITY", "InfeasibleNode"),
+        ("CANDIDATE_REFUSED", "InfeasibleNode"),
+    ],
+)
+async def test_refused_grant_has_a_typed_cause(reason: str, cause: str) -> None:
+    world = World()
+    world.sims["node-1"].refuse = reason
+    await world.until("RolledBack", limit=60)
+    assert world.status["rollback"]["cause"] == cause
+    assert "node-1" in world.status["rollback"]["message"]
+
+
+async def test_cordoned_node_loses_its_candidate_and_keeps_the_evidence() -> None:
+    world = World()
+    await to_canary(world)
+    before = world.status
+    world.sims["node-0"].cordoned = True
+    await world.pass_()
+    assert held(world) == ["node-1"]
+    assert world.status["fence"] > before["fence"]
+    assert world.status["window"] == before["window"]
+    await world.until("Completed")
+
+
+async def test_number_of_nodes_is_honoured_and_means_the_same_nodes() -> None:
+    world = World(nodes=5, blastRadius={"maxNodes": 2})
+    await to_canary(world)
+    chosen = held(world)
+    assert len(chosen) == 2
+    world.add_node("node-9")
+    await world.run(10)
+    assert held(world) == chosen
+
+
+async def test_new_node_joins_the_open_step() -> None:
+    world = World()
+    await to_canary(world)
+    world.add_node("node-9")
+    await world.pass_()
+    assert "node-9" in held(world)
+
+
+async def test_agent_with_a_higher_fence_is_caught_up_with() -> None:
+    """The KVCache's status was lost and rebuilt too low; the agent remembers."""
+    world = World()
+    await to_canary(world)
+    world.api.objects[world.cache_key]["status"]["fence"] = 1
+    await world.pass_()
+    assert world.cache_status["fence"] == world.status["fence"] > 3
+    await world.until("Completed")
+
+
+async def test_deleted_cache_ends_the_rollout_without_a_fence() -> None:
+    world = World()
+    await to_canary(world)
+    del world.api.objects[world.cache_key]
+    await world.run(3)
+    assert world.where[0] == "RolledBack"
+    assert world.status["rollback"]["cause"] == "ObjectDeleted"

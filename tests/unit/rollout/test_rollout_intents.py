@@ -1,0 +1,156 @@
+"""What a person may ask for, and what is refused: late, repeated, replayed, or meant for another place."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier_operator.rollout.intents import judge_intent
+from kvtier_operator.rollout.spec import Intent
+from kvtier_operator.rollout.state import LastIntent, RolloutState
+from kvtier_operator.rollout.vocabulary import IntentResult, Phase, Stage, Verb, Verdict
+from tests.unit.rollout.rollout_world import World, held
+
+CANARY = RolloutState(phase=Phase.PROGRESSING, stage=Stage.CANARY, attempt=2)
+SEEN = LastIntent(4, "Pause", IntentResult.ACCEPTED, "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "intent", "expected"),
+    [
+        pytest.param(CANARY, Intent(1, Verb.PAUSE, 2, "Canary", 0), "Accepted", id="fits"),
+        pytest.param(CANARY, Intent(1, Verb.PAUSE, 1, "Canary", 0), "WrongAttempt", id="attempt-before"),
+        pytest.param(CANARY, Intent(1, Verb.PROMOTE, 2, "Shadow", 0), "WrongStage", id="late-promote"),
+        pytest.param(CANARY, Intent(1, Verb.PROMOTE, 2, "Canary", 1), "WrongStep", id="wrong-step"),
+        pytest.param(CANARY, Intent(1, Verb.RESUME, 2, "Canary", 0), "NotApplicable", id="resume-unpaused"),
+        pytest.param(CANARY, Intent(1, Verb.RETRY, 2, "Canary", 0), "NotApplicable", id="retry-running"),
+        pytest.param(CANARY, Intent(1, Verb.ABORT, 2, "Shadow", 3), "Accepted", id="abort-anywhere"),
+        pytest.param(CANARY, Intent(1, Verb.ABORT, 1, "", 0), "WrongAttempt", id="abort-of-old-attempt"),
+    ],
+)
+def test_judgement(state: RolloutState, intent: Intent, expected: str) -> None:
+    assert judge_intent(state, intent)[0] == expected
+
+
+@pytest.mark.parametrize("seq", [4, 3, 1], ids=["same", "older", "oldest"])
+def test_replay_is_refused_whatever_it_asks(seq: int) -> None:
+    state = RolloutState(phase=Phase.PROGRESSING, stage=Stage.CANARY, last_intent=SEEN)
+    for verb in Verb:
+        assert judge_intent(state, Intent(seq, verb, 1, "Canary", 0))[0] is IntentResult.REPLAYED
+
+
+async def test_pause_holds_a_passing_step_and_resume_lets_it_go() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    fence = world.status["fence"]
+    window = world.status["window"]["openingFence"]
+    world.intent("Pause", 1)
+    await world.pass_()
+    assert world.where == ("Paused", "Canary", 0)
+    assert world.status["fence"] > fence
+    assert world.status["window"]["openingFence"] == window
+    await world.run(120)
+    assert world.where == ("Paused", "Canary", 0)
+    assert len(held(world)) == 2
+    world.intent("Resume", 2)
+    await world.until("Progressing", "Ramp")
+
+
+async def test_paused_candidate_still_fails() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.intent("Pause", 1)
+    await world.pass_()
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    assert world.status["rollback"]["cause"] == "GateFailed"
+
+
+@pytest.mark.parametrize("verb", ["Promote", "Skip"])
+async def test_promotion_by_hand_is_one_step_and_recorded(verb: str) -> None:
+    world = World()
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.run(5)
+    world.intent(verb, 1)
+    await world.run(3)
+    assert world.where == ("Progressing", "Canary", 0)
+    assert world.status["overridden"] is True
+    assert world.status["lastIntent"]["result"] == "Accepted"
+    await world.run(120)
+    assert world.where == ("Progressing", "Canary", 0)
+    assert all(gate["overridden"] for gate in world.status["gates"])
+
+
+async def test_promotion_by_hand_of_a_passing_step_overrides_nothing() -> None:
+    world = World(stages=[{"name": "Shadow", "minDuration": "1h"}, {"name": "Full", "soak": "1h"}])
+    await world.run(5)
+    world.clock.seconds += 5
+    world.intent("Promote", 1)
+    await world.run(3)
+    assert world.where[1] == "Full"
+    assert "overridden" not in world.status
+
+
+async def test_each_intent_is_obeyed_once() -> None:
+    world = World()
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.run(3)
+    world.intent("Promote", 1)
+    await world.run(10)
+    assert world.where[1] == "Canary"
+    world.edit(
+        intent={"seq": 1, "verb": "Skip", "attempt": 1, "expectedStage": "Canary", "expectedStep": 0}
+    )
+    await world.run(5)
+    assert world.where[1] == "Canary"
+    assert world.status["lastIntent"]["result"] == "Replayed"
+    writes = world.api.writes
+    await world.run(30)
+    assert world.api.writes == writes
+
+
+async def test_abort_needs_no_running_evidence() -> None:
+    world = World()
+    await world.until("Progressing", "Ramp")
+    world.feed.default = Verdict.PROVIDER_ERROR
+    world.intent("Abort", 9)
+    await world.until("RolledBack", limit=30)
+    assert world.status["rollback"]["cause"] == "IntentAbort"
+    assert held(world) == []
+
+
+async def test_abort_of_a_waiting_rollout_touches_no_one() -> None:
+    world = World()
+    second = world.add_rollout("zebra", candidate={"selectorRef": {"name": "quest-32"}})
+    await world.run(5, keys=[world.rollout, second])
+    world.edit(second, intent={"seq": 1, "verb": "Abort", "attempt": 1})
+    fence = world.cache_status["fence"]
+    await world.run(5, keys=[second, world.rollout])
+    assert world.status_of(second)["phase"] == "RolledBack"
+    assert world.condition("BaselineRestored", second)["status"] == "False"
+    assert world.cache_status["fence"] == fence
+    assert len(held(world)) == 2
+
+
+async def test_abort_revokes_an_approved_candidate() -> None:
+    world = World()
+    await world.until("Completed")
+    world.intent("Abort", 1)
+    await world.until("RolledBack", limit=30)
+    assert "approved" not in world.cache_status
+    assert held(world) == []
+
+
+async def test_retry_is_a_new_attempt_with_the_next_share() -> None:
+    world = World()
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    first = world.status["traceparent"]
+    world.feed.gates.clear()
+    world.intent("Retry", 1, stage="ExactBaseline")
+    await world.until("Progressing", "Shadow", limit=30)
+    assert world.status["attempt"] == 2
+    assert world.status["digestBudget"]["attemptsUsed"] == 2
+    assert world.status["traceparent"] != first
+    assert "rollback" not in world.status
+    assert world.condition("BaselineRestored")["status"] == "False"
+    await world.until("Completed")
