@@ -48,7 +48,7 @@ from kvtier_crds.manifest import (
 )
 from tests.cluster.kvtier_localplane.pki import Certificate, CertificateAuthority
 
-START_SECONDS = 60.0
+START_SECONDS = 150.0
 CALL_SECONDS = 30.0
 NODE = "node-a"
 CACHE = common_pb2.CacheRef(namespace="serving", name="chat", uid="cache-uid-1")

@@ -16,7 +16,7 @@ from kvtier_crds.manifest import Geometry, RuntimeManifest
 from tests.engine.agent_process import Agent, baseline_manifest, detail_of, running_agent
 from tests.engine.attention_driver import CALL_SECONDS, Driver, Engine, named, wire_geometry
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 # Two layers, chunks of 256 rows of 2 x 2 x 64 float32: 262,144 bytes of payload a chunk. Budgets hold four
 # open or sealed chunks in each of the fast tiers, so 2,000 tokens reach the nvme tier.

@@ -23,7 +23,7 @@ from tests.cluster.kvtier_localplane import Cluster, eventually
 from tests.engine.agent_process import CALL_SECONDS, baseline_manifest, quest_candidate, running_agent
 from tests.engine.attention_driver import Engine
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NODE = "agent-node-a"

@@ -20,14 +20,13 @@ from tests.engine.agent_process import (
     NODE,
     agent_arguments,
     baseline_manifest,
-    default_tiers,
     detail_of,
     quest_candidate,
     running_agent,
 )
 from tests.engine.attention_driver import Engine
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture
@@ -193,11 +192,12 @@ def test_idle_sessions_expire_and_give_their_memory_back(folder: Path) -> None:
 
 
 def test_an_agent_without_a_cache_says_so_and_ends_at_once(folder: Path) -> None:
-    with running_agent(tiers=default_tiers, folder=folder) as agent, Engine(agent.socket_path) as engine:
+    extra = ("--drain", "100")
+    with running_agent(folder=folder, extra=extra) as agent, Engine(agent.socket_path) as engine:
         state: control_pb2.GetStateResponse = agent.state()
         assert not state.caches
         assert state.manifest_set_digest.startswith("sha256:e3b0c442")
         assert reason_of(lambda: engine.open(baseline_manifest())) == "CACHE_UNKNOWN"
         started = time.monotonic()
-        assert agent.terminate() == 0
-        assert time.monotonic() - started < 5
+        assert agent.terminate(90) == 0
+        assert time.monotonic() - started < 50
