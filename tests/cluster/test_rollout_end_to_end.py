@@ -26,7 +26,7 @@ from tests.cluster.operator_harness import (
 )
 from tests.cluster.rollout_fake_agent import RolloutFakeAgent
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 NAMESPACE = "kvr"
 POOL = "kvr"
 PLAN = json.dumps({"prompts": [{"digest": "a"}, {"digest": "b"}]})
@@ -55,7 +55,7 @@ class World:
     def status(self, name: str) -> dict[str, Any]:
         return dict(self.get("kvrollout", name).get("status") or {})
 
-    def reach(self, name: str, phase: str, stage: str = "", timeout: float = 90.0) -> dict[str, Any]:
+    def reach(self, name: str, phase: str, stage: str = "", timeout: float = 180.0) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             status = self.status(name)
             good = status.get("phase") == phase and stage in ("", status.get("stage"))
@@ -137,7 +137,7 @@ def rollout(name: str, cache: str, selector_name: str = "quest-64", **spec: Any)
                 },
             ],
             "evidence": {"settle": "1s", "warmup": "0s"},
-            "leaseTTL": "6s",
+            "leaseTTL": "12s",
             "progressDeadline": "10m",
             **spec,
         },
@@ -208,7 +208,7 @@ def test_a_passing_rollout_is_approved(world: World) -> None:
     assert lease is not None
     eventually(
         lambda: (world.agents[0].state.enforcement(uid).lease() or lease).expires_ns > lease.expires_ns,
-        20,
+        60,
         what="the approved candidate's lease is renewed",
     )
 
@@ -218,7 +218,7 @@ def test_a_failing_rollout_returns_to_the_proved_baseline(world: World) -> None:
     world.harm(bad_output=True)
     apply(world.cluster, rollout("failing", "fails"))
     world.cluster.kubectl(
-        "wait", "kvr/failing", "-n", NAMESPACE, "--for=condition=BaselineRestored", "--timeout=60s"
+        "wait", "kvr/failing", "-n", NAMESPACE, "--for=condition=BaselineRestored", "--timeout=180s"
     )
     found = world.status("failing")
     assert found["phase"] == "RolledBack"
@@ -245,7 +245,7 @@ def test_abort_in_canary_outranks_and_is_answered(world: World) -> None:
     assert world.holders(uid) == []
     world.intent("aborting", "Promote", 2, expectedStage="Canary", expectedStep=0)
     eventually(
-        lambda: world.status("aborting")["lastIntent"]["seq"] == 2, 20, what="the late intent is answered"
+        lambda: world.status("aborting")["lastIntent"]["seq"] == 2, 60, what="the late intent is answered"
     )
     assert world.status("aborting")["lastIntent"]["result"] == "NotApplicable"
 
@@ -272,8 +272,8 @@ def test_deletion_in_canary_revokes_first(world: World) -> None:
     stages[1]["minDuration"] = "10m"
     apply(world.cluster, rollout("leaving", "deleted", stages=stages))
     world.reach("leaving", "Progressing", "Canary")
-    eventually(lambda: len(world.holders(uid)) == 2, 20, what="both agents hold the candidate")
-    world.cluster.kubectl("delete", "kvr", "leaving", "-n", NAMESPACE, "--timeout=60s")
+    eventually(lambda: len(world.holders(uid)) == 2, 60, what="both agents hold the candidate")
+    world.cluster.kubectl("delete", "kvr", "leaving", "-n", NAMESPACE, "--timeout=180s")
     assert world.holders(uid) == []
 
 
@@ -292,9 +292,9 @@ def test_an_operator_killed_in_canary_is_followed_by_one_that_resumes(world: Wor
     stages[1]["minDuration"] = "5s"
     apply(world.cluster, rollout("survivor", "killed", stages=stages))
     before = world.reach("survivor", "Progressing", "Canary")
-    eventually(lambda: len(world.holders(uid)) == 2, 20, what="both agents hold the candidate")
+    eventually(lambda: len(world.holders(uid)) == 2, 60, what="both agents hold the candidate")
     world.operator.stop()
-    eventually(lambda: world.holders(uid) == [], 20, what="the agents returned to the baseline alone")
+    eventually(lambda: world.holders(uid) == [], 60, what="the agents returned to the baseline alone")
     world.operator = start_operator(world.cluster, world.folder, "kvr-next")
     eventually(world.operator.leading, 30, what="the next operator leads")
     status = world.reach("survivor", "Completed")

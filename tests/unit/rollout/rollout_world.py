@@ -480,6 +480,7 @@ class ScriptedFeed:
     default: Verdict = Verdict.PASS
     gates: dict[str, Verdict] = field(default_factory=dict)
     looks: int = 0
+    last_all_pass: bool = False
 
     def forget(self, uid: str) -> None:
         return None
@@ -494,6 +495,7 @@ class ScriptedFeed:
             verdicts.append(
                 GateVerdict(gate.name, verdict, "Scripted", gate.required, gate.metric.name, n=600)
             )
+        self.last_all_pass = all(item.verdict is Verdict.PASS for item in verdicts if item.required)
         failed = next((item.name for item in verdicts if item.verdict is Verdict.FAIL), "")
         return Look(reading.key.opening_fence, now, tuple(verdicts), Carry(), failed)
 
