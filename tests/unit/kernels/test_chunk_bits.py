@@ -77,6 +77,16 @@ def test_causal_block_equals_one_query_at_a_time_over_an_open_chunk(hq: int, hk:
         assert same(run(q[i : i + 1], k[:fill], v[:fill], i), part(whole, i, i + 1)), fill
 
 
+@pytest.mark.parametrize(("hq", "hk", "d"), SHAPES[:1])
+def test_chunks_longer_than_the_default_keep_the_promise(hq: int, hk: int, d: int) -> None:
+    """chunkTokens may be up to 4,096: fills around the blocks in which values are summed."""
+    q, k, v = tensors(1025, 1025, hq, hk, d, seed=6)
+    whole = run(q, k, v, 0)
+    for fill in (257, 384, 385, 511, 512, 513, 1000, 1024, 1025):
+        i = fill - 1
+        assert same(run(q[i : i + 1], k[:fill], v[:fill], i), part(whole, i, i + 1)), fill
+
+
 @pytest.mark.parametrize(("hq", "hk", "d"), SHAPES)
 @pytest.mark.parametrize("fill", FILLS)
 def test_layout_and_alignment_change_no_bit(hq: int, hk: int, d: int, fill: int) -> None:
