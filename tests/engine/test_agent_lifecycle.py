@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +33,6 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Short, since a Unix socket's path may hold about 100 bytes."""
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="kv") as path:
         yield Path(path)
 
