@@ -32,7 +32,7 @@ from tests.cluster.operator_harness import (
     wait_condition,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(240)
 NAMESPACE = "op-process"
 POOL = "op-process"
 NODE = "op-process-a"
@@ -130,21 +130,34 @@ def test_the_command_ends_within_seconds_of_sigterm_and_gives_its_lease_back(wor
         world.cluster.kubectl("delete", "kvcache", "by-cli", "-n", NAMESPACE, "--timeout=30s")
         started = time.monotonic()
         process.popen.send_signal(signal.SIGTERM)
-        assert process.popen.wait(15) == 0
-        assert time.monotonic() - started < 8
+        assert process.popen.wait(20) == 0
+        assert time.monotonic() - started < 12
     assert holder(world.cluster) == ""
     for line in process.errors:
         assert isinstance(json.loads(line), dict), line
 
 
-def test_a_missing_certificate_is_named_before_anything_starts(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtier_operator.cli", "--namespace=x", "--agent-tls-cert=/nowhere/a.crt",
-         "--agent-tls-key=/nowhere/a.key", "--agent-tls-ca=/nowhere/ca.crt"],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "--agent-tls-cert: no such file: /nowhere/a.crt" in done.stderr
+def test_after_a_killed_leader_the_next_waits_for_the_lease_and_then_goes_on(world: World) -> None:
+    with command(world, "killed") as process:
+        eventually(lambda: holder(world.cluster) == "killed", 20)
+        apply(world.cluster, kv_cache("survives", NAMESPACE, POOL))
+        before = wait_condition(world.cluster, "kvcache/survives", NAMESPACE, "Ready", "True")
+        process.popen.kill()
+        process.popen.wait(10)
+    assert holder(world.cluster) == "killed"
+    successor = start_operator(world.cluster, world.folder, "successor")
+    try:
+        eventually(successor.operator.ready.is_set, 20)
+        listed = time.monotonic()
+        assert not successor.leading()
+        eventually(successor.leading, 30)
+        # Its own view of the Lease is what counts, so it waits for the whole duration of 6 s.
+        assert time.monotonic() - listed > 4
+        after = world.cluster.get("kvcache", "survives", "-n", NAMESPACE)
+        assert after["status"]["baseline"] == before["status"]["baseline"]
+        world.cluster.kubectl("delete", "kvcache", "survives", "-n", NAMESPACE, "--timeout=30s")
+    finally:
+        successor.stop()
 
 
 def holder(cluster: Cluster) -> str:
@@ -196,7 +209,7 @@ def command(world: World, identity: str) -> Iterator[Command]:
     for reader in readers:
         reader.start()
     try:
-        eventually(lambda: lines or popen.poll() is not None, 30, on_failure=lambda: "".join(errors))
+        eventually(lambda: lines or popen.poll() is not None, 90, on_failure=lambda: "".join(errors))
         assert lines, "".join(errors)
         yield Command(popen, lines, errors, liveness, metrics)
     finally:

@@ -1,0 +1,55 @@
+"""What the command line accepts, and what it says when it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier_operator.cli import options_from, parser
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    flags = []
+    for flag in ("cert", "key", "ca"):
+        path = tmp_path / f"{flag}.pem"
+        path.write_text("pem")
+        flags.append(f"--agent-tls-{flag}={path}")
+    return ["--namespace=kvtier-system", *flags]
+
+
+def test_the_smallest_command_line(files: list[str]) -> None:
+    options = options_from(parser().parse_args(files))
+    assert options.kubeconfig is None  # the pod's service account
+    assert options.identity
+    assert (options.metrics_port, options.liveness_port) == (None, None)
+    assert options.election.duration == 15
+    # The gate closes before others may lead, and there are tries left after one that failed.
+    assert (
+        options.election.renew + options.election.retry < options.election.duration - options.election.margin
+    )
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        pytest.param(
+            "--agent-tls-cert=/nowhere/a.crt", "--agent-tls-cert: no such file: /nowhere/a.crt", id="cert"
+        ),
+        pytest.param("--agent-tls-ca=/nowhere/ca.crt", "--agent-tls-ca: no such file", id="ca"),
+        pytest.param(
+            "--election-lease-seconds=5", "--election-lease-seconds: 5, must be at least 6", id="lease"
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_named(files: list[str], changed: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        options_from(parser().parse_args([*files, changed]))
+
+
+@pytest.mark.parametrize("seconds", [6, 15, 60])
+def test_every_lease_leaves_a_try_before_the_gate_closes(files: list[str], seconds: int) -> None:
+    timing = options_from(parser().parse_args([*files, f"--election-lease-seconds={seconds}"])).election
+    jitter = 1 + timing.jitter
+    assert (timing.renew + timing.retry) * jitter <= timing.duration - timing.margin
