@@ -81,7 +81,8 @@ def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rollo
         return state
     seen = {item.name for item in look.verdicts}
     carried = tuple(gate for gate in state.gates if gate.metric in CARRIED and gate.name not in seen)
-    gates = tuple(_gate_status(item, look, state) for item in look.verdicts) + carried
+    judged = tuple(_gate_status(item, look, state) for item in look.verdicts)
+    gates = (_identity(state, inputs, look), *judged, *carried)
     state = replace(state, gates=gates, carry=look.carry)
     interval = tick_seconds(spec)
     due = state.schedule.due_at if state.schedule else inputs.now
@@ -92,6 +93,23 @@ def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rollo
         due_at=due + (missed + 1) * interval, ran_at=inputs.now, late_by=round(inputs.now - due, 3)
     )
     return replace(state, schedule=schedule)
+
+
+def _identity(state: RolloutState, inputs: Inputs, look: Look) -> GateStatus:
+    """The built-in gate that is not counted but proved: each agent recomputed the candidate's digest."""
+    digest = state.candidate.digest if state.candidate else ""
+    chosen = [agent for agent in inputs.agents if agent.selected]
+    same = sum(agent.candidate_digest == digest for agent in chosen)
+    whole = bool(chosen) and same == len(chosen)
+    return GateStatus(
+        name="manifestIdentity",
+        metric="manifestIdentity",
+        verdict=Verdict.PASS if whole else Verdict.INSUFFICIENT,
+        reason="DigestsRecomputed" if whole else "CoverageIncomplete",
+        n=same,
+        expected_n=len(chosen),
+        at=look.at,
+    )
 
 
 def _gate_status(item: GateVerdict, look: Look, state: RolloutState) -> GateStatus:

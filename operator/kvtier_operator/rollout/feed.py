@@ -14,8 +14,10 @@ from typing import Protocol
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier_evidence.collector import cohort_seconds
+from kvtier_evidence.design import Estimate
 from kvtier_evidence.gatespec import GateSpec
 from kvtier_evidence.judge import GateResult, Terms, judge
+from kvtier_evidence.measure import estimates
 from kvtier_evidence.reader import Applied, WindowReader
 from kvtier_evidence.window import WindowKey
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, Clock
@@ -40,6 +42,15 @@ class Reading:
     nodes: tuple[AgentTarget, ...]
 
 
+@dataclass(frozen=True)
+class _Open:
+    """A window that is being read, and what it is judged by."""
+
+    reader: WindowReader
+    gates: Sequence[GateSpec]
+    fraction: float
+
+
 class LookSource(Protocol):
     """Where looks come from."""
 
@@ -54,14 +65,18 @@ class EvidenceFeed:
     def __init__(self, agents: Agents, clock: Clock) -> None:
         self._agents = agents
         self._clock = clock
-        self._readers: dict[str, WindowReader] = {}
+        self._open: dict[str, _Open] = {}
+        self._estimates: dict[str, dict[str, Estimate]] = {}
 
     def forget(self, uid: str) -> None:
-        self._readers.pop(uid, None)
+        self._open.pop(uid, None)
+        self._estimates.pop(uid, None)
 
     async def look(self, reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
         """Reads every node once (twice after a rebuild) and judges what is merged."""
-        reader = self._reader(reading.key, spec.settle)
+        step = current_step(state, spec)
+        gates = spec.gates_of(step)
+        reader = self._reader(reading.key, spec, gates, float(step.traffic))
         expected = [node.name for node in reading.nodes]
         for _ in range(READ_ROUNDS):
             answers = await asyncio.gather(*(self._read(reader, reading, node) for node in reading.nodes))
@@ -69,14 +84,13 @@ class EvidenceFeed:
                 break
         interval = tick_seconds(spec)
         evidence = reader.evidence(expected, now=self._clock.monotonic(), interval=interval)
-        step = current_step(state, spec)
-        gates = spec.gates_of(step)
         terms = Terms(
             fraction=float(step.traffic),
             share=max(1, state.shares),
             planned_cells=max(1, spec.cells),
             false_promotion=float(spec.alpha_promotion),
             false_rollback=float(spec.alpha_rollback),
+            estimates=self._estimates.get(reading.key.rollout_uid, {}),
         )
         judgement = judge(gates, evidence, terms, state.carry)
         return Look(
@@ -87,17 +101,36 @@ class EvidenceFeed:
             failed=judgement.failed.gate if judgement.failed else "",
         )
 
-    def _reader(self, key: WindowKey, settle: float) -> WindowReader:
-        known = self._readers.get(key.rollout_uid)
-        if known is not None and known.key == key:
-            return known
-        while len(self._readers) >= MAX_FEEDS:
-            self._readers.pop(next(iter(self._readers)))
+    def _reader(
+        self, key: WindowKey, spec: RolloutSpec, gates: Sequence[GateSpec], fraction: float
+    ) -> WindowReader:
+        known = self._open.get(key.rollout_uid)
+        if known is not None and known.reader.key == key:
+            return known.reader
+        if known is not None:
+            self._close(known, key)
+        while len(self._open) >= MAX_FEEDS:
+            self.forget(next(iter(self._open)))
         fresh = WindowReader(
-            key, opened_at=self._clock.monotonic(), cohort=cohort_seconds(settle), settle=settle
+            key,
+            opened_at=self._clock.monotonic(),
+            cohort=cohort_seconds(spec.settle),
+            settle=spec.settle,
         )
-        self._readers[key.rollout_uid] = fresh
+        self._open[key.rollout_uid] = _Open(fresh, gates, fraction)
         return fresh
+
+    def _close(self, known: _Open, following: WindowKey) -> None:
+        """Design effects are measured in a window that is over, for those after it: never from the data they
+        are used on. Another candidate begins without any."""
+        uid = following.rollout_uid
+        if known.reader.key.candidate_digest != following.candidate_digest:
+            self._estimates.pop(uid, None)
+            return
+        now = self._clock.monotonic()
+        closed = known.reader.evidence((), now=now, interval=1.0).merged
+        found = estimates(known.gates, closed, known.fraction)
+        self._estimates[uid] = {**self._estimates.get(uid, {}), **found}
 
     async def _read(self, reader: WindowReader, reading: Reading, node: AgentTarget) -> Applied | None:
         """None when the agent could not be read: the reader sees by the clock that it was not."""

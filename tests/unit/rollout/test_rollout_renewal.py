@@ -1,0 +1,120 @@
+"""The loop that keeps leases alive: in time, in one call per agent, and only while both fences agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.v1 import common_pb2 as common
+from kvtier_operator.agents.errors import ERROR_KEY, error_for
+from kvtier_operator.agents.renewal import LeaseRenewer
+from kvtier_operator.ports import AgentError, AgentUnreachable, NotLeader
+from tests.unit.rollout.rollout_world import World, held
+
+
+async def granted() -> World:
+    world = World()
+    await world.until("Progressing", "Canary")
+    await world.pass_()
+    assert len(held(world)) == 2
+    return world
+
+
+async def beat(world: World, renewer: LeaseRenewer, seconds: float) -> int:
+    """Lets only the renewals work; returns how often they looked."""
+    end, looks = world.clock.seconds + seconds, 0
+    while world.clock.seconds < end:
+        world.clock.seconds += await renewer.tick()
+        looks += 1
+    return looks
+
+
+async def test_leases_outlive_their_ttl_without_any_reconcile() -> None:
+    world = await granted()
+    await beat(world, LeaseRenewer(world.deps), 60)
+    assert held(world) == ["node-0", "node-1"]
+
+
+async def test_one_call_for_each_agent_at_a_third_of_the_ttl() -> None:
+    world = await granted()
+    calls: list[str] = []
+    original = world.deps.agents.renew
+
+    async def counted(node: Any, request: Any, **options: Any) -> Any:
+        calls.append(node.name)
+        return await original(node, request, **options)
+
+    world.deps.agents.renew = counted  # type: ignore[method-assign]
+    await beat(world, LeaseRenewer(world.deps), 30)
+    assert 9 <= calls.count("node-0") <= 11
+    assert calls.count("node-0") == calls.count("node-1")
+
+
+async def test_nothing_is_renewed_once_the_fence_has_moved() -> None:
+    """The number moved and nothing else did: the operator died between the two writes."""
+    world = await granted()
+    renewer = LeaseRenewer(world.deps)
+    await beat(world, renewer, 5)
+    world.cache_status["fence"] += 1
+    await beat(world, renewer, 11)
+    assert held(world) == []
+
+
+@pytest.mark.parametrize("state", ["RolledBack", "Deleted", "CacheDeleted"])
+async def test_nothing_is_renewed_for_what_has_ended(state: str) -> None:
+    world = await granted()
+    if state == "RolledBack":
+        world.status.update(phase="RolledBack", stage="ExactBaseline")
+    elif state == "Deleted":
+        world.api.ask_to_delete(world.rollout)
+    else:
+        del world.api.objects[world.cache_key]
+    await beat(world, LeaseRenewer(world.deps), 11)
+    assert held(world) == []
+
+
+async def test_silent_agent_is_tried_again_before_its_lease_ends() -> None:
+    world = await granted()
+    renewer = LeaseRenewer(world.deps)
+    await beat(world, renewer, 4)
+    world.sims["node-0"].cut_off = True
+    await beat(world, renewer, 5)
+    world.sims["node-0"].cut_off = False
+    await beat(world, renewer, 20)
+    assert held(world) == ["node-0", "node-1"]
+
+
+async def test_who_does_not_lead_renews_nothing() -> None:
+    world = await granted()
+
+    def refuse() -> None:
+        raise NotLeader
+
+    world.deps.leader.check = refuse  # type: ignore[method-assign]
+    await beat(world, LeaseRenewer(world.deps), 11)
+    assert held(world) == []
+
+
+async def test_ended_lease_wakes_the_rollout() -> None:
+    world = await granted()
+    woken: list[object] = []
+    world.clock.seconds += 11
+    object.__setattr__(world.deps, "wake", woken.append)
+    await LeaseRenewer(world.deps).tick()
+    assert world.rollout in woken
+
+
+def test_refusals_are_typed_and_everything_else_is_unreachable() -> None:
+    detail = common.ErrorDetail(reason=common.FENCE_STALE, message="below 9", retry_after_ms=1500)
+    detail.facts["highest_fence"] = "9"
+    typed = error_for("n", "FAILED_PRECONDITION", "", [(ERROR_KEY, detail.SerializeToString())])
+    assert isinstance(typed, AgentError)
+    assert (typed.reason, typed.retry_after_seconds, typed.facts) == (
+        "FENCE_STALE",
+        1.5,
+        {"highest_fence": "9"},
+    )
+    assert isinstance(error_for("n", "UNAVAILABLE", "refused", []), AgentUnreachable)
+    broken = error_for("n", "UNKNOWN", "", [(ERROR_KEY, b"\xff\xff\xff")])
+    assert isinstance(broken, AgentUnreachable)
