@@ -20,7 +20,7 @@ from kvtier_agent.engine_port import (
     SessionTerms,
     TierReport,
 )
-from kvtier_agent.evidence_port import EvidencePort, Outcome
+from kvtier_agent.evidence_port import EvidencePort, Outcome, Progress
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import Assignment, CacheEnforcement, ServedArm, SessionFacts
 from kvtier_crds.manifest import RuntimeManifest, model_fingerprint
@@ -34,6 +34,7 @@ from kvtier_evidence.metrics import (
 from kvtier_evidence.window import WindowKey
 
 _MAX_CLOSED = 4096
+_NO_PROGRESS = Progress(0, 0.0, 0.0)
 
 # Zero-tolerance counters by the refusal that moves them, for sessions that a candidate serves.
 _COUNTER_OF = {
@@ -70,7 +71,8 @@ class Session:
     last_used_ns: int
     first_step: int | None = None
     first_decode_step: int | None = None
-    decode_stall_seconds: float = 0.0
+    progress: Progress = _NO_PROGRESS
+    last_answered_step: int | None = None
     streaming: bool = False
     step_errors: dict[int, float] = field(default_factory=dict)
     outcome_reported: bool = False
@@ -172,9 +174,8 @@ class CacheHost:
             session.first_step = frame.step
         if first_decode:
             session.first_decode_step = frame.step
-        if decode:
-            session.decode_stall_seconds += result.receipt.stall_seconds
         session.last_used_ns = self._clock()
+        self._progress(session, frame, result.receipt.stall_seconds if decode else 0.0)
         served = ServedArm.CANDIDATE if result.from_candidate else ServedArm.BASELINE
         fallback = plan.fallback
         if publish_candidate and not result.from_candidate and not fallback:
@@ -214,9 +215,7 @@ class CacheHost:
         if not session.counted:
             return "the session is outside the blast radius"
         session.outcome_reported = True
-        return self.evidence.outcome(
-            session.window, session.handle.session_id, outcome, session.decode_stall_seconds
-        )
+        return self.evidence.outcome(session.window, session.handle.session_id, outcome)
 
     def abandon(self, session: Session) -> None:
         """Nobody will report an outcome: its unit ends with the values it has."""
@@ -231,6 +230,24 @@ class CacheHost:
 
     def _may_need_candidate(self, assignment: Assignment) -> bool:
         return assignment.epoch > 0 and (assignment.arm is ServedArm.CANDIDATE or assignment.sampled)
+
+    def _progress(self, session: Session, frame: FrameInput, stall_seconds: float) -> None:
+        """Each forward pass that was answered in its last layer made one token, as seen from here."""
+        if frame.layer == self.manifest.model.geometry.layers - 1:
+            now = (session.last_used_ns - session.opened_ns) / 1e9
+            seen = session.progress
+            tokens = seen.tokens + (frame.step != session.last_answered_step)
+            # The blocks of a prefill are one pass: the first token comes with the last of them.
+            session.progress = Progress(tokens, now if tokens == 1 else seen.first_token_seconds, now)
+            session.last_answered_step = frame.step
+        window = session.window
+        if window is None or not session.counted or session.assignment.sampled:
+            return
+        unit = session.handle.session_id
+        if stall_seconds > 0:
+            self.evidence.stall(window, unit, stall_seconds)
+        if session.progress.tokens > 1 and frame.layer == self.manifest.model.geometry.layers - 1:
+            self.evidence.progress(window, unit, session.progress)
 
     def _compared(self, session: Session, frame: FrameInput, result: FrameResult) -> float | None:
         """Largest error over the layers of a step, when its last layer was compared (gates.md, section 1)."""

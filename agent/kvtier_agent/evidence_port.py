@@ -46,6 +46,15 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Forward passes answered so far, each of which makes one token; seconds since the session was opened."""
+
+    tokens: int
+    first_token_seconds: float
+    last_token_seconds: float
+
+
+@dataclass(frozen=True)
 class WindowTerms:
     """What a grant says about the evidence of its window; `fraction` is the candidate's share of sessions."""
 
@@ -72,7 +81,13 @@ class EvidencePort(Protocol):
     def step_error(self, key: WindowKey, unit: str, step: int, error: float) -> None:
         """NaN is a step without a value."""
 
-    def outcome(self, key: WindowKey, unit: str, outcome: Outcome, stall_seconds: float) -> str:
+    def progress(self, key: WindowKey, unit: str, progress: Progress) -> None:
+        """What the agent itself sees of a running request: its value if it is still running at settle."""
+
+    def stall(self, key: WindowKey, unit: str, seconds: float) -> None:
+        """Adds exposed transfer stall of a decode step."""
+
+    def outcome(self, key: WindowKey, unit: str, outcome: Outcome) -> str:
         """Returns why it was not counted, or an empty text."""
 
     def ended(self, key: WindowKey, unit: str) -> None:

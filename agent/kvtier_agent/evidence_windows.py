@@ -12,7 +12,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
 from kvtier_agent.boottime import boottime_ns
-from kvtier_agent.evidence_port import GateTerms, Outcome, ProbeResult, WindowTerms
+from kvtier_agent.evidence_port import GateTerms, Outcome, ProbeResult, Progress, WindowTerms
 from kvtier_core.errors import CoreError, Reason
 from kvtier_evidence.collector import AttemptProbes, CollectorPlan, Counted, WindowCollector, cohort_seconds
 from kvtier_evidence.delta import Delta
@@ -80,13 +80,27 @@ class EvidenceWindows:
         if window is not None:
             window.record_step(unit, step, None if math.isnan(error) else error)
 
-    def outcome(self, key: WindowKey, unit: str, outcome: Outcome, stall_seconds: float) -> str:
+    def progress(self, key: WindowKey, unit: str, progress: Progress) -> None:
+        window = self._windows.get(key)
+        if window is not None:
+            window.progress(
+                unit,
+                tokens=progress.tokens,
+                first_token=progress.first_token_seconds,
+                last_token=progress.last_token_seconds,
+            )
+
+    def stall(self, key: WindowKey, unit: str, seconds: float) -> None:
+        window = self._windows.get(key)
+        if window is not None:
+            window.record_stall(unit, seconds)
+
+    def outcome(self, key: WindowKey, unit: str, outcome: Outcome) -> str:
         window = self._windows.get(key)
         if window is None:
             return "the window of this session is no longer kept"
         if outcome.cancelled and outcome.output_tokens == 0:
             return _why(window.finish(unit))
-        window.record_stall(unit, stall_seconds)
         return _why(
             window.outcome(
                 unit,

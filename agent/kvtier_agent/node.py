@@ -205,10 +205,8 @@ class Node:
             host.window = window.key
             host.rollout_traceparent = traceparent
             self.changed.set()
-            token = command.fence
-            log.info(
-                "cache %s: %s granted, %s/%d fence %d", uid, recomputed, token.stage, token.step, token.value
-            )
+            where = f"{command.fence.stage}/{command.fence.step} fence {command.fence.value}"
+            log.info("cache %s: %s granted, %s", uid, recomputed, where)
             return recomputed, lease
 
     async def renew(self, cache: CacheName, fence: FenceToken, digest: str, ttl_ms: int) -> Lease:

@@ -168,7 +168,14 @@ class Bench:
         )
 
     async def grant(
-        self, *, traffic: str = "1", sample: str = "0", stage: str = "Canary", ttl_ms: int = 10_000
+        self,
+        *,
+        traffic: str = "1",
+        sample: str = "0",
+        stage: str = "Canary",
+        ttl_ms: int = 60_000,
+        gates: Sequence[GateTerms] = (GateTerms("output", "outputRelativeError", 75.0, "0.05"),),
+        settle_ms: int = 1000,
     ) -> WindowKey:
         command = self.command(stage=stage)
         terms = GrantTerms(
@@ -184,8 +191,7 @@ class Bench:
         key = WindowKey(
             "rollout", 1, stage, 0, terms.candidate_digest, terms.baseline_digest, "sha256:g", self.fence
         )
-        gates = (GateTerms("output", "outputRelativeError", 75.0, "0.05"),)
-        window = WindowTerms(key, gates, float(traffic), 1000, 0)
+        window = WindowTerms(key, gates, float(traffic), settle_ms, 0)
         await self.node.grant(command, terms, self.candidate, window, "")
         return key
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier_agent.cachehost import Session
 from kvtier_agent.engine_port import EngineRunner, FrameComparison
-from kvtier_agent.evidence_port import Outcome
+from kvtier_agent.evidence_port import GateTerms, Outcome
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm, SessionFacts
 from kvtier_evidence.window import MetricCounts, WindowKey
@@ -150,6 +150,46 @@ async def test_an_approximate_answer_without_permission_is_an_illegal_fallback(b
     bench.engine.approximate_without_leave = True
     await prefill(session)
     assert zero_tolerance(bench, key) == {"illegalFallbacks": 1}
+
+
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        pytest.param(False, 0.5, id="still-running-at-settle-takes-what-the-agent-saw"),
+        pytest.param(True, 0.25, id="reported-in-time-takes-the-engines-times"),
+    ],
+)
+async def test_time_per_token_of_a_request(bench: Bench, reported: bool, expected: float) -> None:
+    key = await bench.grant(gates=(GateTerms("tail", "tpotRatio", 75.0, "2"),), settle_ms=3000)
+    session = await open_session(bench)
+    host = session.host
+    for step in range(4):
+        bench.clock.advance(0.5)
+        for layer in range(2):
+            queries = 7 if step == 0 else 1
+            await host.attend(session, frame(session.handle.session_id, step, layer), queries)
+    if reported:
+        assert host.report_outcome(session, Outcome(5, 1.0, 2.0, False)) == ""
+    bench.clock.advance(30)
+    [metric] = metrics_of(bench, key, "tpotRatio")
+    assert (metric.histogram.n, metric.histogram.missing) == (1, 0)
+    [cell] = metric.histogram.bins
+    assert 2 ** (cell / 256) < expected <= 2 ** ((cell + 1) / 256)
+
+
+async def test_stall_is_counted_for_a_request_that_is_still_running(bench: Bench) -> None:
+    key = await bench.grant(gates=(GateTerms("stall", "exposedStallFraction", 0.0, "0.9"),), settle_ms=9000)
+    session = await open_session(bench)
+    for step in range(3):
+        bench.clock.advance(1.0)
+        for layer in range(2):
+            queries = 7 if step == 0 else 1
+            await session.host.attend(session, frame(session.handle.session_id, step, layer), queries)
+    bench.clock.advance(30)
+    [metric] = metrics_of(bench, key, "exposedStallFraction")
+    # Two decode steps of two layers with 0.25 s each, over two seconds from first to last token.
+    [cell] = metric.histogram.bins
+    assert 2 ** (cell / 256) < 0.5 <= 2 ** ((cell + 1) / 256)
 
 
 async def test_a_failed_build_is_a_fault_that_the_same_command_repairs(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ async def test_a_candidate_is_written_at_once_and_leaves_at_once(registered: Reg
         "step": 0,
         "fence": 2,
     }
-    registered.bench.clock.advance(11)
+    registered.bench.clock.advance(61)
     await registered.registration.write_node()
     assert registered.statuses[-1]["candidates"] == []
 
