@@ -121,17 +121,27 @@ async def test_a_recreated_object_is_a_conflict(kubeconfig: Path, uid: str) -> N
             await api.patch_status(KEY, {"servingNodes": 1}, uid="11111111-1111-4111-8111-111111111111")
 
 
-async def test_what_the_role_does_not_allow_is_forbidden_and_what_is_absent_not_found(
-    kubeconfig: Path,
-) -> None:
-    async with client(kubeconfig) as api:
+async def test_what_a_role_does_not_allow_is_forbidden(control_plane: Cluster, tmp_path: Path) -> None:
+    """As somebody without rights: a refusal of the operator itself counts as a defect of its role."""
+    account = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": {"name": "nobody", "namespace": SYSTEM},
+    }
+    apply(control_plane, account)
+    nobody = control_plane.service_account_kubeconfig(SYSTEM, "nobody", tmp_path / "nobody")
+    async with client(nobody) as api:
         with pytest.raises(Forbidden):
-            await api.create(
-                {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x", "namespace": SYSTEM}}
-            )
+            await api.list_all(Kind.KV_CACHE)
+        with pytest.raises(Forbidden):
+            await api.patch_status(KEY, {"servingNodes": 1})
+
+
+async def test_what_is_absent_is_not_found_and_its_removal_is_success(kubeconfig: Path) -> None:
+    async with client(kubeconfig) as api:
         with pytest.raises(NotFound):
             await api.get(ObjectKey(Kind.KV_CACHE, NAMESPACE, "absent"))
-        await api.delete(ObjectKey(Kind.KV_ROLLOUT, NAMESPACE, "absent"))  # absent is success
+        await api.delete(ObjectKey(Kind.KV_ROLLOUT, NAMESPACE, "absent"))
 
 
 async def test_without_the_lease_nothing_is_sent_and_nothing_counted(kubeconfig: Path, uid: str) -> None:
