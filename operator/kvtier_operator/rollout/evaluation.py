@@ -81,7 +81,7 @@ def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rollo
         return state
     seen = {item.name for item in look.verdicts}
     carried = tuple(gate for gate in state.gates if gate.metric in CARRIED and gate.name not in seen)
-    judged = tuple(_gate_status(item, look, state) for item in look.verdicts)
+    judged = tuple(_gate_status(item, look) for item in look.verdicts)
     gates = (_identity(state, inputs, look), *judged, *carried)
     state = replace(state, gates=gates, carry=look.carry)
     interval = tick_seconds(spec)
@@ -112,7 +112,7 @@ def _identity(state: RolloutState, inputs: Inputs, look: Look) -> GateStatus:
     )
 
 
-def _gate_status(item: GateVerdict, look: Look, state: RolloutState) -> GateStatus:
+def _gate_status(item: GateVerdict, look: Look) -> GateStatus:
     return GateStatus(
         name=item.name,
         verdict=item.verdict,
@@ -126,7 +126,6 @@ def _gate_status(item: GateVerdict, look: Look, state: RolloutState) -> GateStat
         k=item.k,
         basis=item.basis,
         at=look.at,
-        overridden=state.overridden,
     )
 
 

@@ -52,6 +52,7 @@ from kvtier_operator.rollout.vocabulary import (
     OnLeaseExpired,
     Phase,
     Stage,
+    Verdict,
 )
 
 MISMATCH = frozenset({"MANIFEST_MISMATCH", "MANIFEST_INVALID", "NUMERICS_MISMATCH", "MODEL_MISMATCH"})
@@ -293,6 +294,10 @@ def promote(
     """To the next rung, or from the last one to Completed with the candidate approved beside the baseline."""
     step = current_step(state, spec)
     following = spec.after(step)
+    if overridden:
+        passed = Verdict.PASS
+        gates = tuple(replace(gate, overridden=gate.verdict is not passed) for gate in state.gates)
+        state = replace(state, gates=gates)
     overridden = overridden or state.overridden
     if following is not None:
         return enter_step(state, inputs, spec, following, why, overridden=overridden)

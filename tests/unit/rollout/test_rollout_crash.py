@@ -115,12 +115,13 @@ SCENARIOS: list[Scenario] = [
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 async def test_killed_at_every_effect(scenario: Scenario) -> None:
-    reference = World(stages=STAGES)
+    nodes = 2 if scenario is fails_in_ramp else 1
+    reference = World(nodes, stages=STAGES)
     await scenario(reference)
     expected, effects, writes = outcome(reference), reference.faults.count, reference.api.writes
     assert effects > 10
     for n in range(effects + 1):
-        world = World(stages=STAGES)
+        world = World(nodes, stages=STAGES)
         world.faults.kill_at, world.faults.after = max(1, n), n > 0
         await scenario(world)
         where = f"killed after effect {n} of {reference.faults.names}"
