@@ -263,7 +263,7 @@ def dense_reference(rows: Rows, tokens: int) -> Tensor:
 
 @dataclass
 class Fault:
-    """One fault at the `at`-th call (from 0) of `operation`. kind: an errno, `short` or `flip`."""
+    """One fault at the `at`-th call (from 0) of `operation`. kind: an errno, `short`, `flip` or `lost`."""
 
     operation: str
     at: int
@@ -326,6 +326,8 @@ class FaultyFiles:
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         fault = self._hit("write")
+        if fault is not None and fault.kind == "lost":
+            return sum(len(buffer) for buffer in buffers)
         if fault is not None and fault.kind == "short":
             view = memoryview(buffers[0])
             return self._real.write(fd, [view[:4096]], offset)

@@ -120,6 +120,18 @@ def test_newest_rows_are_in_the_fastest_tier(tmp_path: Path) -> None:
             ]
             assert len(tiers) == 8
             assert tiers == sorted(tiers, reverse=True)
+            # Two slots are left beside the open chunks' credits: one for each layer's newest rows.
+            assert tiers.count(0) == 1
+
+
+def test_an_old_chunk_pushes_no_newer_one_down(tmp_path: Path) -> None:
+    """A layer's first rows are sealed after another layer's last; they go straight down, at no one's cost."""
+    with engine(tmp_path, [gpu(4), nvme(64)]) as built:
+        driver = Driver.open(built, Rows.random(8 * CHUNK))
+        built.step(driver.request(0, 0, 8 * CHUNK))
+        before = built.stats().moved_bytes
+        built.step(driver.request(1, 0, CHUNK))
+        assert built.stats().moved_bytes == before
 
 
 def test_a_tier_that_forbids_partial_attention_is_read_through_staging(tmp_path: Path) -> None:

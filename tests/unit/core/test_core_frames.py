@@ -275,6 +275,19 @@ def test_any_io_may_fail_once_and_no_bit_changes(
         assert set(failures) == expected, (at, failures)
 
 
+@pytest.mark.parametrize("frame", [9, 3 * CHUNK], ids=lambda n: f"frames of {n}")
+def test_a_write_that_the_disk_lost_is_noticed_while_the_rows_still_exist(tmp_path: Path, frame: int) -> None:
+    """Reported as done and never done: only the read back before publishing can tell."""
+    rows = Rows.random(3 * CHUNK + 2)
+    with engine(tmp_path / "sound", [gpu(64)]) as built:
+        want = Driver.open(built, rows).forward(3 * CHUNK + 2)
+    for at in (1, 2, 3):
+        files = FaultyFiles(Fault("write", at, "lost"))
+        got, failures = run(tmp_path / f"{at}", [cpu(LAYERS), nvme(64)], rows, files, frame)
+        assert failures == [Reason.CHECKSUM_MISMATCH]
+        assert torch.equal(got, want)
+
+
 def run(
     folder: Path, tiers: list[TierBudget], rows: Rows, files: FaultyFiles, frame: int
 ) -> tuple[torch.Tensor, list[Reason]]:
