@@ -90,7 +90,11 @@ class Demo:
             found = self.observer.rollout(name)
             return found if found and predicate(found) else None
 
-        return until(f"{name}: {what}", look, timeout, self.stack)
+        try:
+            return until(f"{name}: {what}", look, timeout, self.stack)
+        except AssertionError:
+            print("\n".join(gate_lines(self.observer.rollout(name))), flush=True)
+            raise
 
     def screen(self, title: str, *args: str) -> None:
         """What a person would see; printed and kept for the report."""
@@ -102,6 +106,21 @@ class Demo:
 
     def baseline_digest(self) -> str:
         return self.observer.cache()["status"]["baseline"]["digest"]
+
+
+def gate_lines(rollout: dict[str, Any]) -> list[str]:
+    """The gates and conditions of a rollout's status as a table for people."""
+    status = rollout.get("status", {})
+    lines = [
+        f"    {'gate':18} {'verdict':14} {'reason':22} {'value':>10} {'bound':>10} {'limit':>8} {'n':>6}"
+    ]
+    for gate in status.get("gates", []):
+        shown = [str(gate.get(k, "")) for k in ("value", "bound", "limit", "n")]
+        head = f"    {gate['name']:18} {gate.get('verdict', ''):14} {gate.get('reason', ''):22}"
+        lines.append(f"{head} {shown[0][:9]:>10} {shown[1][:9]:>10} {shown[2][:8]:>8} {shown[3]:>6}")
+    for row in status.get("conditions", []):
+        lines.append(f"    {row['type']}={row['status']} {row.get('reason')}: {row.get('message', '')[:140]}")
+    return lines
 
 
 def phase_is(*phases: str) -> Any:
@@ -118,7 +137,8 @@ def sane_rollout(demo: Demo, name: str, selector: str) -> bool:
     demo.apply_rollout(name, selector)
     done = demo.wait_rollout(name, phase_is("Completed", "RolledBack", "Invalid"), "an end", 420)
     stages = [s for s in demo.observer.stages_of(name) if s not in ("Off", "ExactBaseline")]
-    cache = until("approved", lambda: demo.observer.cache(), 10, demo.stack)
+    print("\n".join(gate_lines(done)), flush=True)
+    cache = demo.observer.cache()
     approved = cache["status"].get("approved", {}).get("digest", "")
     candidate = done["status"].get("candidate", {}).get("digest", "")
     holds = (
@@ -142,6 +162,7 @@ def ruinous_rollout(demo: Demo, name: str, selector: str) -> bool:
     demo.apply_rollout(name, selector)
     done = demo.wait_rollout(name, phase_is("Completed", "RolledBack", "Invalid"), "an end", 240)
     demo.drain_events()
+    print("\n".join(gate_lines(done)), flush=True)
     rollback = done["status"].get("rollback", {})
     approximate = demo.served.get("approximate", 0) - served_before.get("approximate", 0)
     demo.ledger.check(
@@ -173,7 +194,7 @@ def abort_in_canary(demo: Demo, name: str, selector: str) -> bool:
     demo.apply_rollout(name, selector)
     demo.wait_rollout(name, stage_is("Canary"), "Canary", 180)
     engine = demo.engines[0]
-    prompt = make_tasks(77, 1, repetitions=3)[0].prompt
+    prompt = make_tasks(77, 1, repetitions=6)[0].prompt
     aborted = False
     exactness: list[str] = []
     arm = ""

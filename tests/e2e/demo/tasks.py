@@ -56,7 +56,7 @@ class Task:
         return hashlib.sha256(f"{self.prompt}\x00{self.answer}".encode()).hexdigest()
 
 
-def make_tasks(seed: int, count: int, *, words: int = 14, repetitions: int = 2) -> list[Task]:
+def make_tasks(seed: int, count: int, *, words: int = 10, repetitions: int = 4) -> list[Task]:
     """``count`` tasks, the same for the same arguments on every machine."""
     rng = random.Random(seed)
     tasks = []
