@@ -85,6 +85,8 @@ class GateStatus(Struct):
     expected_n: Annotated[Int64 | None, Field(alias="expectedN")] = None
     k: Number | None = None
     """The design effect that divided the evidence."""
+    fail_only: bool | None = None
+    """It can fail, but no Pass of it is waited for."""
     overridden: bool | None = None
     """A person promoted past this verdict."""
     message: Annotated[str, Field(max_length=160)] | None = None

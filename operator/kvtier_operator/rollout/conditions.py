@@ -78,7 +78,7 @@ def _progressing(state: RolloutState) -> Finding:
 
 
 def _where(state: RolloutState) -> str:
-    open_gates = [gate.name for gate in state.gates if gate.verdict is not Verdict.PASS]
+    open_gates = [gate.name for gate in state.gates if gate.open]
     suffix = f"; not passing: {', '.join(open_gates[:6])}" if open_gates else ""
     return f"attempt {state.attempt}, {state.stage} step {state.step}{suffix}"
 

@@ -126,11 +126,12 @@ def _gate_status(item: GateVerdict, look: Look) -> GateStatus:
         k=item.k,
         basis=item.basis,
         at=look.at,
+        fail_only=not item.required,
     )
 
 
 def summary_verdict(gates: tuple[GateStatus, ...]) -> str:
     """The worst verdict, for the column: Fail, ProviderError, Insufficient, Pass; empty without gates."""
     order = (Verdict.FAIL, Verdict.PROVIDER_ERROR, Verdict.INSUFFICIENT, Verdict.PASS)
-    present = {gate.verdict for gate in gates}
+    present = {gate.verdict if gate.open else Verdict.PASS for gate in gates}
     return next((str(verdict) for verdict in order if verdict in present), "")

@@ -52,7 +52,6 @@ from kvtier_operator.rollout.vocabulary import (
     OnLeaseExpired,
     Phase,
     Stage,
-    Verdict,
 )
 
 MISMATCH = frozenset({"MANIFEST_MISMATCH", "MANIFEST_INVALID", "NUMERICS_MISMATCH", "MODEL_MISMATCH"})
@@ -295,8 +294,7 @@ def promote(
     step = current_step(state, spec)
     following = spec.after(step)
     if overridden:
-        passed = Verdict.PASS
-        gates = tuple(replace(gate, overridden=gate.verdict is not passed) for gate in state.gates)
+        gates = tuple(replace(gate, overridden=gate.open) for gate in state.gates)
         state = replace(state, gates=gates)
     overridden = overridden or state.overridden
     if following is not None:

@@ -60,7 +60,14 @@ class GateStatus:
     k: str = ""
     basis: str = ""
     at: float = 0.0
+    fail_only: bool = False
     overridden: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Whether a Pass of it is still waited for, or it speaks against going on."""
+        waiting = self.verdict is Verdict.INSUFFICIENT and self.fail_only
+        return self.verdict is not Verdict.PASS and not waiting
 
 
 @dataclass(frozen=True)

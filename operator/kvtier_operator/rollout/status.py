@@ -165,6 +165,7 @@ def _gate(gate: GateStatus) -> Json:
         "limit": gate.limit,
         "expectedN": gate.expected_n or None,
         "k": gate.k,
+        "failOnly": gate.fail_only or None,
         "overridden": gate.overridden or None,
         "at": format_stamp(gate.at),
     }
@@ -298,6 +299,7 @@ def _read_gate(row: Mapping[str, Any]) -> GateStatus:
         k=str(row.get("k") or ""),
         basis=str(row.get("basis") or ""),
         at=parse_stamp(row.get("at")),
+        fail_only=bool(row.get("failOnly")),
         overridden=bool(row.get("overridden")),
     )
 
