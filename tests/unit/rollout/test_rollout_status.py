@@ -1,0 +1,96 @@
+"""The status is all a restarted operator has: read back is what was written, and the schema keeps it all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvtier_crds.models.rolloutstatus import KVRolloutStatus
+from kvtier_evidence.budgets import Cell
+from kvtier_evidence.carry import Carry, FailCause, ProbePass
+from kvtier_evidence.verdicts import Reason
+from kvtier_operator.rollout.state import GateStatus, LostAgent, RolloutState
+from kvtier_operator.rollout.status import from_status, to_status
+from kvtier_operator.rollout.vocabulary import STATUS_LIMIT_BYTES, Verdict
+from tests.unit.rollout.rollout_world import World
+
+DIGEST = "sha256:" + "a" * 64
+CARRY = Carry(
+    cells=(Cell("output", "Shadow/0/2", 0.05, -1.25), Cell("tail", "Canary/0/3", 0.05, 2.5)),
+    failed=FailCause("output", "Canary/0/3", Reason.BOUND_OUTSIDE_LIMIT),
+    mismatched=frozenset({"Ramp/0/4"}),
+    probe_passes={"quality": ProbePass(DIGEST, DIGEST, "0.01", 0.0, 0.005, 40)},
+)
+
+
+async def reached(stage: str) -> RolloutState:
+    world = World()
+    if stage == "RolledBack":
+        world.feed.gates["output"] = Verdict.FAIL
+    await world.until(
+        stage if stage in ("RolledBack", "Completed") else "Progressing",
+        "" if stage in ("RolledBack", "Completed") else stage,
+    )
+    return from_status(world.status)
+
+
+@pytest.mark.parametrize("stage", ["Shadow", "Canary", "Ramp", "Full", "Completed", "RolledBack"])
+async def test_reading_back_is_writing_again(stage: str) -> None:
+    state = await reached(stage)
+    rich = replace(state, carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),), supersedes="older")
+    rich = replace(rich, revoking_since=1_800_000_001.0)
+    for one in (state, rich):
+        status = to_status(one)
+        assert from_status(status) == one
+        assert to_status(from_status(status)) == status
+
+
+async def test_schema_keeps_every_field() -> None:
+    """A structural schema prunes what it does not know, and a restarted operator would miss it."""
+    state = replace(await reached("RolledBack"), carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),))
+    state = replace(state, supersedes="older", revoking_since=1_800_000_001.0, overridden=True)
+    gate = GateStatus("x", Verdict.FAIL, "r", "m", "1", "2", "3", 4, 5, "6", "Anytime", 1.8e9, True, True)
+    status = to_status(replace(state, gates=(gate,)), deadline_seconds=60)
+    kept = KVRolloutStatus.model_validate(status).model_dump(mode="json", by_alias=True)
+    assert unknown(status, kept) == []
+
+
+def unknown(wrote: Any, kept: Any, path: str = "") -> list[str]:
+    """Paths that are in `wrote` and not, with the same value, in `kept`."""
+    if isinstance(wrote, dict):
+        return [
+            missing
+            for name, value in wrote.items()
+            for missing in (
+                unknown(value, kept[name], f"{path}.{name}") if name in kept else [f"{path}.{name}"]
+            )
+        ]
+    if isinstance(wrote, list):
+        pairs = zip(wrote, kept, strict=True)
+        return [missing for a, b in pairs for missing in unknown(a, b, f"{path}[]")]
+    return [] if wrote == kept else [f"{path}: {wrote!r} became {kept!r}"]
+
+
+async def test_largest_status_stays_under_8_kib_and_readable() -> None:
+    state = await reached("RolledBack")
+    names = tuple(f"node-{'x' * 200}-{index}" for index in range(16))
+    gates = tuple(
+        replace(state.gates[0], name=f"gate-{'y' * 30}-{index}", value="1" * 20, bound="2" * 20)
+        for index in range(30)
+    )
+    cells = tuple(Cell(f"gate-{'y' * 30}-{index}", "Canary/0/3", 0.05, float(index)) for index in range(64))
+    assert state.rollback is not None
+    huge = replace(
+        state,
+        gates=gates,
+        carry=replace(CARRY, cells=cells),
+        rollback=replace(state.rollback, missing=names, message="m" * 500),
+    )
+    status = to_status(huge)
+    assert len(json.dumps(status, separators=(",", ":"))) < STATUS_LIMIT_BYTES
+    back = from_status(status)
+    assert (back.phase, back.stage, back.fence) == (state.phase, state.stage, state.fence)
+    assert max(cell.log_e for cell in back.carry.cells) == 63.0
