@@ -152,13 +152,14 @@ def planned(options: argparse.Namespace) -> tuple[Claim, ...]:
     return tuple(c for c in CLAIMS if c.key in ("ready", "exact", "approved", "shadow-fail", "proved"))
 
 
-def finish(seen: Observations, ledger: Ledger, options: argparse.Namespace) -> int:
+def finish(seen: Observations, ledger: Ledger, demo: Demo, options: argparse.Namespace) -> int:
     write_report(options.report, seen, ledger.results, elapsed())
     summary = options.report.with_suffix(".json")
     summary.write_text(
         json.dumps(
             {
                 "seconds": round(elapsed(), 1),
+                "outcomes": demo.outcomes,
                 "claims": [{"key": r.claim.key, "holds": r.holds, "facts": r.facts} for r in ledger.results],
             },
             indent=1,
@@ -205,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             play(demo, options)
         finally:
-            status = finish(seen, ledger, options)
+            status = finish(seen, ledger, demo, options)
         if options.keep:
             print(
                 f"\nleft up; export KUBECONFIG={cluster.admin_kubeconfig}\nCtrl-C stops everything",

@@ -58,6 +58,7 @@ class Demo:
     exact_prompts: list[str]
     exact_tokens: list[list[int]]
     served: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     # --- helpers -----------------------------------------------------------
 
@@ -95,6 +96,20 @@ class Demo:
         except AssertionError:
             print("\n".join(gate_lines(self.observer.rollout(name))), flush=True)
             raise
+
+    def wait_end(self, name: str, timeout: float) -> dict[str, Any]:
+        """Wait until the rollout has ended, however; the outcome is kept for the summary."""
+        done = self.wait_rollout(name, phase_is("Completed", "RolledBack", "Invalid"), "an end", timeout)
+        rollback = done["status"].get("rollback", {})
+        self.outcomes[name] = {
+            "phase": done["status"]["phase"],
+            "cause": rollback.get("cause"),
+            "gate": rollback.get("gate"),
+            "fromStage": rollback.get("fromStage"),
+            "restored": [rollback.get("agentsRestored"), rollback.get("agentsTotal")],
+        }
+        print("\n".join(gate_lines(done)), flush=True)
+        return done
 
     def screen(self, title: str, *args: str) -> None:
         """What a person would see; printed and kept for the report."""
@@ -135,9 +150,8 @@ def sane_rollout(demo: Demo, name: str, selector: str) -> bool:
     """(a) a budget that keeps the output goes to Full and is approved beside the exact baseline."""
     before = demo.baseline_digest()
     demo.apply_rollout(name, selector)
-    done = demo.wait_rollout(name, phase_is("Completed", "RolledBack", "Invalid"), "an end", 420)
+    done = demo.wait_end(name, 420)
     stages = [s for s in demo.observer.stages_of(name) if s not in ("Off", "ExactBaseline")]
-    print("\n".join(gate_lines(done)), flush=True)
     cache = demo.observer.cache()
     approved = cache["status"].get("approved", {}).get("digest", "")
     candidate = done["status"].get("candidate", {}).get("digest", "")
@@ -160,9 +174,8 @@ def ruinous_rollout(demo: Demo, name: str, selector: str) -> bool:
     demo.drain_events()
     served_before = dict(demo.served)
     demo.apply_rollout(name, selector)
-    done = demo.wait_rollout(name, phase_is("Completed", "RolledBack", "Invalid"), "an end", 240)
+    done = demo.wait_end(name, 420)
     demo.drain_events()
-    print("\n".join(gate_lines(done)), flush=True)
     rollback = done["status"].get("rollback", {})
     approximate = demo.served.get("approximate", 0) - served_before.get("approximate", 0)
     demo.ledger.check(
