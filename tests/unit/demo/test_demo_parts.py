@@ -1,4 +1,4 @@
-"""The demo's own parts: a checker that cannot be talked into a success, and a receiver that keeps what it got."""
+"""The demo's parts: a checker that cannot be talked into success, a receiver that keeps what it got."""
 
 from __future__ import annotations
 
