@@ -36,6 +36,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         suite = item.path.relative_to(here).parts[0]
         if suite in SUITES:
             item.add_marker(suite)
+    _place_whole_suite_tests(config, items)
+
+
+def _place_whole_suite_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that judge what all others of their suite have done come last, and only when all have been asked
+    for: whole folders on the command line, and nothing selected among them."""
+    late = [item for item in items if item.get_closest_marker("whole_suite")]
+    folders = [Path(str(one).partition("::")[0]).resolve() for one in config.args]
+    chosen = config.option.keyword or config.option.markexpr or config.option.deselect
+    kept = [item for item in late if not chosen and any(folder in item.path.parents for folder in folders)]
+    items[:] = [item for item in items if item not in late] + kept
+    config.hook.pytest_deselected(items=[item for item in late if item not in kept])
 
 
 @pytest.fixture(scope="session")

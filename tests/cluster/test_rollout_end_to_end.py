@@ -277,6 +277,18 @@ def test_deletion_in_canary_revokes_first(world: World) -> None:
     assert world.holders(uid) == []
 
 
+def test_a_finished_rollout_goes_after_its_time(world: World) -> None:
+    uid = world.cache("brief")
+    stages = rollout("x", "x")["spec"]["stages"]
+    stages[0]["minDuration"] = "10m"
+    apply(world.cluster, rollout("brief", "brief", stages=stages, ttlAfterFinished="3s"))
+    world.reach("brief", "Progressing", "Shadow")
+    world.intent("brief", "Abort", 1)
+    world.cluster.kubectl("wait", "kvr/brief", "-n", NAMESPACE, "--for=delete", "--timeout=180s", timeout=200)
+    assert world.holders(uid) == []
+    assert world.get("kvcache", "brief")["status"]["baseline"]["digest"]
+
+
 def test_what_is_not_implemented_says_so(world: World) -> None:
     world.cache("later")
     apply(world.cluster, rollout("later", "later", candidate={"fromCacheSpec": True}))
@@ -296,9 +308,11 @@ def test_an_operator_killed_in_canary_is_followed_by_one_that_resumes(world: Wor
     world.operator.stop()
     eventually(lambda: world.holders(uid) == [], 60, what="the agents returned to the baseline alone")
     world.operator = start_operator(world.cluster, world.folder, "kvr-next")
-    eventually(world.operator.leading, 30, what="the next operator leads")
-    status = world.reach("survivor", "Completed")
-    assert "LeaseExpired" in world.events("survivor")
-    assert status["traceID"] == before["traceID"]
-    assert status["fence"] > before["fence"]
-    world.operator.stop()
+    try:
+        eventually(world.operator.leading, 30, what="the next operator leads")
+        status = world.reach("survivor", "Completed")
+        assert "LeaseExpired" in world.events("survivor")
+        assert status["traceID"] == before["traceID"]
+        assert status["fence"] > before["fence"]
+    finally:
+        world.operator.stop()

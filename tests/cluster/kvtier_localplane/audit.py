@@ -145,7 +145,7 @@ def requests(audit_log: Path, username: str) -> Iterator[Request]:
             if not line.endswith("\n"):
                 return
             event = json.loads(line)
-            if event["user"]["username"] == username and "objectRef" in event:
+            if event["user"].get("username") == username and "objectRef" in event:
                 yield _request(event)
 
 
