@@ -1,0 +1,62 @@
+"""Whose turn it is when several rollouts name one cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier_operator.rollout.rivals import busy_with, superseded_by
+
+
+def rollout(
+    name: str, age: int, phase: str = "", stage: str = "Off", cache: str = "chat", **more: Any
+) -> Any:
+    status: dict[str, Any] = {"phase": phase, "stage": stage, **more} if phase else {}
+    created = f"2027-01-0{age}T00:00:00Z"
+    return {
+        "metadata": {"name": name, "uid": f"uid-{name}", "creationTimestamp": created},
+        "spec": {"cacheRef": {"name": cache}},
+        "status": status,
+    }
+
+
+ME = rollout("me", 5, "Pending")
+
+
+@pytest.mark.parametrize(
+    ("other", "busy"),
+    [
+        pytest.param(rollout("older", 1), "older", id="older-unseen"),
+        pytest.param(rollout("older", 1, "Pending"), "older", id="older-waits"),
+        pytest.param(rollout("younger", 9, "Pending"), "", id="younger-waits"),
+        pytest.param(rollout("younger", 9, "Progressing", "Shadow"), "younger", id="younger-has-begun"),
+        pytest.param(
+            rollout("younger", 9, "Pending", revoking={"rollout": "x"}), "younger", id="clears-the-way"
+        ),
+        pytest.param(rollout("older", 1, "RollingBack", "ExactBaseline"), "older", id="still-returning"),
+        pytest.param(rollout("older", 1, "RolledBack", "ExactBaseline"), "", id="returned"),
+        pytest.param(rollout("older", 1, "Completed", "Full"), "", id="completed"),
+        pytest.param(rollout("older", 1, "Invalid"), "", id="invalid"),
+        pytest.param(rollout("older", 1, "Progressing", "Canary", cache="other"), "", id="other-cache"),
+    ],
+)
+def test_who_goes_first(other: Any, busy: str) -> None:
+    assert busy_with(ME, [ME, other]) == busy
+
+
+def test_the_begun_one_is_named_before_the_older_one() -> None:
+    older, begun = rollout("older", 1, "Pending"), rollout("begun", 9, "Progressing", "Canary")
+    assert busy_with(ME, [older, begun, ME]) == "begun"
+
+
+def test_of_two_that_have_begun_at_once_the_older_one_stays() -> None:
+    older, younger = rollout("a", 1, "Progressing", "Shadow"), rollout("b", 2, "Progressing", "Shadow")
+    assert superseded_by(younger, [older, younger], completed=False) == "a"
+    assert superseded_by(older, [older, younger], completed=False) == ""
+
+
+def test_a_completed_one_yields_to_any_that_has_begun() -> None:
+    done, younger = rollout("done", 1, "Completed", "Full"), rollout("b", 2, "Progressing", "Shadow")
+    assert superseded_by(done, [done, younger], completed=True) == "b"
+    assert superseded_by(done, [done, rollout("c", 3, "Pending")], completed=True) == ""
