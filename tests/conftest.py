@@ -13,6 +13,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.cluster.kvtier_localplane import Cluster
 
+E2E_TIMEOUT_S = 1200
 SUITES = ("unit", "kernels", "engine", "cluster", "e2e", "bench")
 
 # Under CI the same examples every time, so that what fails there can be repeated; elsewhere new ones.
@@ -36,6 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         suite = item.path.relative_to(here).parts[0]
         if suite in SUITES:
             item.add_marker(suite)
+        if suite == "e2e" and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
     _place_whole_suite_tests(config, items)
 
 
