@@ -27,6 +27,7 @@ APPROVAL_SECONDS = 24 * 3600.0
 CARRIED = frozenset(name for name, metric in METRICS.items() if metric.carried)
 MAX_MISSING = 16
 MIN_TICK, MAX_TICK = 1.0, 10.0
+MIN_GRACE = 1.0
 
 
 def tick_seconds(spec: RolloutSpec) -> float:
@@ -178,9 +179,9 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
 
 def lease_end(inputs: Inputs, since: float) -> float:
     """When every lease that could have been renewed before `since`, or by an operator before this one, has
-    provably ended."""
+    provably ended: TTL + 10 %, at least the second that a short lease's renewal may be on its way."""
     ttl = inputs.spec.lease_ttl if inputs.spec else 60.0
-    return max(since, inputs.quiet_since) + ttl * LEASE_GRACE
+    return max(since, inputs.quiet_since) + ttl + max(ttl * (LEASE_GRACE - 1), MIN_GRACE)
 
 
 def proved(agent: AgentView, fence: int, digest: str) -> bool:
