@@ -164,7 +164,8 @@ class Need(StrEnum):
 
 
 class KVSelectorStatus(Status):
-    """Conditions: Accepted (False, reason NotImplemented, for every family but quest), IndexReady."""
+    """Conditions: Accepted (False, reason NotImplemented, for every family but quest, and for a field that no
+    agent carries out), IndexReady."""
 
     guarantee: Guarantee | None = None
     needs: Annotated[tuple[Need, ...], Field(max_length=5, json_schema_extra=SET_LIST)] = ()

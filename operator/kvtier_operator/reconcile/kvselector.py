@@ -8,6 +8,7 @@ from datetime import datetime
 from kvtier_operator.conditions import Condition, false, merge, true, unknown
 from kvtier_operator.ports import Deps, Done, JsonObject, Kind, ObjectKey, ReconcileOutcome
 from kvtier_operator.reconcile.status import write_status
+from kvtier_operator.selectors import refusal
 
 OWNED = ("observedGeneration", "guarantee", "needs", "appendable", "conditions")
 
@@ -38,18 +39,17 @@ FAMILIES: dict[str, FamilyFacts] = {
     "clusterKv": FamilyFacts("heuristic", ("query",), True),
     "certifiedScan": FamilyFacts("upperBound", ("query",), True),
 }
-IMPLEMENTED = ("quest",)
 
 
 def plan(selector: JsonObject, now: datetime) -> JsonObject:
     """The status to have. Pure."""
-    family = selector["spec"]["family"]
-    facts = FAMILIES.get(family)
+    spec = selector["spec"]
+    facts = FAMILIES.get(spec["family"])
     generation = int(selector["metadata"].get("generation") or 1)
     before = (selector.get("status") or {}).get("conditions") or []
     status: JsonObject = {
         "observedGeneration": generation,
-        "conditions": merge(before, _conditions(family, facts), generation=generation, now=now),
+        "conditions": merge(before, _conditions(spec, facts), generation=generation, now=now),
     }
     if facts is not None:
         status |= {
@@ -60,18 +60,16 @@ def plan(selector: JsonObject, now: datetime) -> JsonObject:
     return status
 
 
-def _conditions(family: str, facts: FamilyFacts | None) -> list[Condition]:
+def _conditions(spec: JsonObject, facts: FamilyFacts | None) -> list[Condition]:
     if facts is None:
-        return [false("Accepted", "UnknownFamily", f"spec.family {family} is not known to this version")]
-    if family not in IMPLEMENTED:
         return [
-            false(
-                "Accepted",
-                "NotImplemented",
-                f"spec.family {family} is declared but no agent implements it; implemented: "
-                f"{', '.join(IMPLEMENTED)}",
-            ),
-            unknown("IndexReady", "NotImplemented", "no agent builds this index"),
+            false("Accepted", "UnknownFamily", f"spec.family {spec['family']} is not known to this version")
+        ]
+    refused = refusal(spec)
+    if refused is not None:
+        return [
+            false("Accepted", refused.reason, refused.message),
+            unknown("IndexReady", refused.reason, "no agent builds this index"),
         ]
     return [
         true("Accepted", "Valid", "a KVRollout may name this selector"),

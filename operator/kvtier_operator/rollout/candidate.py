@@ -24,6 +24,7 @@ from kvtier_operator.rollout.gateset import ProbeSet
 from kvtier_operator.rollout.inputs import CandidateView
 from kvtier_operator.rollout.state import CandidateRef, ManifestRef
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass
+from kvtier_operator.selectors import refusal
 
 PLAN_KEY = "plan.json"
 
@@ -48,6 +49,11 @@ def compile_candidate(
         return _blocked(Blocker.NOT_IMPLEMENTED, "only candidate.selectorRef is implemented")
     if selector is None:
         return _blocked(Blocker.REFERENCE_MISSING, f"KVSelector {selector_name} does not exist")
+    refused = refusal(selector["spec"])
+    if refused is not None:
+        return _blocked(
+            Blocker.NOT_IMPLEMENTED, f"KVSelector {selector_name} is not accepted: {refused.message}"
+        )
     metadata = cache["metadata"]
     try:
         model = KVCache.model_validate(cache)

@@ -252,6 +252,58 @@ def test_a_selector_is_accepted_only_when_agents_implement_it(
     assert status.get("guarantee") == guarantee
 
 
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        pytest.param(
+            {"gate": {"widenSteps": 0}},
+            "not implemented: spec.gate: quest has no estimator of omitted mass; legal: absent",
+            id="gate",
+        ),
+        pytest.param(
+            {"calibration": {"configMapRef": {"name": "table"}}},
+            "not implemented: spec.calibration: quest takes none; legal: absent",
+            id="calibration",
+        ),
+        pytest.param(
+            {"budget": {"tokens": 64, "capPolicy": "error"}},
+            "not implemented: spec.budget.capPolicy error; legal: truncate",
+            id="cap-policy-error",
+        ),
+        pytest.param(
+            {"budget": {"tokens": 64, "capPolicy": "dense"}, "gate": {"minConfidence": "0.9"}},
+            "not implemented: spec.gate: quest has no estimator of omitted mass; legal: absent; "
+            "spec.budget.capPolicy dense; legal: truncate",
+            id="two-fields",
+        ),
+    ],
+)
+def test_a_field_that_no_agent_carries_out_is_named_with_what_is_legal(
+    edit: JsonObject, message: str
+) -> None:
+    selector = with_meta(kv_selector())
+    selector["spec"] |= edit
+    status = kvselector.plan(selector, NOW)
+    [accepted] = [one for one in status["conditions"] if one["type"] == "Accepted"]
+    assert (accepted["status"], accepted["reason"], accepted["message"]) == (
+        "False",
+        "NotImplemented",
+        message,
+    )
+    assert conditions({"status": status})["IndexReady"] == ("Unknown", "NotImplemented")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [{"budget": {"tokens": 64}}, {"gate": None, "calibration": None}, {"persistentRows": {"sink": 4}}],
+    ids=["default-cap-policy", "null", "persistent-rows"],
+)
+def test_what_agents_carry_out_is_accepted(edit: JsonObject) -> None:
+    selector = with_meta(kv_selector())
+    selector["spec"] |= edit
+    assert conditions({"status": kvselector.plan(selector, NOW)})["Accepted"] == ("True", "Valid")
+
+
 def test_every_family_of_the_vocabulary_has_its_facts() -> None:
     from kvtier_crds.models.families import Family
     from kvtier_crds.models.kvselector import Guarantee, Need

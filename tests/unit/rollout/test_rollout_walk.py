@@ -152,6 +152,29 @@ async def test_what_cannot_run_says_why(candidate: dict[str, object], reason: st
     assert all(sim.grants == [] for sim in world.sims.values())
 
 
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        pytest.param({"gate": {"minConfidence": "0.9"}}, "spec.gate", id="gate"),
+        pytest.param({"calibration": {"configMapRef": {"name": "t"}}}, "spec.calibration", id="calibration"),
+        pytest.param({"budget": {"tokens": 64, "capPolicy": "dense"}}, "legal: truncate", id="cap-policy"),
+        pytest.param(
+            {"family": "sparq", "quest": None, "sparq": {"dimensions": 8}}, "implemented: quest", id="family"
+        ),
+    ],
+)
+async def test_selector_that_is_not_accepted_is_not_feasible(edit: dict[str, object], says: str) -> None:
+    world = World()
+    world.api.objects[ObjectKey(Kind.KV_SELECTOR, "serving", "quest-64")]["spec"] |= edit
+    await world.run(5)
+    condition = world.condition("Feasible")
+    assert (condition["status"], condition["reason"]) == ("False", "NotImplemented")
+    assert condition["message"].startswith("KVSelector quest-64 is not accepted: ")
+    assert says in condition["message"]
+    assert world.where[0] == "Invalid"
+    assert all(sim.grants == [] for sim in world.sims.values())
+
+
 async def test_missing_selector_that_appears_lets_it_go_on() -> None:
     world = World()
     key = ObjectKey(Kind.KV_SELECTOR, "serving", "quest-64")
