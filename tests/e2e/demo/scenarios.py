@@ -374,13 +374,16 @@ def quiet(demo: Demo, seconds: float = 20) -> None:
         return
     started = time.time()
     eventually(lambda: time.time() - started > seconds, timeout=seconds + 5, what="a quiet interval")
-    uses = [u for u in audit.requests(log, user) if u.at >= started]
-    writes = [u for u in uses if u.verb in ("create", "update", "patch", "delete")]
+    writes = [
+        one.use
+        for one in audit.requests(log, user)
+        if one.at >= started and one.use.verb in ("create", "update", "patch", "delete")
+    ]
     foreign = sorted({f"{u.verb} {u.resource}" for u in writes if u.resource != "leases"})
     demo.ledger.check(
         "quiet",
         not foreign and bool(writes),
         f"{len(writes)} Lease writes in {seconds:.0f} s, others: {foreign}",
     )
-    denied = sorted({f"{u.verb} {u.resource}" for u in audit.requests(log, user) if u.code == 403})
+    denied = sorted({f"{r.use.verb} {r.use.resource}" for r in audit.requests(log, user) if r.refused})
     demo.ledger.check("rbac", not denied, f"denied: {denied}")
