@@ -120,7 +120,11 @@ def main() -> int:
     if unknown:
         parser.error(f"no such step: {', '.join(sorted(unknown))}; known: {', '.join(s.name for s in STEPS)}")
     REPORTS.mkdir(parents=True, exist_ok=True)
-    results = [run(step) for step in STEPS if not names or step.name in names]
+    try:
+        results = [run(step) for step in STEPS if not names or step.name in names]
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     print(summarize(results))
     return 0 if all(result.passed for result in results) else 1
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.cluster.kvtier_localplane import Cluster, KubectlError
+from tests.cluster.kvtier_localplane import Cluster, KubectlError, open_cluster
 from tests.cluster.kvtier_localplane.cluster import kubectl_environment
 
 NAMESPACE = "identity"
@@ -87,6 +87,27 @@ def test_kubectl_does_not_see_the_users_settings(
         "KUBECONFIG": str(tmp_path / "mine"),
         "KUBERC": "off",
     }
+
+
+def test_a_cluster_that_the_user_names_is_used_and_left_alone(
+    control_plane: Cluster, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here another handle on the same server, by a kubeconfig whose CA is a relative path."""
+    config = json.loads(control_plane.admin_kubeconfig.read_text())
+    del config["clusters"][0]["cluster"]["certificate-authority-data"]
+    config["clusters"][0]["cluster"]["certificate-authority"] = "ca.crt"
+    (tmp_path / "ca.crt").write_bytes(control_plane.ca_file.read_bytes())
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setenv("KVTIER_KUBECONFIG", str(tmp_path / "config"))
+    with open_cluster() as named:
+        assert named.url == control_plane.url
+        assert named.audit_log is None
+        token = named.service_account_kubeconfig(namespace, "worker", tmp_path / "worker")
+        assert _whoami(named, token)["username"] == "system:serviceaccount:identity:worker"
+        issued = named.issue_certificate("agent", tmp_path / "tls")
+        assert issued.ca_file.read_bytes() in named.ca_file.read_bytes()
+    assert not named.folder.exists()
+    assert control_plane.kubectl("get", "--raw", "/readyz").stdout == "ok"
 
 
 def test_requests_are_in_the_audit_log(control_plane: Cluster, namespace: str) -> None:

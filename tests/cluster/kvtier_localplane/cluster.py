@@ -38,7 +38,7 @@ class KubectlError(AssertionError):
 class Cluster:
     """Facts and tools of one API server.
 
-    url: its address. ca_file: the CA of its certificate and of every certificate issued here.
+    url: its address. ca_file: verifies its certificate and every certificate issued here.
     admin_kubeconfig: full rights; the operator and the agents never get it. folder: private scratch space.
     audit_log: every request as one JSON line, or None when the server is not ours.
     """
@@ -179,13 +179,14 @@ def certificate_user(certificate: Certificate) -> dict[str, str]:
 def existing_cluster(kubeconfig: Path, folder: Path) -> Cluster:
     """The user's own cluster, named by a kubeconfig with admin rights. Nothing is started or stopped."""
     admin = folder / "admin.kubeconfig"
-    write_private(admin, kubeconfig.read_bytes())
     authority = CertificateAuthority("kvtier-local-ca", folder / "pki")
-    bare = Cluster("", authority.ca_file, admin, folder, authority)
-    view = json.loads(bare.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json").stdout)
-    entry = view["clusters"][0]["cluster"]
-    ca_file = folder / "cluster-ca.crt"
-    ca_file.write_bytes(base64.b64decode(entry.get("certificate-authority-data", "")))
+    named = Cluster("", authority.ca_file, kubeconfig, folder, authority)
+    # Flattened, or paths in it would no longer lead anywhere.
+    flat = named.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json").stdout
+    write_private(admin, flat.encode())
+    entry = json.loads(flat)["clusters"][0]["cluster"]
+    ca_file = folder / "ca-bundle.crt"
+    ca_file.write_bytes(base64.b64decode(entry.get("certificate-authority-data", "")) + authority.pem)
     return Cluster(entry["server"], ca_file, admin, folder, authority)
 
 
