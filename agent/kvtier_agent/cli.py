@@ -35,6 +35,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tls-key", required=True, metavar="FILE", help="its private key")
     add("--tls-ca", required=True, metavar="FILE", help="CA of the operator's client certificate")
     add(
+        "--operator-name",
+        default="kvtier-operator",
+        metavar="NAME",
+        help="common name or DNS name of the operator's certificate; control answers no other",
+    )
+    add(
         "--tier",
         action="append",
         default=[],

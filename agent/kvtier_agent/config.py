@@ -130,6 +130,7 @@ class AgentConfig:
     listen: str
     advertise: str
     tls: TlsFiles
+    operator_name: str
     tiers: tuple[TierConfig, ...]
     kubernetes: KubernetesMode
     kubeconfig: Path | None
@@ -159,6 +160,10 @@ class AgentConfig:
         for flag, file in (("--tls-cert", tls.certificate), ("--tls-key", tls.key), ("--tls-ca", tls.ca)):
             if not file.is_file():
                 raise ConfigError(f"{flag} {file}: no such file")
+        if not 0 < len(arguments.operator_name) <= 253:
+            raise ConfigError("--operator-name must have 1 to 253 characters")
+        if arguments.operator_name == arguments.node_name:
+            raise ConfigError(f"--operator-name {arguments.operator_name!r} is this node's own name")
         tiers = tuple(TierConfig.parse(text) for text in arguments.tier)
         names = [tier.class_name for tier in tiers]
         repeated = sorted({name for name in names if names.count(name) > 1})
@@ -189,6 +194,7 @@ class AgentConfig:
             listen=arguments.listen,
             advertise=advertise,
             tls=tls,
+            operator_name=arguments.operator_name,
             tiers=tiers,
             kubernetes=mode,
             kubeconfig=Path(arguments.kubeconfig) if arguments.kubeconfig else None,

@@ -40,7 +40,7 @@ _STATUS = {
     ),
     grpc.StatusCode.ABORTED: (Reason.FENCE_CONFLICT,),
     grpc.StatusCode.NOT_FOUND: (Reason.CACHE_UNKNOWN, Reason.SESSION_UNKNOWN, Reason.WINDOW_UNKNOWN),
-    grpc.StatusCode.PERMISSION_DENIED: (Reason.TENANT_MISMATCH,),
+    grpc.StatusCode.PERMISSION_DENIED: (Reason.TENANT_MISMATCH, Reason.CALLER_NOT_OPERATOR),
     grpc.StatusCode.INVALID_ARGUMENT: (
         Reason.MANIFEST_INVALID,
         Reason.FRAME_INVALID,

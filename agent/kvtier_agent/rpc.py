@@ -1,16 +1,17 @@
-"""What every unary call shares: a span, a deadline, a typed refusal, a measurement and a log line."""
+"""What every unary call shares: who may call, span, deadline, typed refusal, measurement, a log line."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
+from kvtier_agent.caller import anyone
 from kvtier_agent.errors import ERROR_METADATA_KEY, status_of, to_detail
 from kvtier_agent.telemetry import Metrics, Telemetry, mark_error
 from kvtier_core.errors import CoreError, Reason
@@ -23,10 +24,18 @@ log = logging.getLogger(__name__)
 class RpcScope:
     """Runs a handler's coroutine under the shared rules."""
 
-    def __init__(self, telemetry: Telemetry, metrics: Metrics, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        metrics: Metrics,
+        deadline_seconds: float,
+        admit: Callable[[ServicerContext], None] = anyone,
+    ) -> None:
+        """`admit` raises CoreError for a caller that may not call; then the handler never runs."""
         self._telemetry = telemetry
         self._metrics = metrics
         self._deadline_seconds = deadline_seconds
+        self._admit = admit
         self._running: set[asyncio.Task[Any]] = set()
 
     async def run(
@@ -42,6 +51,7 @@ class RpcScope:
         answer: R | None = None
         with self._telemetry.rpc(method, metadata_of(context)) as span:
             try:
+                self._check_caller(context, call)
                 async with asyncio.timeout(self._deadline_seconds):
                     answer = await (asyncio.shield(self._keep(call)) if finish else call)
             except CoreError as error:
@@ -61,6 +71,13 @@ class RpcScope:
             await abort(context, refusal)
         assert answer is not None
         return answer
+
+    def _check_caller(self, context: ServicerContext, call: Coroutine[Any, Any, R]) -> None:
+        try:
+            self._admit(context)
+        except CoreError:
+            call.close()
+            raise
 
     def _keep(self, call: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         task = asyncio.ensure_future(call)

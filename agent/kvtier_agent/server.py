@@ -21,6 +21,7 @@ from kvtier.v1 import attention_pb2_grpc, blocks_pb2_grpc, control_pb2_grpc
 from kvtier_agent.attention_service import AttentionService, FrameCount
 from kvtier_agent.blocks_service import BlocksService
 from kvtier_agent.boottime import boottime_ns
+from kvtier_agent.caller import OperatorOnly
 from kvtier_agent.config import AgentConfig, ConfigError, TlsFiles
 from kvtier_agent.control_service import AGENT_VERSION, ControlService
 from kvtier_agent.evidence_port import EvidencePort
@@ -174,7 +175,12 @@ class AgentServer:
 
     def _control_server(self) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(options=self._options())
-        scope = RpcScope(self._telemetry, self._metrics, self._config.limits.control_deadline_seconds)
+        scope = RpcScope(
+            self._telemetry,
+            self._metrics,
+            self._config.limits.control_deadline_seconds,
+            OperatorOnly(self._config.operator_name),
+        )
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(self.node, scope), server)  # type: ignore[no-untyped-call]
         try:
             port = server.add_secure_port(self._config.listen, server_credentials(self._config.tls))

@@ -146,11 +146,17 @@ class Agent:
     channel: grpc.Channel
     control: Any
     folder: Path
+    node: str
+    authority: CertificateAuthority
     fences: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def fence(self, value: int | None = None, **more: Any) -> common_pb2.Fence:
         """The next fence, or the one asked for."""
         return common_pb2.Fence(value=next(self.fences) if value is None else value, **more)
+
+    def channel_of(self, certificate: Certificate) -> grpc.Channel:
+        """To Control, as the holder of a certificate."""
+        return _channel(self.control_address, self.node, certificate)
 
     def state(self) -> control_pb2.GetStateResponse:
         answer: control_pb2.GetStateResponse = self.control.GetState(
@@ -296,6 +302,8 @@ def running_agent(
                 channel=channel,
                 control=control_pb2_grpc.ControlStub(channel),  # type: ignore[no-untyped-call]
                 folder=base,
+                node=node,
+                authority=authority,
             )
         finally:
             if process.poll() is None:

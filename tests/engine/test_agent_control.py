@@ -374,6 +374,30 @@ def test_control_needs_a_client_certificate(agent: Agent) -> None:
     assert agent.state().boot_id == agent.boot_id
 
 
+CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"].methods_by_name
+
+
+@pytest.mark.parametrize("method", sorted(CONTROL))
+def test_control_answers_no_other_agents_certificate(agent: Agent, method: str) -> None:
+    other = agent.authority.issue("node-b", agent.folder / "pki", san_ip=["127.0.0.1"])
+    request = getattr(control_pb2, CONTROL[method].input_type.name)()
+    with agent.channel_of(other) as channel:
+        stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError) as refused:
+            getattr(stub, method)(request, timeout=CALL_SECONDS)
+    assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    detail = detail_of(refused.value)
+    assert common_pb2.Reason.Name(detail.reason) == "CALLER_NOT_OPERATOR"
+    assert "'node-b'" in detail.message and "'kvtier-operator'" in detail.message
+
+
+def test_the_operators_name_may_be_an_alternative_one(agent: Agent) -> None:
+    other = agent.authority.issue("operator-1", agent.folder / "pki", san_dns=["kvtier-operator"])
+    with agent.channel_of(other) as channel:
+        stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+        assert stub.GetState(control_pb2.GetStateRequest(), timeout=CALL_SECONDS).boot_id == agent.boot_id
+
+
 def test_removing_a_cache_ends_its_sessions_but_not_its_fence() -> None:
     with (
         running_agent() as alone,

@@ -25,6 +25,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MANIFEST_MISMATCH: _ClassVar[Reason]
     MANIFEST_INVALID: _ClassVar[Reason]
     NUMERICS_MISMATCH: _ClassVar[Reason]
+    CALLER_NOT_OPERATOR: _ClassVar[Reason]
     FRAME_INVALID: _ClassVar[Reason]
     FRONTIER_MISMATCH: _ClassVar[Reason]
     STEP_ORDER: _ClassVar[Reason]
@@ -65,6 +66,7 @@ SESSION_UNKNOWN: Reason
 MANIFEST_MISMATCH: Reason
 MANIFEST_INVALID: Reason
 NUMERICS_MISMATCH: Reason
+CALLER_NOT_OPERATOR: Reason
 FRAME_INVALID: Reason
 FRONTIER_MISMATCH: Reason
 STEP_ORDER: Reason

@@ -80,7 +80,7 @@ class ControlServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetState(self, request, context):
-        """What this agent is and runs. Never refused.
+        """What this agent is and runs. Never refused to the operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -31,6 +31,8 @@ def arguments(tmp_path: Path) -> list[str]:
         pytest.param("--advertise", "a:b", "--advertise 'a:b' must be HOST:PORT", id="advertise"),
         pytest.param("--node-name", "No_Name", "--node-name 'No_Name'", id="node-name"),
         pytest.param("--node-uid", "../x", "--node-uid '../x'", id="node-uid"),
+        pytest.param("--operator-name", "", "--operator-name must have 1 to 253", id="no-operator-name"),
+        pytest.param("--operator-name", "node-a", "'node-a' is this node's own name", id="own-name"),
         pytest.param("--metrics-port", "70000", "--metrics-port 70000", id="metrics-port"),
         pytest.param("--session-idle", "0", "--session-idle 0.0", id="session-idle"),
         pytest.param("--run-dir", "/tmp/" + "x" * 120, "--run-dir: the socket path", id="socket-path"),
