@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ MODULE_DIR = Path(__file__).resolve().parents[1] / "controlplane"
 KUBERNETES_VERSION = "v1.36.3"
 BUILD_DEADLINE_S = 1800.0
 PROGRESS_INTERVAL_S = 10.0
+MINIMUM_GO = (1, 26)
 TOOLS = ("etcd", "kube-apiserver")
 
 Say = Callable[[str], None]
@@ -128,11 +130,17 @@ def _go_version() -> str:
     )
     if out.returncode != 0:
         raise BuildError(f"go env failed: {out.stderr.strip()}")
-    return out.stdout.strip()
+    version = out.stdout.strip()
+    numbers = re.match(r"go(\d+)\.(\d+)", version)
+    if numbers and tuple(map(int, numbers.groups())) < MINIMUM_GO:
+        raise BuildError(
+            f"{version} is installed; the control plane needs Go {MINIMUM_GO[0]}.{MINIMUM_GO[1]} or later"
+        )
+    return version
 
 
 def _go_env() -> dict[str, str]:
-    return {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off"}
+    return {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off", "GOTOOLCHAIN": "local"}
 
 
 def _ldflags() -> str:

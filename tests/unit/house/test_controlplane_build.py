@@ -154,6 +154,15 @@ def test_assets_of_the_user_come_first(tmp_path: Path, toolchain: Toolchain, mod
     assert "lacks etcd or kube-apiserver" in said[0]
 
 
+def test_a_go_that_is_too_old_is_named(
+    tmp_path: Path, toolchain: Toolchain, module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_GO_VERSION", "go1.25.9")
+    with pytest.raises(BuildError, match=r"go1\.25\.9 is installed; the control plane needs Go 1\.26"):
+        build(tmp_path / "cache", module_dir=module, say=lambda _: None)
+    assert toolchain.builds() == []
+
+
 def test_without_go_the_message_says_what_to_do(
     tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
