@@ -168,8 +168,8 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
             if received.refusal is not None:
                 raise received.refusal
             session = self._checked(frame, owned)
-            self._check_deadline(received)
-            converted, queries = convert.frame_input(frame, session.host.manifest)
+            deadline = self._deadline(received)
+            converted, queries = convert.frame_input(frame, session.host.manifest, deadline)
             answer = await session.host.attend(session, converted, queries)
             arm = answer.arm
             self._observe(session, frame, answer, started_ns)
@@ -191,8 +191,8 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
             raise CoreError(Reason.BAD_ARGUMENT, "one stream carries one session")
         return session
 
-    def _check_deadline(self, received: _Received) -> None:
-        """A frame that waited past its deadline is refused before it changes the session."""
+    def _deadline(self, received: _Received) -> float:
+        """When the engine stops, on time.monotonic; a frame that waited past it is refused right here."""
         allowed = self._node.limits.frame_deadline_seconds
         if received.frame.deadline_ms:
             allowed = min(allowed, received.frame.deadline_ms / 1000)
@@ -200,6 +200,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         if waited > allowed:
             message = f"the frame waited {waited:.3f} s, its deadline was {allowed:.3f} s"
             raise CoreError(Reason.DEADLINE, message)
+        return received.at + allowed
 
     def _observe(
         self, session: Session, frame: attention_pb2.AttendFrame, answer: FrameAnswer, started_ns: int

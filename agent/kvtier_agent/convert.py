@@ -158,8 +158,11 @@ def tier_state(report: TierReport) -> control_pb2.TierState:
     )
 
 
-def frame_input(frame: attention_pb2.AttendFrame, manifest: RuntimeManifest) -> tuple[FrameInput, int]:
-    """The frame and its number of queries; raises FRAME_INVALID naming the field whose length is wrong."""
+def frame_input(
+    frame: attention_pb2.AttendFrame, manifest: RuntimeManifest, deadline: float | None = None
+) -> tuple[FrameInput, int]:
+    """The frame and its number of queries; raises FRAME_INVALID naming the field whose length is wrong.
+    `deadline`: seconds on the engine's clock, since the frame's own counts from its receipt."""
     geometry = manifest.model.geometry
     if not 0 <= frame.layer < geometry.layers:
         raise CoreError(Reason.FRAME_INVALID, f"layer {frame.layer} must be in [0, {geometry.layers})")
@@ -185,6 +188,7 @@ def frame_input(frame: attention_pb2.AttendFrame, manifest: RuntimeManifest) -> 
         first_query_position=frame.first_query_position,
         q=frame.q,
         committed_frontier=frame.committed_frontier,
+        deadline=deadline,
     )
     return converted, len(frame.q) // query_bytes
 

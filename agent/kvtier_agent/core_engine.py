@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -60,9 +60,14 @@ def build_engine(manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> Engine
 
 
 class CoreEngine:
-    """Implements EnginePort over CacheEngine."""
+    """Implements EnginePort over CacheEngine. `clock`: seconds, the one that frames' deadlines are on."""
 
-    def __init__(self, manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> None:
+    def __init__(
+        self,
+        manifest: RuntimeManifest,
+        tiers: Sequence[NodeTier],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._geometry = manifest.model.geometry
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="staged-read")
         mounts = {tier.config.class_name: mount_of(tier) for tier in tiers}
@@ -70,7 +75,7 @@ class CoreEngine:
             self._engine = CacheEngine(
                 manifest,
                 mounts,
-                time.monotonic,
+                clock,
                 reader=self._reader,
                 # Random, so that a frame of an earlier life of this agent names no session of this one.
                 session_name=lambda number: uuid.uuid4().hex,
@@ -173,6 +178,7 @@ def step_request(frame: FrameInput, geometry: Geometry) -> StepRequest:
         first_query_position=frame.first_query_position,
         q=_tensor(frame.q, geometry.query_heads, geometry.head_dim),
         committed_frontier=frame.committed_frontier,
+        deadline=frame.deadline,
     )
 
 

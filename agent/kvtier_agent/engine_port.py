@@ -45,7 +45,8 @@ class SessionHandle:
 
 @dataclass(frozen=True)
 class FrameInput:
-    """One layer of one step: float32 k, v [rows, kvHeads, headDim] and q [queries, queryHeads, headDim]."""
+    """One layer of one step: float32 k, v [rows, kvHeads, headDim] and q [queries, queryHeads, headDim].
+    `deadline`: seconds on time.monotonic, the engine's clock; None: none."""
 
     session_id: str
     generation: int
@@ -57,6 +58,7 @@ class FrameInput:
     first_query_position: int
     q: bytes
     committed_frontier: int
+    deadline: float | None = None
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class FakeEngine:
     def __init__(self, manifest: RuntimeManifest) -> None:
         self.manifest = manifest
         self.opened: list[SessionTerms] = []
+        self.frames: list[FrameInput] = []
         self.modes: list[FrameMode] = []
         self.hook: Callable[[], None] = lambda: None
         self.refusal: CoreError | None = None
@@ -84,6 +85,7 @@ class FakeEngine:
 
     def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
         self.threads.add(threading.current_thread().name)
+        self.frames.append(frame)
         self.modes.append(mode)
         self.hook()
         if self.refusal is not None:
