@@ -106,7 +106,7 @@ def rollout(name: str, selector_name: str) -> dict[str, Any]:
         ],
         gates=[
             {"name": "output", "metric": "outputRelativeError", "quantile": 75, "max": "0.75", **small},
-            {"name": "tail", "metric": "tpotRatio", "quantile": 75, "max": "2", **small},
+            {"name": "tail", "metric": "tpotRatio", "quantile": 75, "max": "3", **small},
             {"name": "stall", "metric": "exposedStallFraction", "max": "0.5", **small},
             {
                 "name": "quality",
