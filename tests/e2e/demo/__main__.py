@@ -138,12 +138,12 @@ def play(demo: Demo, options: argparse.Namespace) -> None:
     scenarios.sane_rollout(demo, "a-sane", sane)
     scenarios.ruinous_rollout(demo, "b-ruinous", ruinous)
     if options.only == "all":
-        scenarios.abort_in_canary(demo, "c-aborted", sane)
-        scenarios.dead_man(demo, "d-deadman", sane)
+        scenarios.dead_man(demo, "c-interrupted", sane)
+        scenarios.abort_in_canary(demo, "c-interrupted")
         for engine in demo.engines:
             engine.send(do="pause")
         scenarios.quiet(demo)
-        scenarios.traces(demo, "a-sane", "d-deadman")
+        scenarios.traces(demo, "a-sane", "c-interrupted")
 
 
 def planned(options: argparse.Namespace) -> tuple[Claim, ...]:

@@ -92,7 +92,7 @@ def probe_config() -> tuple[dict[str, Any], str]:
 def rollout(name: str, selector_name: str) -> dict[str, Any]:
     """Declared for few requests; what real ones need is printed by the demo."""
     small = {"minSamples": 30, "designEffect": "1"}
-    half = {"minSamples": 30, "sampleFraction": "30%"}
+    half = {"minSamples": 30, "sampleFraction": "33%"}
     made = _example(
         60,
         name,

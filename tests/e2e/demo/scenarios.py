@@ -202,10 +202,52 @@ def ruinous_rollout(demo: Demo, name: str, selector: str) -> bool:
     )
 
 
-def abort_in_canary(demo: Demo, name: str, selector: str) -> bool:
-    """A person aborts while a request on the candidate is generating."""
+def dead_man(demo: Demo, name: str, selector: str) -> bool:
+    """(c) the operator dies in Canary: the agents return alone, and the next operator picks up the pieces."""
     demo.apply_rollout(name, selector)
-    demo.wait_rollout(name, stage_is("Canary"), "Canary", 180)
+    rollout = demo.wait_rollout(name, stage_is("Canary"), "Canary", 240)
+    candidate = rollout["status"]["candidate"]["digest"]
+    probe = AgentProbe(demo.stack)
+    everywhere = dict.fromkeys(NODES, candidate)
+    until("both agents hold it", lambda: probe.candidates() == everywhere, 30, demo.stack)
+    first = demo.stack.operator
+    killed = time.monotonic()
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.process.wait(10)
+    say("  operator killed; no renewal from now on")
+
+    def all_baseline() -> bool:
+        demo.drain_events()
+        return set(probe.candidates().values()) == {""}
+
+    eventually(all_baseline, timeout=objects.LEASE_TTL_S + 15, what="return to the baseline", interval=0.1)
+    took = time.monotonic() - killed
+    demo.ledger.check(
+        "dead-man",
+        took <= objects.LEASE_TTL_S + 1,
+        f"{took:.1f} s after the kill, TTL {objects.LEASE_TTL_S} s",
+    )
+    say(f"  both agents returned to the baseline alone, {took:.1f} s after the kill")
+    demo.stack.start_operator()
+    say("  operator restarted")
+    expired = demo.wait_rollout(name, lease_expired_reported, "LeaseExpired reported", 90)
+    resumed = demo.wait_rollout(
+        name,
+        lambda r: phase_is("RolledBack", "Completed")(r) or probe.candidates() == everywhere,
+        "resumed or rolled back",
+        90,
+    )
+    status = resumed["status"]
+    return demo.ledger.check(
+        "resumed",
+        status["phase"] == "Progressing" and status["stage"] == "Canary" and status["attempt"] == 1,
+        f"declared {expired['spec'].get('onLeaseExpired')}; {lease_expired_reported(expired)}; then phase "
+        f"{status['phase']} in stage {status['stage']}, attempt {status['attempt']}",
+    )
+
+
+def abort_in_canary(demo: Demo, name: str) -> bool:
+    """A person aborts while a request on the candidate is generating."""
     engine = demo.engines[0]
     prompt = make_tasks(77, 1, repetitions=6)[0].prompt
     aborted = False
@@ -215,7 +257,7 @@ def abort_in_canary(demo: Demo, name: str, selector: str) -> bool:
         # The arm is the assignment's: try roots until the hash puts one on the candidate.
         request = f"long-{attempt}"
         engine.send(
-            do="long", id=request, prompt=prompt, new_tokens=40, tenant="beta", root=f"root-{attempt}"
+            do="long", id=request, prompt=prompt, new_tokens=60, tenant="beta", root=f"root-{attempt}"
         )
         exactness = []
         deadline = time.monotonic() + 120
@@ -262,55 +304,6 @@ def abort(demo: Demo, name: str) -> None:
     patch = json.dumps({"spec": {"intent": intent}})
     demo.stack.kubectl("patch", "kvrollout", name, "-n", SERVING, "--type=merge", "-p", patch)
     say("  aborted by intent while a candidate's request is generating")
-
-
-def dead_man(demo: Demo, name: str, selector: str) -> bool:
-    """(c) the operator dies in Canary: the agents return alone, and it picks up the pieces."""
-    demo.apply_rollout(name, selector)
-    rollout = demo.wait_rollout(name, stage_is("Canary"), "Canary", 180)
-    candidate = rollout["status"]["candidate"]["digest"]
-    probe = AgentProbe(demo.stack)
-    everywhere = dict.fromkeys(NODES, candidate)
-    until("both agents hold it", lambda: probe.candidates() == everywhere, 30, demo.stack)
-    first = demo.stack.operator
-    killed = time.monotonic()
-    os.kill(first.process.pid, signal.SIGKILL)
-    first.process.wait(10)
-    say("  operator killed; no renewal from now on")
-
-    def all_baseline() -> bool:
-        demo.drain_events()
-        return set(probe.candidates().values()) == {""}
-
-    eventually(all_baseline, timeout=objects.LEASE_TTL_S + 15, what="return to the baseline", interval=0.1)
-    took = time.monotonic() - killed
-    demo.ledger.check(
-        "dead-man",
-        took <= objects.LEASE_TTL_S + 1,
-        f"{took:.1f} s after the kill, TTL {objects.LEASE_TTL_S} s",
-    )
-    demo.stack.start_operator()
-    say("  operator restarted")
-    expired = demo.wait_rollout(name, lease_expired_reported, "LeaseExpired reported", 90)
-    resumed = demo.wait_rollout(
-        name,
-        lambda r: (
-            r["status"].get("phase") in ("RolledBack", "Completed")
-            or set(probe.candidates().values()) == {candidate}
-        ),
-        "resumed or rolled back",
-        90,
-    )
-    demo.ledger.check(
-        "resumed",
-        expired["spec"].get("onLeaseExpired") == "Resume" and resumed["status"]["phase"] != "Completed",
-        f"declared {expired['spec'].get('onLeaseExpired')}; phase {resumed['status']['phase']} in stage "
-        f"{resumed['status']['stage']}; {lease_expired_reported(expired)}",
-    )
-    if resumed["status"]["phase"] != "RolledBack":
-        abort(demo, name)
-        demo.wait_rollout(name, phase_is("RolledBack"), "rolled back", 90)
-    return demo.ledger.holds("dead-man") and demo.ledger.holds("resumed")
 
 
 def lease_expired_reported(rollout: dict[str, Any]) -> str:

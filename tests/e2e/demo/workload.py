@@ -117,8 +117,7 @@ class Engine:
             first = first or last
             tokens.append(token)
             receipts = cache.take_receipts()
-            kinds = sorted({r.exactness for r in receipts})
-            exactness.append("+".join(kinds))
+            exactness.append(weakest([r.exactness for r in receipts]))
             for receipt in receipts:
                 for tier, size in receipt.bytes_by_tier.items():
                     tiers[tier] = tiers.get(tier, 0) + size
@@ -130,6 +129,14 @@ class Engine:
         per_token = (last - first) / (len(tokens) - 1) if len(tokens) > 1 else None
         answer = Answer(tokens, cache.arm, exactness, tiers, last - started, per_token)
         return answer, cache
+
+
+def weakest(classes: list[str]) -> str:
+    """The class of a whole step: that of its weakest layer."""
+    for kind in ("APPROXIMATE", "EXACT_OVER_APPROXIMATE_HISTORY"):
+        if kind in classes:
+            return kind
+    return "EXACT"
 
 
 class Workload:
