@@ -1,4 +1,5 @@
-"""`kvtier-agent`: reads the command line and starts one agent; exits 2 naming the flag at fault."""
+"""`kvtier-agent`: reads the command line and starts one agent; exits 2 naming the flag at fault, 3 when its
+Node cannot be read."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtier_agent.config import AgentConfig, ConfigError, KubernetesMode
 from kvtier_agent.telemetry import configure_logging
 
 EXIT_BAD_ARGUMENT = 2
+EXIT_NO_NODE = 3
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -25,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--node-name", required=True, help="name of the Kubernetes Node and of the KVNode")
-    add("--node-uid", required=True, help="uid of the Node; names this agent's folder in each tier")
+    add("--node-uid", default="", help="names this agent's folder in each tier; empty: the Node is asked")
     add("--pool", required=True, metavar="NAMESPACE/NAME", help="the AgentPool of this agent")
     add("--state-dir", default="/var/lib/kvtier", help="durable manifests and fences")
     add("--run-dir", default="/run/kvtier", help="engine sockets: RUN_DIR/NODE/engine.sock")
@@ -65,14 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logging(parsed.log_level)
     try:
         config = AgentConfig.from_arguments(parsed)
-        asyncio.run(_serve(config))
+        return asyncio.run(_serve(config))
     except ConfigError as error:
         sys.stderr.write(f"kvtier-agent: {error}\n")
         return EXIT_BAD_ARGUMENT
-    return 0
 
 
-async def _serve(config: AgentConfig) -> None:
+async def _serve(config: AgentConfig) -> int:
+    """The exit status."""
     # One thread: bits must not depend on how a reduction is split, and two cores serve many agents.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from kvtier_agent.core_engine import build_engine, prepare_process
@@ -82,8 +85,21 @@ async def _serve(config: AgentConfig) -> None:
     register = unregistered
     if config.kubernetes is not KubernetesMode.NONE:
         # The client's models take a second to import.
+        from kvtier_agent.nodeuid import NodeUidError, find_node_uid
         from kvtier_agent.registration import make_registration as register
+        from kvtier_agent.registration import transport_of
+
+        if not config.node_uid:
+            transport = transport_of(config)
+            try:
+                config = replace(config, node_uid=await find_node_uid(transport, config.node_name))
+            except NodeUidError as error:
+                sys.stderr.write(f"kvtier-agent: {error}\n")
+                return EXIT_NO_NODE
+            finally:
+                await transport.close()
     prepare_process()
     logging.getLogger("grpc").setLevel(logging.WARNING)
     server = AgentServer(config, build_engine, EvidenceWindows, register)
     await server.run()
+    return 0

@@ -16,7 +16,7 @@ from typing import Any
 from kvtier_crds.quantity import QuantityError, parse_bytes
 
 _NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 SIMULATED_DEVICE_KIND = "simulated"
 
 
@@ -119,7 +119,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Everything of the command line."""
+    """Everything of the command line. `node_uid` is empty until it was looked up in the cluster."""
 
     node_name: str
     node_uid: str
@@ -148,8 +148,7 @@ class AgentConfig:
         """Raises ConfigError naming the flag."""
         if not _NODE_NAME.fullmatch(arguments.node_name):
             raise ConfigError(f"--node-name {arguments.node_name!r} is not a DNS subdomain name")
-        if not _UID.fullmatch(arguments.node_uid):
-            raise ConfigError(f"--node-uid {arguments.node_uid!r} is not a uid")
+        _check_uid(arguments)
         namespace, slash, pool = arguments.pool.partition("/")
         if not (slash and namespace and pool):
             raise ConfigError(f"--pool {arguments.pool!r} must be NAMESPACE/NAME")
@@ -203,6 +202,18 @@ class AgentConfig:
             log_level=arguments.log_level,
             limits=Limits(session_idle_seconds=arguments.session_idle, drain_seconds=arguments.drain),
         )
+
+
+def _check_uid(arguments: argparse.Namespace) -> None:
+    uid = arguments.node_uid
+    if not uid:
+        if arguments.no_kubernetes:
+            raise ConfigError("--node-uid is required with --no-kubernetes: there is no Node to ask for it")
+    elif not UID.fullmatch(uid):
+        raise ConfigError(f"--node-uid {uid!r} is not a uid")
+    elif uid == arguments.node_name and not arguments.no_kubernetes:
+        # An owner reference with a uid that does not exist lets the garbage collector delete the KVNode.
+        raise ConfigError(f"--node-uid {uid!r} is the node's name; leave it out and the Node is asked")
 
 
 def _check_address(flag: str, address: str) -> None:

@@ -234,17 +234,8 @@ class ClusterRegistration:
 
     async def _apply_spec(self) -> None:
         body = self._node_object()
-        # The downward API knows no node uid, so a DaemonSet passes the name in its place. An owner reference
-        # with a uid that does not exist would let the garbage collector delete the object.
-        if self._config.node_uid != self._config.node_name:
-            body["metadata"]["ownerReferences"] = [
-                {
-                    "apiVersion": "v1",
-                    "kind": "Node",
-                    "name": self._config.node_name,
-                    "uid": self._config.node_uid,
-                }
-            ]
+        name, uid = self._config.node_name, self._config.node_uid
+        body["metadata"]["ownerReferences"] = [{"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid}]
         stored = await self._transport.apply(self._node_path(), body)
         self._generation = int(stored["metadata"].get("generation", 1))
         self._verified_at = self._monotonic()
@@ -295,10 +286,15 @@ def micro_time(moment: datetime) -> str:
     return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
+def transport_of(config: AgentConfig) -> KubernetesTransport:
+    """By the in-cluster service account, or the kubeconfig that was named. Connects at its first call."""
+    kubeconfig = str(config.kubeconfig) if config.kubernetes is KubernetesMode.KUBECONFIG else None
+    return KubernetesTransport(kubeconfig)
+
+
 def make_registration(
     config: AgentConfig, node: Node, metrics: Metrics, endpoints: Endpoints
 ) -> Registration | None:
-    """From the in-cluster service account, or the kubeconfig that was named."""
-    kubeconfig = str(config.kubeconfig) if config.kubernetes is KubernetesMode.KUBECONFIG else None
+    """Through the API server that `transport_of` reaches."""
     address = endpoints.control if config.advertise == config.listen else config.advertise
-    return ClusterRegistration(config, node, metrics, address, KubernetesTransport(kubeconfig))
+    return ClusterRegistration(config, node, metrics, address, transport_of(config))

@@ -69,6 +69,8 @@ class AgentServer:
         registration_factory: RegistrationFactory,
     ) -> None:
         """Locks the state and tier folders and reads the fences; raises ConfigError naming the flag."""
+        if not config.node_uid:
+            raise ConfigError("--node-uid is not known")
         self._config = config
         self._registration_factory = registration_factory
         state = StateDir(config.state_dir)

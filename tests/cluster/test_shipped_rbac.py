@@ -161,6 +161,10 @@ def test_a_write_to_what_is_not_ones_own_is_refused(
     assert message in done.stderr
 
 
+def test_an_agent_reads_its_node_for_the_uid(installed: Installed) -> None:
+    assert installed.can("agent-a", "get", f"nodes/{NODE_A}")
+
+
 @pytest.mark.parametrize(
     "who, verb, resource, namespace",
     [
@@ -177,6 +181,8 @@ def test_a_write_to_what_is_not_ones_own_is_refused(
         pytest.param("agent-a", "get", "kvcaches", POOL_NAMESPACE, id="agent-caches"),
         pytest.param("agent-a", "get", "leases", "kvtier-system", id="agent-leases-elsewhere"),
         pytest.param("agent-a", "delete", "kvnodes", POOL_NAMESPACE, id="agent-deletes-a-kvnode"),
+        pytest.param("agent-a", "list", "nodes", POOL_NAMESPACE, id="agent-lists-nodes"),
+        pytest.param("agent-a", "patch", "nodes", POOL_NAMESPACE, id="agent-patches-a-node"),
     ],
 )
 def test_a_right_that_nobody_needs_is_not_given(

@@ -278,11 +278,12 @@ def running_agent(
     folder: Path | None = None,
     extra: Sequence[str] = (),
     node: str = NODE,
-    node_uid: str = "",
+    node_uid: str | None = None,
     cluster: Sequence[str] = ("--no-kubernetes",),
 ) -> Iterator[Agent]:
     """A live agent; on exit it is terminated, killed if that takes long. With `folder` its state survives,
-    so a second call is a restart on the same node. `cluster`: how it reaches an API server, if at all."""
+    so a second call is a restart on the same node. `cluster`: how it reaches an API server, if at all;
+    `node_uid`: empty to have it asked there."""
     with contextlib.ExitStack() as stack:
         base = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv")))
         authority = CertificateAuthority("kvtier-test-ca", base / "pki")
@@ -323,12 +324,13 @@ def agent_arguments(
     server: Certificate,
     tiers: Sequence[Mapping[str, Any]],
     *,
-    node_uid: str = "",
+    node_uid: str | None = None,
     cluster: Sequence[str] = ("--no-kubernetes",),
 ) -> list[str]:
     """The command line without the program."""
+    uid = f"{node}-uid" if node_uid is None else node_uid
     arguments = [
-        *("--node-name", node, "--node-uid", node_uid or f"{node}-uid", "--pool", "serving/pool"),
+        *("--node-name", node, "--pool", "serving/pool", *(("--node-uid", uid) if uid else ())),
         *("--state-dir", str(base / "state"), "--run-dir", str(base / "run")),
         *("--listen", "127.0.0.1:0", "--drain", "5", *cluster),
         *("--tls-cert", str(server.cert_file), "--tls-key", str(server.key_file)),

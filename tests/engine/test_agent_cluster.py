@@ -93,7 +93,8 @@ def test_registration_drain_and_return(control_plane: Cluster, kubeconfig: Path)
         return spec
 
     cluster = ("--kubeconfig", str(kubeconfig))
-    with running_agent(node=NODE, node_uid=uid, cluster=cluster) as agent:
+    with running_agent(node=NODE, node_uid="", cluster=cluster) as agent:
+        assert [path.name for path in (agent.folder / "nvme").iterdir()] == [uid]
         manifest = baseline_manifest()
         agent.apply_baseline(manifest)
         digest = agent.state().manifest_set_digest

@@ -95,8 +95,6 @@ def _pod(pool: JsonObject, tier_classes: dict[str, JsonObject]) -> JsonObject:
                 "command": ["kvtier-agent"],
                 "args": [
                     "--node-name=$(NODE_NAME)",
-                    # The downward API has no node uid; the name is as unique while both nodes exist.
-                    "--node-uid=$(NODE_NAME)",
                     f"--pool={metadata['namespace']}/{metadata['name']}",
                     f"--state-dir={state_dir}",
                     f"--run-dir={RUN_DIR}",

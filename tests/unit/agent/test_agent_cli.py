@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from kvtier_agent.cli import build_parser, main
 from kvtier_agent.config import AgentConfig, ConfigError, Medium, TierConfig
+from kvtier_agent.nodeuid import NodeUidError, NodeUidReason
 
 
 @pytest.fixture
@@ -31,6 +33,7 @@ def arguments(tmp_path: Path) -> list[str]:
         pytest.param("--advertise", "a:b", "--advertise 'a:b' must be HOST:PORT", id="advertise"),
         pytest.param("--node-name", "No_Name", "--node-name 'No_Name'", id="node-name"),
         pytest.param("--node-uid", "../x", "--node-uid '../x'", id="node-uid"),
+        pytest.param("--node-uid", "", "--node-uid is required with --no-kubernetes", id="no-node-uid"),
         pytest.param("--operator-name", "", "--operator-name must have 1 to 253", id="no-operator-name"),
         pytest.param("--operator-name", "node-a", "'node-a' is this node's own name", id="own-name"),
         pytest.param("--metrics-port", "70000", "--metrics-port 70000", id="metrics-port"),
@@ -79,6 +82,28 @@ def test_tier_sizes_and_simulation() -> None:
         '{"className":"g","medium":"gpu","deviceKind":"cuda-sm90","capacity":1024,"device":{"cudaIndex":0}}'
     )
     assert not real.simulated
+
+
+def test_a_name_is_no_uid_where_it_would_own_something(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments.remove("--no-kubernetes")
+    assert main([*arguments, "--node-uid", "node-a"]) == 2
+    assert "--node-uid 'node-a' is the node's name; leave it out" in capsys.readouterr().err
+
+
+def test_without_a_uid_nothing_is_claimed_before_the_node_was_read(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nobody(transport: object, node_name: str) -> str:
+        raise NodeUidError(NodeUidReason.NODE_MISSING, f"there is no Node {node_name}")
+
+    monkeypatch.setattr("kvtier_agent.nodeuid.find_node_uid", nobody)
+    arguments.remove("--no-kubernetes")
+    tier = {"className": "n", "medium": "nvme", "capacity": "1Mi", "device": {"path": str(tmp_path / "n")}}
+    assert main([*arguments, "--node-uid", "", "--tier", json.dumps(tier)]) == 3
+    assert "kvtier-agent: NodeMissing: there is no Node node-a" in capsys.readouterr().err
+    assert not (tmp_path / "n").exists() and not (tmp_path / "s").exists()
 
 
 def test_addresses_and_places(arguments: list[str]) -> None:

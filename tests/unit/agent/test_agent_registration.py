@@ -63,7 +63,7 @@ class FakeApi:
 class Registered:
     """A registration over a fake node and API, with a clock that tests move."""
 
-    def __init__(self, folder: Path, node_uid: str = "uid-a") -> None:
+    def __init__(self, folder: Path) -> None:
         self.bench = Bench(folder)
         self.api = FakeApi()
         self.seconds = 1000.0
@@ -73,7 +73,7 @@ class Registered:
         config = AgentConfig.from_arguments(
             build_parser().parse_args(
                 [
-                    *("--node-name", "node-a", "--node-uid", node_uid, "--pool", "serving/pool"),
+                    *("--node-name", "node-a", "--node-uid", "uid-a", "--pool", "serving/pool"),
                     *("--tls-cert", str(folder / "crt"), "--tls-key", str(folder / "key")),
                     *("--tls-ca", str(folder / "ca"), "--listen", "127.0.0.1:0", "--no-kubernetes"),
                 ]
@@ -131,13 +131,6 @@ async def test_the_object_is_a_kvnode_owned_by_its_node(registered: Registered) 
         "Draining": "False",
         "CapabilitiesVerified": "True",
     }
-
-
-async def test_a_name_in_place_of_the_uid_makes_no_owner(tmp_path: Path) -> None:
-    made = Registered(tmp_path, node_uid="node-a")
-    await made.registration.write_node()
-    assert "ownerReferences" not in made.api.of(NODE_PATH)[0]["metadata"]
-    await made.bench.close()
 
 
 async def test_nothing_new_writes_nothing(registered: Registered) -> None:

@@ -179,6 +179,7 @@ def test_the_daemonset_starts_agents_with_everything_they_need() -> None:
     ]
     arguments = pod["containers"][0]["args"]
     assert "--pool=serving/default" in arguments
+    assert not [one for one in arguments if one.startswith("--node-uid")], "no template knows a uid"
     assert "--otlp-endpoint=http://collector:4317" in arguments
     assert (
         '--tier={"capacity":268435456,"className":"gpu-sim","device":{"cudaIndex":1},'

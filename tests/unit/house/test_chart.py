@@ -48,6 +48,29 @@ def test_the_lease_of_the_operator_is_the_one_it_may_update() -> None:
     assert updates == [Grant("update", "coordination.k8s.io", "leases", LEASE_NAME, "kvtier-system")]
 
 
+def test_an_agent_may_do_what_its_registration_does_and_no_more() -> None:
+    documents = list(yaml.safe_load_all((CHART / "rbac" / "agent.yaml").read_text()))
+    given = {
+        (role["metadata"]["name"], verb, resource)
+        for role in documents
+        if role["kind"] == "ClusterRole"
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for resource in rule["resources"]
+    }
+    assert given == {
+        # Server-side apply of an object that may not be there yet.
+        ("kvtier-agent", "create", "leases"),
+        ("kvtier-agent", "patch", "leases"),
+        ("kvtier-agent-node", "create", "kvnodes"),
+        ("kvtier-agent-node", "patch", "kvnodes"),
+        ("kvtier-agent-node", "patch", "kvnodes/status"),
+        # Whether somebody deleted it; and the uid of its own Node, once.
+        ("kvtier-agent-node", "get", "kvnodes"),
+        ("kvtier-agent-node", "get", "nodes"),
+    }
+
+
 def test_the_lease_policy_names_the_agents_leases() -> None:
     assert (
         f"object.metadata.name == '{LEASE_PREFIX}' + node" in (CHART / "rbac" / "policies.yaml").read_text()
