@@ -21,7 +21,7 @@ def test_swapped_budgets_swap_the_outcomes(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     argv = [sys.executable, "-m", "tests.e2e.demo", "--only", "promote-and-rollback", "--swap"]
     done = subprocess.run(
-        [*argv, "--report", str(report)], cwd=ROOT, capture_output=True, text=True, timeout=900
+        [*argv, "--report", str(report)], cwd=ROOT, capture_output=True, text=True, timeout=1400
     )
     tail = done.stdout[-6000:] + done.stderr[-3000:]
     assert report.is_file(), tail

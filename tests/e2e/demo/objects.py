@@ -116,7 +116,7 @@ def rollout(name: str, selector_name: str) -> dict[str, Any]:
                 "scope": "ProbeSet",
             },
         ],
-        evidence={"settle": "2s", "warmup": "0s"},
+        evidence={"settle": "15s", "warmup": "0s"},
         leaseTTL=f"{LEASE_TTL_S}s",
         progressDeadline="10m",
     )

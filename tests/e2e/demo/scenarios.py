@@ -150,7 +150,7 @@ def sane_rollout(demo: Demo, name: str, selector: str) -> bool:
     """(a) a budget that keeps the output goes to Full and is approved beside the exact baseline."""
     before = demo.baseline_digest()
     demo.apply_rollout(name, selector)
-    done = demo.wait_end(name, 420)
+    done = demo.wait_end(name, 600)
     stages = [s for s in demo.observer.stages_of(name) if s not in ("Off", "ExactBaseline")]
     cache = demo.observer.cache()
     approved = cache["status"].get("approved", {}).get("digest", "")
@@ -174,7 +174,7 @@ def ruinous_rollout(demo: Demo, name: str, selector: str) -> bool:
     demo.drain_events()
     served_before = dict(demo.served)
     demo.apply_rollout(name, selector)
-    done = demo.wait_end(name, 420)
+    done = demo.wait_end(name, 600)
     demo.drain_events()
     rollback = done["status"].get("rollback", {})
     approximate = demo.served.get("approximate", 0) - served_before.get("approximate", 0)
