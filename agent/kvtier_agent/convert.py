@@ -99,7 +99,10 @@ def window_terms(request: control_pb2.GrantRequest, terms: GrantTerms) -> Window
             raise CoreError(Reason.BAD_ARGUMENT, f"{name} must not be negative")
     return WindowTerms(
         key=window_of(request.window),
-        gates=tuple(GateTerms(gate.name, gate.metric, gate.quantile, gate.limit) for gate in request.gates),
+        gates=tuple(
+            GateTerms(gate.name, gate.metric, gate.quantile, gate.limit, gate.pair_threshold)
+            for gate in request.gates
+        ),
         fraction=float(terms.traffic_fraction),
         settle_ms=request.settle_ms,
         warmup_ms=request.warmup_ms,

@@ -15,12 +15,14 @@ from kvtier_evidence.window import WindowKey
 
 @dataclass(frozen=True)
 class GateTerms:
-    """A gate's metric and limit in this stage; `quantile` in percent, 0 where it has no meaning."""
+    """A gate's metric and limit in this stage; `quantile` in percent, 0 where it has no meaning.
+    `pair_threshold`: the baseline's quantile in an earlier window, in the metric's unit; empty: not known."""
 
     name: str
     metric: str
     quantile: float
     limit: str
+    pair_threshold: str = ""
 
 
 @dataclass(frozen=True)

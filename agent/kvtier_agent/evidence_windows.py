@@ -139,13 +139,23 @@ class EvidenceWindows:
 def _collected(gate: GateTerms) -> CollectedGate:
     if gate.metric not in METRICS:
         raise CoreError(Reason.BAD_ARGUMENT, f"gates: {gate.name}: {gate.metric!r} is not a metric")
-    try:
-        limit = Decimal(gate.limit)
-    except InvalidOperation as error:
-        message = f"gates: {gate.name}: limit {gate.limit!r} is not a decimal"
-        raise CoreError(Reason.BAD_ARGUMENT, message) from error
+    limit = _decimal(gate, "limit", gate.limit)
     quantile = Decimal(str(gate.quantile)) if gate.quantile else None
-    return CollectedGate(gate.name, gate.metric, limit, quantile)
+    threshold = None
+    if gate.pair_threshold:
+        threshold = float(_decimal(gate, "pair_threshold", gate.pair_threshold))
+        if not 0 < threshold < math.inf:
+            message = f"gates: {gate.name}: pair_threshold {gate.pair_threshold!r} must be above 0"
+            raise CoreError(Reason.BAD_ARGUMENT, message)
+    return CollectedGate(gate.name, gate.metric, limit, quantile, threshold)
+
+
+def _decimal(gate: GateTerms, field: str, text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation as error:
+        message = f"gates: {gate.name}: {field} {text!r} is not a decimal"
+        raise CoreError(Reason.BAD_ARGUMENT, message) from error
 
 
 def _why(counted: Counted) -> str:

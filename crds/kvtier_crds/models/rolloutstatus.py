@@ -186,10 +186,20 @@ class Revoking(Struct):
     started_at: Timestamp
 
 
+class PairThreshold(Struct):
+    """The baseline's quantile of a ratio gate in an earlier window, in the metric's unit."""
+
+    gate: Short
+    value: Number
+
+
 class Window(Struct):
     """The evidence window that is open."""
 
     opening_fence: Int64
+    pair_thresholds: Annotated[
+        tuple[PairThreshold, ...], Field(max_length=16, json_schema_extra=map_list("gate"))
+    ] = ()
 
 
 class DigestBudgetStatus(Struct):

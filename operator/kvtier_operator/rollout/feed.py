@@ -17,9 +17,9 @@ from kvtier_evidence.collector import cohort_seconds
 from kvtier_evidence.design import Estimate
 from kvtier_evidence.gatespec import GateSpec
 from kvtier_evidence.judge import GateResult, Terms, judge
-from kvtier_evidence.measure import estimates
+from kvtier_evidence.measure import estimates, pair_thresholds
 from kvtier_evidence.reader import Applied, WindowReader
-from kvtier_evidence.window import WindowKey
+from kvtier_evidence.window import WindowCounts, WindowKey
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, Clock
 from kvtier_operator.rollout.evidencewire import delta_of, key_message
 from kvtier_operator.rollout.inputs import GateVerdict, Look
@@ -99,6 +99,7 @@ class EvidenceFeed:
             verdicts=_verdicts(judgement.results, gates),
             carry=judgement.carry,
             failed=judgement.failed.gate if judgement.failed else "",
+            pair_thresholds=thresholds_of(spec, evidence.merged),
         )
 
     def _reader(
@@ -148,6 +149,13 @@ class EvidenceFeed:
         except (AgentError, AgentUnreachable, ValueError):
             return None
         return reader.apply(node.name, delta, now=self._clock.monotonic())
+
+
+def thresholds_of(spec: RolloutSpec, closing: WindowCounts) -> tuple[tuple[str, str], ...]:
+    """What this window says to the next of any step: (gate, baseline's quantile as printed), sorted."""
+    gates = {gate.name: gate for step in spec.ladder for gate in spec.gates_of(step)}
+    found = pair_thresholds(list(gates.values()), closing)
+    return tuple(sorted((name, f"{value:.9g}") for name, value in found.items()))
 
 
 def _verdicts(results: Sequence[GateResult], gates: Sequence[GateSpec]) -> tuple[GateVerdict, ...]:

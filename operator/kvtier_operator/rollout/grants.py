@@ -66,6 +66,7 @@ def grant_request(
     key = window_key(state, spec, rollout_uid)
     step = current_step(state, spec)
     radius = spec.blast_radius
+    thresholds = dict(state.window.pair_thresholds) if state.window else {}
     return control.GrantRequest(
         cache=cache,
         fence=fence_of(state, rollout_uid),
@@ -84,6 +85,7 @@ def grant_request(
                 metric=gate.metric.name,
                 quantile=float(gate.quantile or 0),
                 limit=plain(gate.limit),
+                pair_threshold=thresholds.get(gate.name, ""),
             )
             for gate in spec.gates_of(step)
             if gate.metric.kind not in (Kind.COUNT, Kind.SPLIT)

@@ -104,13 +104,15 @@ class GateVerdict:
 @dataclass(frozen=True)
 class Look:
     """All gates judged on one state of one window. A look at another window than the open one is ignored.
-    `failed` names the gate of a Fail, `carry` is what the next look must be given."""
+    `failed` names the gate of a Fail, `carry` is what the next look must be given, `pair_thresholds` (gate,
+    value as printed) what this window measured for the next one's design effects."""
 
     opening_fence: int
     at: float
     verdicts: tuple[GateVerdict, ...]
     carry: Carry
     failed: str = ""
+    pair_thresholds: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from kvtier_operator.rollout.vocabulary import LEASE_GRACE, Blocker, Cause, Phas
 APPROVAL_SECONDS = 24 * 3600.0
 CARRIED = frozenset(name for name, metric in METRICS.items() if metric.carried)
 MAX_MISSING = 16
+MAX_THRESHOLDS = 16
 MIN_TICK, MAX_TICK = 1.0, 10.0
 MIN_GRACE = 1.0
 
@@ -116,7 +117,7 @@ def enter_step(
         shares=shares,
         blocker=Blocker.NONE,
         blocker_message="",
-        window=Window(0, inputs.now, spec.window_hash, resumes),
+        window=Window(0, inputs.now, spec.window_hash, resumes, _pair_thresholds(state, inputs)),
         gates=tuple(gate for gate in state.gates if gate.metric in CARRIED),
         schedule=None,
         overridden=overridden,
@@ -131,6 +132,18 @@ def enter_step(
         spans=(stage_span(state, step.stage, step.index, why),),
         new_window=True,
     )
+
+
+def _pair_thresholds(state: RolloutState, inputs: Inputs) -> tuple[tuple[str, str], ...]:
+    """Of the window that closes now, and of earlier ones for a gate that it did not measure; none for the
+    first window of an attempt."""
+    window, look = state.window, inputs.look
+    if window is None:
+        return ()
+    if look is None or look.opening_fence != window.opening_fence:
+        return window.pair_thresholds
+    known = {**dict(window.pair_thresholds), **dict(look.pair_thresholds)}
+    return tuple(sorted(known.items()))[:MAX_THRESHOLDS]
 
 
 def refence(state: RolloutState, inputs: Inputs, why: str) -> Plan:

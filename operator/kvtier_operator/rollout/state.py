@@ -36,12 +36,14 @@ class CandidateRef:
 @dataclass(frozen=True)
 class Window:
     """The evidence window that is open. `opening_fence` is part of its key; a re-fencing that keeps the
-    evidence keeps it."""
+    evidence keeps it. pair_thresholds: (gate, value as printed), fixed as it opened, from windows closed
+    before: it is part of what agents are told, and a repeat must tell them the same."""
 
     opening_fence: int
     opened_at: float
     spec_hash: str
     resumes: int = 0
+    pair_thresholds: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,9 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
         reference = _reference(state.candidate.digest, state.candidate.revision)
         status["candidate"] = {**reference, "class": str(state.candidate.kind)}
     if state.window is not None:
-        status["window"] = {"openingFence": state.window.opening_fence}
+        thresholds = [{"gate": gate, "value": value} for gate, value in state.window.pair_thresholds]
+        fence = {"openingFence": state.window.opening_fence}
+        status["window"] = _clean({**fence, "pairThresholds": thresholds})
         status["resumes"] = state.window.resumes
     status["schedule"] = _clean(
         {
@@ -275,6 +277,9 @@ def _read_window(status: Mapping[str, Any], schedule: Mapping[str, Any], spec_ha
         opened_at=parse_stamp(schedule.get("stepStartedAt")),
         spec_hash=spec_hash,
         resumes=int(status.get("resumes") or 0),
+        pair_thresholds=tuple(
+            (str(one["gate"]), str(one["value"])) for one in row.get("pairThresholds") or []
+        ),
     )
 
 

@@ -158,16 +158,18 @@ class BlastRadius(_message.Message):
     def __init__(self, tenants: _Optional[_Iterable[str]] = ..., request_classes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GateLimit(_message.Message):
-    __slots__ = ("name", "metric", "quantile", "limit")
+    __slots__ = ("name", "metric", "quantile", "limit", "pair_threshold")
     NAME_FIELD_NUMBER: _ClassVar[int]
     METRIC_FIELD_NUMBER: _ClassVar[int]
     QUANTILE_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    PAIR_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     name: str
     metric: str
     quantile: float
     limit: str
-    def __init__(self, name: _Optional[str] = ..., metric: _Optional[str] = ..., quantile: _Optional[float] = ..., limit: _Optional[str] = ...) -> None: ...
+    pair_threshold: str
+    def __init__(self, name: _Optional[str] = ..., metric: _Optional[str] = ..., quantile: _Optional[float] = ..., limit: _Optional[str] = ..., pair_threshold: _Optional[str] = ...) -> None: ...
 
 class GrantRequest(_message.Message):
     __slots__ = ("cache", "fence", "boot_id", "manifest", "digest", "baseline_digest", "ttl_ms", "traffic_fraction", "sample_fraction", "blast_radius", "window", "gates", "settle_ms", "warmup_ms", "nonce", "approved")

@@ -177,6 +177,33 @@ async def test_time_per_token_of_a_request(bench: Bench, reported: bool, expecte
     assert 2 ** (cell / 256) < expected <= 2 ** ((cell + 1) / 256)
 
 
+@pytest.mark.parametrize(
+    ("threshold", "blocks"), [("", 0), ("0.4", 1)], ids=["unknown", "of-a-closed-window"]
+)
+async def test_a_ratio_gates_blocks_are_counted_above_the_threshold_it_was_given(
+    bench: Bench, threshold: str, blocks: int
+) -> None:
+    gates = (GateTerms("tail", "tpotRatio", 75.0, "2", threshold),)
+    key = await bench.grant(gates=gates, settle_ms=3000)
+    session = await open_session(bench)
+    for step in range(4):
+        bench.clock.advance(1.0)
+        for layer in range(2):
+            queries = 7 if step == 0 else 1
+            await session.host.attend(session, frame(session.handle.session_id, step, layer), queries)
+    bench.clock.advance(30)
+    [host] = bench.node.caches.values()
+    found = host.evidence.read(key, "", 0).increments.blocks
+    assert ({name: sums.blocks for name, sums in found.items()}) == ({"tail": blocks} if blocks else {})
+
+
+@pytest.mark.parametrize("threshold", ["fast", "-1", "0", "NaN", "Infinity"])
+async def test_a_threshold_that_is_no_time_is_refused_by_name(bench: Bench, threshold: str) -> None:
+    with pytest.raises(CoreError, match="tail: pair_threshold") as refused:
+        await bench.grant(gates=(GateTerms("tail", "tpotRatio", 75.0, "2", threshold),))
+    assert refused.value.reason is Reason.BAD_ARGUMENT
+
+
 async def test_stall_is_counted_for_a_request_that_is_still_running(bench: Bench) -> None:
     key = await bench.grant(gates=(GateTerms("stall", "exposedStallFraction", 0.0, "0.9"),), settle_ms=9000)
     session = await open_session(bench)

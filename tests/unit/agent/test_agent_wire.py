@@ -12,6 +12,7 @@ from kvtier_agent import convert
 from kvtier_agent.engine_port import ExactnessClass
 from kvtier_agent.errors import STATUS_OF, status_of, to_detail
 from kvtier_agent.evidence_convert import counts_message
+from kvtier_agent.evidence_port import GateTerms
 from kvtier_core.errors import CoreError, Reason
 from kvtier_evidence.gates import Pair
 from kvtier_evidence.window import WindowCounts
@@ -60,6 +61,18 @@ def test_command_content(field: str, value: object, same: bool) -> None:
     before = convert.command_content(request)
     setattr(request, field, value)
     assert (convert.command_content(request) == before) is same
+
+
+def test_a_gates_threshold_reaches_the_window_and_is_content() -> None:
+    request = control_pb2.GrantRequest(traffic_fraction="0.1", sample_fraction="0", ttl_ms=1000)
+    gate = request.gates.add(name="tail", metric="tpotRatio", quantile=99.0, limit="1.25")
+    request.digest = request.baseline_digest = "sha256:" + "0" * 64
+    before = convert.command_content(request)
+    gate.pair_threshold = "0.031"
+    assert convert.command_content(request) != before
+    terms = convert.grant_terms(request, baseline_manifest())
+    [told] = convert.window_terms(request, terms).gates
+    assert told == GateTerms("tail", "tpotRatio", 99.0, "1.25", "0.031")
 
 
 def test_content_differs_by_kind_of_command() -> None:

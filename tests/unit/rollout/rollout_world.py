@@ -241,6 +241,7 @@ class AgentSim:
         self.refuse: str = ""
         self.boots = 0
         self.grants: list[tuple[int, str, str]] = []
+        self.thresholds: list[tuple[str, dict[str, str]]] = []
         self.boot()
 
     def boot(self) -> None:
@@ -325,6 +326,12 @@ class AgentSim:
             approved=request.approved,
         )
         lease = self.core.grant(terms, verdict, self.clock.nanos())
+        self.thresholds.append(
+            (
+                request.fence.stage,
+                {gate.name: gate.pair_threshold for gate in request.gates if gate.pair_threshold},
+            )
+        )
         self.grants.append((request.fence.value, request.fence.stage, request.digest))
         return control.GrantResponse(
             candidate_digest=request.digest,
@@ -479,6 +486,7 @@ class ScriptedFeed:
 
     default: Verdict = Verdict.PASS
     gates: dict[str, Verdict] = field(default_factory=dict)
+    thresholds: dict[str, str] = field(default_factory=dict)
     looks: int = 0
     last_all_pass: bool = False
 
@@ -497,7 +505,8 @@ class ScriptedFeed:
             )
         self.last_all_pass = all(item.verdict is Verdict.PASS for item in verdicts if item.required)
         failed = next((item.name for item in verdicts if item.verdict is Verdict.FAIL), "")
-        return Look(reading.key.opening_fence, now, tuple(verdicts), Carry(), failed)
+        measured = tuple(sorted(self.thresholds.items()))
+        return Look(reading.key.opening_fence, now, tuple(verdicts), Carry(), failed, measured)
 
 
 class World:

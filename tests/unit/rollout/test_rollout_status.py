@@ -12,7 +12,7 @@ from kvtier_crds.models.rolloutstatus import KVRolloutStatus
 from kvtier_evidence.budgets import Cell
 from kvtier_evidence.carry import Carry, FailCause, ProbePass
 from kvtier_evidence.verdicts import Reason
-from kvtier_operator.rollout.state import GateStatus, LostAgent, RolloutState
+from kvtier_operator.rollout.state import GateStatus, LostAgent, RolloutState, Window
 from kvtier_operator.rollout.status import from_status, to_status
 from kvtier_operator.rollout.vocabulary import STATUS_LIMIT_BYTES, Verdict
 from tests.unit.rollout.rollout_world import World
@@ -37,11 +37,16 @@ async def reached(stage: str) -> RolloutState:
     return from_status(world.status)
 
 
+def thresholds(state: RolloutState) -> Window:
+    assert state.window is not None
+    return replace(state.window, pair_thresholds=(("tail", "0.0312"), ("tail-median", "1.5e-05")))
+
+
 @pytest.mark.parametrize("stage", ["Shadow", "Canary", "Ramp", "Full", "Completed", "RolledBack"])
 async def test_reading_back_is_writing_again(stage: str) -> None:
     state = await reached(stage)
     rich = replace(state, carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),), supersedes="older")
-    rich = replace(rich, revoking_since=1_800_000_001.0)
+    rich = replace(rich, revoking_since=1_800_000_001.0, window=thresholds(state))
     for one in (state, rich):
         status = to_status(one)
         assert from_status(status) == one
@@ -52,6 +57,7 @@ async def test_schema_keeps_every_field() -> None:
     """A structural schema prunes what it does not know, and a restarted operator would miss it."""
     state = replace(await reached("RolledBack"), carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),))
     state = replace(state, supersedes="older", revoking_since=1_800_000_001.0, overridden=True)
+    state = replace(state, window=thresholds(state))
     gate = GateStatus("x", Verdict.FAIL, "r", "m", "1", "2", "3", 4, 5, "6", "Anytime", 1.8e9, True, True)
     status = to_status(replace(state, gates=(gate,)), deadline_seconds=60)
     kept = KVRolloutStatus.model_validate(status).model_dump(mode="json", by_alias=True)

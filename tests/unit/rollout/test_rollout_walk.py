@@ -39,6 +39,55 @@ async def test_each_step_lasts_and_moves_one_fraction() -> None:
     assert world.clock.seconds - start >= 100
 
 
+async def test_thresholds_of_a_closed_window_go_with_the_next_ones_grants() -> None:
+    world = World()
+    await world.until("Progressing", "Shadow")
+    world.feed.thresholds = {"tail": "0.031"}
+    await world.until("Progressing", "Canary")
+    world.feed.thresholds = {"tail": "0.04", "tail-median": "0.02"}
+    await world.run(3)
+    world.restart()
+    await world.until("Progressing", "Ramp")
+    world.feed.thresholds = {"tail-median": "0.01"}
+    await world.until("Progressing", "Full")
+    await world.run(3)
+    told: dict[str, dict[str, str]] = dict(world.sims["node-0"].thresholds)
+    assert told == {
+        "Shadow": {},
+        "Canary": {"tail": "0.031"},
+        "Ramp": {"tail": "0.04", "tail-median": "0.01"},
+        "Full": {"tail": "0.04", "tail-median": "0.01"},
+    }
+
+
+async def test_a_repeated_grant_after_a_crash_says_the_same_thresholds() -> None:
+    """Otherwise the agent would see another command under the same fence."""
+    world = World()
+    await world.until("Progressing", "Shadow")
+    world.feed.thresholds = {"tail": "0.031"}
+    await world.until("Progressing", "Canary")
+    world.feed.thresholds = {"tail": "0.9"}
+    world.restart()
+    fence = world.cache_status["fence"]
+    for sim in world.sims.values():
+        sim.boot()
+    await world.run(3)
+    assert world.cache_status["fence"] == fence
+    canary = [told for stage, told in world.sims["node-0"].thresholds if stage == "Canary"]
+    assert len(canary) > 1
+    assert all(told == {"tail": "0.031"} for told in canary)
+
+
+async def test_a_new_attempt_begins_without_thresholds() -> None:
+    world = World()
+    world.feed.thresholds = {"tail": "0.031"}
+    await world.until("Progressing", "Canary")
+    world.sims["node-0"].thresholds.clear()
+    world.edit(candidate={"selectorRef": {"name": "quest-32"}})
+    await world.until("Progressing", "Canary")
+    assert world.sims["node-0"].thresholds[0] == ("Shadow", {})
+
+
 @pytest.mark.parametrize(
     ("stage", "step"),
     [("Shadow", 0), ("Canary", 0), ("Ramp", 0), ("Ramp", 1), ("Full", 0)],

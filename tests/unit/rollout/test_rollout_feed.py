@@ -1,0 +1,92 @@
+"""Evidence as agents send it becomes one look: also what the window says to the next one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier.v1 import common_pb2 as common
+from kvtier.v1 import control_pb2 as control
+from kvtier_agent.evidence_convert import counts_message
+from kvtier_evidence import metrics
+from kvtier_evidence.grid import Histogram
+from kvtier_evidence.window import WindowCounts
+from kvtier_operator.ports import AgentTarget
+from kvtier_operator.rollout.feed import EvidenceFeed, Reading, thresholds_of
+from kvtier_operator.rollout.grants import fence_of, window_key
+from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
+from kvtier_operator.rollout.status import from_status
+from tests.unit.rollout.rollout_world import World
+
+SLOW, FAST = 0.08, 0.02
+
+
+class EvidenceOf:
+    """Every agent answers with the same counts, whole."""
+
+    def __init__(self, counts: WindowCounts) -> None:
+        self._counts = counts
+
+    async def read_evidence(self, node: AgentTarget, request: Any) -> control.ReadEvidenceResponse:
+        return control.ReadEvidenceResponse(
+            epoch="boot",
+            to_seq=1,
+            full=True,
+            increments=counts_message(self._counts),
+            total_units=self._counts.total(),
+            settled_cohort=1,
+        )
+
+
+def tpot(*values: float | None) -> WindowCounts:
+    counts = WindowCounts()
+    for value in values:
+        counts.of(metrics.TPOT_RATIO, metrics.Arm.BASELINE).histogram.add(value)
+    return counts
+
+
+def ratio_gates(spec: RolloutSpec) -> set[str]:
+    return {
+        gate.name
+        for step in spec.ladder
+        for gate in spec.gates_of(step)
+        if gate.metric.kind is metrics.Kind.RATIO
+    }
+
+
+def quantile(share: float) -> str:
+    histogram = Histogram()
+    for value in [FAST] * 90 + [SLOW] * 10:
+        histogram.add(value)
+    found = histogram.quantile(share)
+    assert found is not None
+    return f"{found:.9g}"
+
+
+async def test_a_look_says_the_baselines_quantiles_of_every_ratio_gate_of_the_ladder() -> None:
+    world = World()
+    await world.until("Progressing", "Shadow")
+    spec = parse_spec(world.api.objects[world.rollout]["spec"])
+    state = from_status(world.status)
+    counts = tpot(*[FAST] * 90, *[SLOW] * 10)
+    feed = EvidenceFeed(EvidenceOf(counts), world.clock)  # type: ignore[arg-type]
+    uid = world.api.objects[world.rollout]["metadata"]["uid"]
+    reading = Reading(
+        cache=common.CacheRef(namespace="serving", name="chat"),
+        fence=fence_of(state, uid),
+        key=window_key(state, spec, uid),
+        nodes=(AgentTarget("node-0", "uid-0", "10.0.0.1:7443", "boot"),),
+    )
+    look = await feed.look(reading, state, spec, world.clock.seconds)
+    told = dict(look.pair_thresholds)
+    assert set(told) == ratio_gates(spec) != set()
+    assert set(told.values()) == {quantile(0.99), quantile(0.5)}, "a tail and its median guard"
+    assert look.pair_thresholds == tuple(sorted(told.items()))
+
+
+@pytest.mark.parametrize("counts", [WindowCounts(), tpot(None)], ids=["no-metric", "no-value"])
+def test_a_window_without_times_says_nothing(counts: WindowCounts) -> None:
+    world = World()
+    spec = parse_spec(world.api.objects[world.rollout]["spec"])
+    assert thresholds_of(spec, counts) == ()
