@@ -190,4 +190,3 @@ async def test_a_create_of_what_exists_says_so(kubeconfig: Path, uid: str) -> No
         await api.create(revision)
         with pytest.raises(AlreadyExists):
             await api.create(revision)
-        await api.delete(ObjectKey(Kind.CONTROLLER_REVISION, NAMESPACE, "twice"))
