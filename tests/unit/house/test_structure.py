@@ -151,3 +151,14 @@ def test_every_command_starts(command: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert command in done.stdout
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for path in _tracked():
+        if path.suffix != ".md":
+            continue
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+            if not (path.parent / target).exists():
+                broken.append(f"{_name(path)} -> {target}")
+    assert broken == []
