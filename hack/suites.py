@@ -1,4 +1,4 @@
-"""Runs lint and the test suites one after the other, each in a process of its own, and sums up.
+"""Runs lint and the test suites, each in a process of its own, and sums up.
 
 Own processes, since suites need different environments (Triton's interpreter is chosen at import) and none
 should inherit what another left in memory. Every step has a deadline. Exit status 0 only if all passed.
@@ -7,12 +7,15 @@ should inherit what another left in memory. Every step has a deadline. Exit stat
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,34 +50,81 @@ def suite(name: str, deadline_s: float, *folders: str, **environment: str) -> St
     return Step(name, argv, deadline_s, tuple(environment.items()))
 
 
-STEPS = (
-    Step("lint", ("hack/lint",), 600),
-    suite("unit", 600, "tests/unit"),
-    suite("kernels", 900, "tests/kernels", TRITON_INTERPRET="1"),
-    suite("engine", 1200, "tests/engine"),
-    suite("cluster", 900, "tests/cluster"),
-    suite("e2e", 1500, "tests/e2e"),
+# Lanes of one group run side by side, the steps of a lane one after the other. Cluster tests mostly wait, so
+# they share the machine with what mostly computes; what keeps both cores busy itself has them for itself.
+GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
+    (
+        (
+            Step("lint", ("hack/lint",), 600),
+            suite("unit", 900, "tests/unit"),
+            suite("kernels", 900, "tests/kernels", TRITON_INTERPRET="1"),
+        ),
+        (suite("cluster", 1200, "tests/cluster"),),
+    ),
+    ((suite("engine", 1200, "tests/engine"),),),
+    ((suite("e2e", 1500, "tests/e2e"),),),
 )
 
 
-def run(step: Step) -> Result:
-    print(f"\n=== {step.name}: {' '.join(step.argv)}", flush=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(step.environment)
-    report = REPORTS / f"{step.name}.xml"
-    report.unlink(missing_ok=True)
-    started = time.monotonic()
-    process = subprocess.Popen(step.argv, cwd=REPOSITORY, env=environment, process_group=0)
-    note = ""
-    try:
-        code = process.wait(step.deadline_s)
-    except subprocess.TimeoutExpired:
-        note, code = f"ended after its deadline of {step.deadline_s:g} s", 1
-    finally:
-        _end(process)
-    tests, failures = _counts(report) if report.exists() else (0, 0)
-    if code == 5:
-        note = "no tests were found"
-    return Result(step, code == 0, time.monotonic() - started, tests, failures, note or f"status {code}")
+class Runner:
+    """Runs steps and can end all that are running. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def run_group(self, lanes: list[list[Step]]) -> list[Result]:
+        """The output of a step appears at once when it runs alone, else when it has ended."""
+        with ThreadPoolExecutor(max(1, len(lanes))) as pool:
+            futures = [pool.submit(self._run_lane, lane, len(lanes) == 1) for lane in lanes]
+            try:
+                return [result for future in futures for result in future.result()]
+            except KeyboardInterrupt:
+                # Before the pool is left, which waits for its threads.
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            running = list(self._running)
+        for process in running:
+            _end(process)
+
+    def _run_lane(self, steps: list[Step], alone: bool) -> list[Result]:
+        return [self._run(step, alone) for step in steps if not self._stopped]
+
+    def _run(self, step: Step, alone: bool) -> Result:
+        title = f"\n=== {step.name}: {' '.join(step.argv)}"
+        print(title if alone else f"{step.name}: started", flush=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(step.environment)
+        report = REPORTS / f"{step.name}.xml"
+        report.unlink(missing_ok=True)
+        started = time.monotonic()
+        with (REPORTS / f"{step.name}.log").open("w+b") as log:
+            out = None if alone else log
+            process = subprocess.Popen(
+                step.argv, cwd=REPOSITORY, env=environment, stdout=out, stderr=out, process_group=0
+            )
+            with self._lock:
+                self._running.add(process)
+            note = ""
+            try:
+                code = process.wait(step.deadline_s)
+            except subprocess.TimeoutExpired:
+                note, code = f"ended after its deadline of {step.deadline_s:g} s", 1
+            _end(process)
+            with self._lock:
+                self._running.discard(process)
+            log.seek(0)
+            text = log.read().decode(errors="replace")
+        if not alone:
+            print(f"{title}\n{text}", end="", flush=True)
+        tests, failures = _counts(report) if report.exists() else (0, 0)
+        if code == 5:
+            note = "no tests were found"
+        return Result(step, code == 0, time.monotonic() - started, tests, failures, note or f"status {code}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -82,11 +132,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for number, patience in ((signal.SIGINT, 20), (signal.SIGKILL, 10)):
         if process.poll() is not None:
             return
-        os.killpg(process.pid, number)
-        try:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _counts(report: Path) -> tuple[int, int]:
@@ -97,7 +146,7 @@ def _counts(report: Path) -> tuple[int, int]:
     return tests, failures
 
 
-def summarize(results: list[Result]) -> str:
+def summarize(results: list[Result], seconds: float) -> str:
     lines = ["", "=== summary"]
     for result in results:
         outcome = "passed" if result.passed else f"FAILED ({result.note})"
@@ -106,7 +155,7 @@ def summarize(results: list[Result]) -> str:
     total = sum(result.tests for result in results)
     failed = sum(result.failures for result in results)
     others = sum(not result.passed and result.failures == 0 for result in results)
-    lines.append(f"all        {total:5d} tests {sum(one.seconds for one in results):6.0f} s")
+    lines.append(f"all        {total:5d} tests {seconds:6.0f} s")
     lines.append("")
     lines.append(f"{total - failed} passed, {failed + others} failed")
     return "\n".join(lines)
@@ -116,16 +165,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="steps to run; all when absent")
     names = parser.parse_args().names
-    unknown = set(names) - {step.name for step in STEPS}
-    if unknown:
-        parser.error(f"no such step: {', '.join(sorted(unknown))}; known: {', '.join(s.name for s in STEPS)}")
+    known = [step.name for group in GROUPS for lane in group for step in lane]
+    if unknown := set(names) - set(known):
+        parser.error(f"no such step: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     REPORTS.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    runner = Runner()
+    started = time.monotonic()
+    results: list[Result] = []
     try:
-        results = [run(step) for step in STEPS if not names or step.name in names]
+        for group in GROUPS:
+            lanes = [[step for step in lane if not names or step.name in names] for lane in group]
+            results += runner.run_group([lane for lane in lanes if lane])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    print(summarize(results))
+    print(summarize(results, time.monotonic() - started))
     return 0 if all(result.passed for result in results) else 1
 
 
