@@ -79,7 +79,7 @@ def start_engine(running: Stack, index: int, *, probes: bool, probe_digest: str)
 
 def long_prompts() -> list[str]:
     """A short, a middle and a long context; the long one is larger than the two fast tiers' budgets."""
-    return [make_tasks(5, 1, words=14, repetitions=n)[0].prompt for n in (2, 8, 24)]
+    return [make_tasks(5, 1, words=14, repetitions=n)[0].prompt for n in (2, 8, 16)]
 
 
 def bring_up(running: Stack, otlp_endpoint: str) -> None:

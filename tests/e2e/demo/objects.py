@@ -63,8 +63,8 @@ def kv_cache(artifact_digest: str) -> dict[str, Any]:
         poolRef={"name": POOL},
         chunkTokens=32,
         tiers=[
-            {"tierClassName": "gpu-sim", "budget": "12Mi", "role": "resident"},
-            {"tierClassName": "cpu-dram", "budget": "4Mi", "role": "resident"},
+            {"tierClassName": "gpu-sim", "budget": "8Mi", "role": "resident"},
+            {"tierClassName": "cpu-dram", "budget": "3Mi", "role": "resident"},
             {"tierClassName": "nvme-local", "budget": "512Mi", "role": "backing"},
         ],
     )
@@ -92,7 +92,7 @@ def probe_config() -> tuple[dict[str, Any], str]:
 def rollout(name: str, selector_name: str) -> dict[str, Any]:
     """Declared for few requests; what real ones need is printed by the demo."""
     small = {"minSamples": 30, "designEffect": "1"}
-    half = {"minSamples": 30, "sampleFraction": "33%"}
+    half = {"minSamples": 30, "sampleFraction": "38%"}
     made = _example(
         60,
         name,

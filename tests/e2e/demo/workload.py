@@ -295,7 +295,7 @@ def main() -> int:
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--cache", required=True)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--new-tokens", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=3)
     parser.add_argument("--probes", action="store_true", help="run the probe set for new candidates")
     parser.add_argument("--probe-seed", type=int, default=1234)
     parser.add_argument("--probe-count", type=int, default=12)
