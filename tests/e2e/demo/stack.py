@@ -154,7 +154,6 @@ class Stack:
             self.folder / f"agent-{node}.kubeconfig",
             bound_pod=f"kvtier-agent-{node}",
         )
-        uid = self.get("node", node, None)["metadata"]["uid"]
         tls = self.cluster.issue_certificate(
             node, self.folder / f"tls-{node}", san_dns=(node,), san_ip=("127.0.0.1",)
         )
@@ -163,7 +162,6 @@ class Stack:
             template_args,
             {
                 "--node-name": node,
-                "--node-uid": uid,
                 "--state-dir": str(self.folder / "state" / node),
                 "--run-dir": str(self.folder / "run"),
                 "--listen": f"127.0.0.1:{port}",
