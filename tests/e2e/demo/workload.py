@@ -44,6 +44,7 @@ class Answer:
     tokens: list[int]
     arm: str
     exactness: list[str]
+    approximate_by: list[str]  # manifest digests that computed approximate steps
     tiers: dict[str, int]
     seconds: float
     per_token: float | None
@@ -107,6 +108,7 @@ class Engine:
         )
         tokens: list[int] = []
         exactness: list[str] = []
+        approximate_by: set[str] = set()
         tiers: dict[str, int] = {}
         first = last = None
         step = ids
@@ -119,6 +121,8 @@ class Engine:
             receipts = cache.take_receipts()
             exactness.append(weakest([r.exactness for r in receipts]))
             for receipt in receipts:
+                if receipt.exactness == "APPROXIMATE":
+                    approximate_by.add(receipt.manifest_digest)
                 for tier, size in receipt.bytes_by_tier.items():
                     tiers[tier] = tiers.get(tier, 0) + size
             if announce is not None:
@@ -127,7 +131,9 @@ class Engine:
         assert first is not None
         assert last is not None
         per_token = (last - first) / (len(tokens) - 1) if len(tokens) > 1 else None
-        answer = Answer(tokens, cache.arm, exactness, tiers, last - started, per_token)
+        answer = Answer(
+            tokens, cache.arm, exactness, sorted(approximate_by), tiers, last - started, per_token
+        )
         return answer, cache
 
 
@@ -213,6 +219,7 @@ class Workload:
             arm=answer.arm,
             tokens=len(answer.tokens),
             exactness=answer.exactness,
+            approximateBy=answer.approximate_by,
             tiers=answer.tiers,
             seconds=answer.seconds,
             per_token=answer.per_token,
