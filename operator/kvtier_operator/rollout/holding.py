@@ -70,11 +70,9 @@ def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
     if state.phase is Phase.COMPLETED and inputs.superseded_by:
         return _let_go(state, inputs)
     state = record_look(_watch_agents(state, inputs, spec), inputs, spec)
-    if spec.candidate_hash != state.candidate_hash:
-        return _edited_candidate(state, inputs)
-    harm = _reason_to_return(state, inputs, spec)
-    if harm is not None:
-        return roll_back(state, inputs, *harm)
+    against = _plan_against(state, inputs, spec)
+    if against is not None:
+        return against
     if _expired(state, inputs):
         return _resume(state, inputs, spec)
     if state.window is not None and state.window.spec_hash != spec.window_hash:
@@ -88,6 +86,21 @@ def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
         if onward is not None:
             return onward
     return _keep(state, inputs, spec)
+
+
+def plan_against(state: RolloutState, inputs: Inputs) -> Plan | None:
+    """What outranks a promotion by hand: an edited candidate, and every reason to return."""
+    spec = inputs.spec
+    if spec is None or inputs.cache is None:
+        return None
+    return _plan_against(record_look(_watch_agents(state, inputs, spec), inputs, spec), inputs, spec)
+
+
+def _plan_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | None:
+    if spec.candidate_hash != state.candidate_hash:
+        return _edited_candidate(state, inputs)
+    harm = _reason_to_return(state, inputs, spec)
+    return None if harm is None else roll_back(state, inputs, *harm)
 
 
 def _let_go(state: RolloutState, inputs: Inputs) -> Plan:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from kvtier_evidence.carry import Carry
 from kvtier_operator.rollout.conditions import with_conditions
 from kvtier_operator.rollout.evaluation import all_pass, record_look
-from kvtier_operator.rollout.holding import plan_holding, promote
+from kvtier_operator.rollout.holding import plan_against, plan_holding, promote
 from kvtier_operator.rollout.inputs import Inputs, Notice, Plan
 from kvtier_operator.rollout.intents import answered, judge_intent, pending_intent
 from kvtier_operator.rollout.moves import advance, roll_back
@@ -54,6 +54,11 @@ def _plan(state: RolloutState, inputs: Inputs) -> Plan:
         return Plan(state, release=True)
     intent = pending_intent(state, inputs)
     if intent is not None:
+        if intent.verb in (Verb.PROMOTE, Verb.SKIP) and state.holds_candidate:
+            # Its answer can wait for a pass; harm, drift and an edited candidate cannot.
+            against = plan_against(state, inputs)
+            if against is not None:
+                return against
         if inputs.spec is not None:
             state = record_look(state, inputs, inputs.spec)
         return _on_intent(state, inputs, intent)

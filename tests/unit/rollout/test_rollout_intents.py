@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
+from kvtier_operator.ports import Kind
 from kvtier_operator.rollout.intents import judge_intent
 from kvtier_operator.rollout.spec import Intent
 from kvtier_operator.rollout.state import LastIntent, RolloutState
@@ -78,6 +81,45 @@ async def test_promotion_by_hand_is_one_step_and_recorded(verb: str) -> None:
     await world.run(120)
     assert world.where == ("Progressing", "Canary", 0)
     assert "overridden" in world.status
+
+
+@pytest.mark.parametrize("verb", ["Promote", "Skip"])
+async def test_proof_of_harm_outranks_a_promotion_by_hand(verb: str) -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    granted = [len(sim.grants) for sim in world.sims.values()]
+    world.feed.gates["output"] = Verdict.FAIL
+    world.clock.seconds += 15
+    world.intent(verb, 1)
+    await world.until("RolledBack", limit=30)
+    assert world.status["rollback"]["cause"] == "GateFailed"
+    assert world.status["rollback"]["fromStage"] == "Canary"
+    assert world.status["lastIntent"]["result"] == "NotApplicable"
+    assert [len(sim.grants) for sim in world.sims.values()] == granted
+
+
+async def test_drift_outranks_a_promotion_by_hand() -> None:
+    """What is approved by hand is what was watched, not what its inputs have become meanwhile."""
+    world = World()
+    await world.until("Progressing", "Full")
+    selector = copy.deepcopy(world.object(Kind.KV_SELECTOR, "quest-64"))
+    selector["spec"]["budget"]["tokens"] = 48
+    world.api.put(selector)
+    world.intent("Promote", 1)
+    await world.until("RolledBack", limit=30)
+    assert world.status["rollback"]["cause"] == "InputDrift"
+    assert "Completed" not in {reason for reason, _ in world.api.events}
+
+
+async def test_an_edited_candidate_is_not_promoted_in_the_place_of_the_watched_one() -> None:
+    world = World()
+    await world.until("Progressing", "Full")
+    world.edit(candidate={"selectorRef": {"name": "quest-32"}})
+    world.intent("Promote", 1)
+    await world.until("Progressing", "Shadow", limit=60)
+    assert world.status["attempt"] == 2
+    assert world.status["lastIntent"]["result"] == "WrongAttempt"
+    assert "approved" not in world.cache_status
 
 
 async def test_promotion_by_hand_of_a_passing_step_overrides_nothing() -> None:
