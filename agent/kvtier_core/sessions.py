@@ -44,7 +44,8 @@ class LayerState:
 @dataclass(slots=True)
 class Session:
     """producers: (first position, index of the producer's digest), ascending; the same in all layers.
-    epoch: grows with each step of any session; what is sealed in one step is equally recent, by position."""
+    epoch: grows with each step of any session; what is sealed in one step is equally recent, by position.
+    step_first: position of the first query of the step that runs."""
 
     number: int
     session_id: str
@@ -55,6 +56,7 @@ class Session:
     open_grant: int
     producers: list[tuple[int, int]]
     step: int = -1
+    step_first: int = 0
     layer: int = 0
     committed: int = 0
     snapshot_generation: int = 0

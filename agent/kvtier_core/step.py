@@ -101,6 +101,7 @@ class StepRunner:
             )
         if request.step != session.step:
             store.start_step(session)
+            session.step_first = request.first_query_position
         k, v = (request.k[:0], request.v[:0]) if repeat else (request.k, request.v)
         append = store.reserve(session, request.layer, k, v)
         try:
@@ -150,7 +151,8 @@ class StepRunner:
         comparison = None
         if mode.compare and exact is not None and not fallback:
             comparison = self._compare(context.session, exact, candidate or exact, visible)
-        approximate = publishes and family is not None and request.q.shape[0] == 1 and family.omits(visible)
+        decode = _decodes(context.session, request)
+        approximate = publishes and family is not None and decode and family.omits(visible)
         arm = PublishArm.CANDIDATE if publishes else PublishArm.EXACT
         digest = mode.candidate_digest if publishes and mode.candidate_digest else self.baseline_digest
         receipt = self._receipt(context.session, published, arm, digest, fallback, visible)
@@ -172,7 +174,7 @@ class StepRunner:
     ) -> tuple[ArmAnswer | None, str]:
         """The candidate's answer; None when it reads every row, so that the exact one is it. The text is the
         reason of an exact fetch in its place (B.8, row 3: always allowed), empty for none."""
-        decode = request.q.shape[0] == 1
+        decode = _decodes(context.session, request)
         if family is None or not decode or request.layer in family.dense_layers or not family.omits(visible):
             return None, ""
         index = context.indexes[request.layer]
@@ -261,3 +263,9 @@ class StepRunner:
         index = context.indexes[append.layer]
         if index is not None and append.k.shape[0]:
             index.append(append.first, append.k)
+
+
+def _decodes(session: Session, request: StepRequest) -> bool:
+    """Whether the step is one query. A single query that ends a prefill's last block is none: a prefill is
+    read whole wherever its blocks end."""
+    return request.q.shape[0] == 1 and request.first_query_position == session.step_first

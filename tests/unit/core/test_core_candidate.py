@@ -232,14 +232,17 @@ def test_a_candidate_that_reads_every_row_is_exact_and_says_so(tmp_path: Path) -
             assert answer.comparison.diff_norm == 0.0
 
 
-def test_the_candidate_prefills_densely(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [20, TOKENS - 1], ids=["blocks", "last block of one"])
+def test_the_candidate_prefills_densely(tmp_path: Path, block: int) -> None:
     rows = Rows.random(TOKENS)
     with engine(tmp_path / "a", TIERS) as built:
         exact = Driver.open(built, rows).forward(TOKENS)
     with engine(tmp_path / "b", TIERS) as built:
         driver = Driver.open(built, rows, QUEST)
-        out = driver.forward(TOKENS, candidate())
+        baseline = built.live_manifest().digest()
+        out = driver.forward(TOKENS, candidate(), block=block)
         assert {answer.receipt.exactness for answer in driver.answers} == {ExactnessClass.EXACT}
+        assert {answer.receipt.producer_digest for answer in driver.answers} == {baseline}
     assert torch.equal(out, exact)
 
 
