@@ -170,7 +170,7 @@ class RowStore:
                 if state.open_line == NO_LINE or append.open_chunk != first // size:
                     self._reserve_open(append, state)
             self._write_invisible(append, state)
-        except CoreError:
+        except BaseException:
             self.abort(append)
             raise
         return append

@@ -107,7 +107,8 @@ class StepRunner:
         try:
             answer, approximate = self._answer(context, request, mode, family, append)
             store.settle(append)
-        except CoreError:
+        except BaseException:
+            # A defect must cost an answer, not the capacity that this frame holds.
             store.abort(append)
             raise
         if approximate:

@@ -371,6 +371,9 @@ class Transactions:
         except CoreError as error:
             self._abort(move)
             raise _refusal(error) from error
+        except BaseException:
+            self._abort(move)
+            raise
         self.complete(done)
         self.publish(move)
         self.release(move)
