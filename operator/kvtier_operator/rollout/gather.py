@@ -191,6 +191,8 @@ class Gatherer:
         if state.window.spec_hash != spec.window_hash or (state.schedule and now < state.schedule.due_at):
             return None
         lost = {agent.node for agent in state.lost}
+        # A holder that fell silent in this very pass is not in the status yet; its evidence is missing too.
+        lost |= {v.node for v in pool.views if not v.reachable and v.granted_rollout == subject.uid}
         nodes = tuple(pool.targets[view.node] for view in pool.views if view.selected or view.node in lost)
         reading = Reading(
             cache=reference(cache),

@@ -285,9 +285,11 @@ def _to_take_back(state: RolloutState, inputs: Inputs) -> list[str]:
 
 
 def _ready(state: RolloutState, inputs: Inputs) -> bool:
-    """Every agent of the radius holds the candidate under this fence."""
+    """Every agent of the radius holds the candidate under this fence, and none that held it is silent."""
     chosen = [agent for agent in inputs.agents if agent.selected]
-    return bool(chosen) and all(agent.reachable and _holds(agent, state) for agent in chosen)
+    return (
+        bool(chosen) and not state.lost and all(agent.reachable and _holds(agent, state) for agent in chosen)
+    )
 
 
 def _onward(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier_operator.rollout.feed import Reading
+from kvtier_operator.rollout.inputs import Look
+from kvtier_operator.rollout.spec import RolloutSpec
+from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World, held
 
@@ -75,6 +79,27 @@ async def test_silent_agent_is_said_and_holds_the_step() -> None:
     world.sims["node-0"].cut_off = False
     await world.until("Completed")
     assert world.condition("Degraded")["status"] == "False"
+
+
+async def test_dead_agent_is_missed_by_the_first_look_and_holds_the_step() -> None:
+    """Its Lease has ended, so it may hold nothing any more; what it had counted is missing all the same."""
+    world = World()
+    await to_canary(world)
+    asked: list[list[str]] = []
+    look = world.feed.look
+
+    async def noting(reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
+        asked.append([node.name for node in reading.nodes])
+        return await look(reading, state, spec, now)
+
+    world.feed.look = noting  # type: ignore[method-assign]
+    world.clock.seconds += 8
+    world.sims["node-0"].alive = False
+    await world.pass_()
+    assert asked[0] == ["node-0", "node-1"]
+    await world.run(30)
+    assert world.where == ("Progressing", "Canary", 0)
+    assert world.condition("Degraded")["reason"] == "AgentUnreachable"
 
 
 @pytest.mark.parametrize(("policy", "seconds"), [("RollBack", 20), ("Resume", 130)])
