@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtier_operator.fleet import condition_of, pool_of
+from kvtier_operator.fleet import condition_of, lease_end, parse_time, pool_of
 from kvtier_operator.ports import LEASE_PREFIX, JsonObject, Kind, ObjectKey, Store
 
 RECONCILED = (
@@ -64,7 +64,12 @@ def affected(
                     keys |= _of_pool(store, *pool_of(version))
         case Kind.LEASE:
             node = key.name.removeprefix(LEASE_PREFIX)
-            if _holder(before) != _holder(after) or before is None or after is None:
+            if (
+                before is None
+                or after is None
+                or _holder(before) != _holder(after)
+                or _revived(before, after)
+            ):
                 keys.add(ObjectKey(Kind.KV_NODE, "", node))
                 kv_node = store.get(ObjectKey(Kind.KV_NODE, "", node))
                 if kv_node is not None:
@@ -86,6 +91,11 @@ def affected(
             keys |= _rollouts(store, key.namespace, lambda spec: _cache_name(spec) == cache)
             if cache and (before is None or after is None or _stage(before) != _stage(after)):
                 keys.add(ObjectKey(Kind.KV_CACHE, key.namespace, cache))
+                # An AgentPool holds its updates while a rollout on its nodes is unfinished.
+                on = store.get(ObjectKey(Kind.KV_CACHE, key.namespace, cache))
+                pool = (((on or {}).get("spec") or {}).get("poolRef") or {}).get("name", "")
+                if pool:
+                    keys.add(ObjectKey(Kind.AGENT_POOL, key.namespace, pool))
         case _:
             pass
     return keys
@@ -110,6 +120,12 @@ def _stage(rollout: JsonObject) -> tuple[str, str]:
 
 def _holder(lease: JsonObject | None) -> str:
     return str(((lease or {}).get("spec") or {}).get("holderIdentity") or "")
+
+
+def _revived(before: JsonObject, after: JsonObject) -> bool:
+    """Renewed by the same agent after it had ended: everybody took it for lost."""
+    end, renewed = lease_end(before), parse_time((after.get("spec") or {}).get("renewTime"))
+    return end is not None and renewed is not None and renewed > end
 
 
 def _node_facts(node: JsonObject) -> tuple[object, ...]:

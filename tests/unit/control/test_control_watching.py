@@ -138,7 +138,20 @@ def test_a_new_object_wakes_those_that_depend_on_it(
     assert affected(changed, obj, None, bench.store) == {changed} | woken
 
 
+def test_a_rollout_that_moves_wakes_its_cache_and_pool(bench: Bench) -> None:
+    """A pool holds its updates while a rollout is unfinished, and lets them go afterwards."""
+    before = bench.store.get(ROLLOUT)
+    assert before is not None
+    after = before | {"status": {"phase": "Completed", "stage": "Full"}}
+    assert affected(ROLLOUT, before, after, bench.store) == {ROLLOUT, CACHE, POOL}
+    numbers = after | {"status": after["status"] | {"verdict": "Pass"}}
+    assert affected(ROLLOUT, after, numbers, bench.store) == {ROLLOUT}
+
+
 LEASE = key(Kind.LEASE, "kvnode-a")
+
+
+EARLY, SOON, LATE = "2027-01-15T08:00:00.0Z", "2027-01-15T08:00:29.9Z", "2027-01-15T08:00:30.1Z"
 
 
 def lease(holder: str, renewed: str = "1") -> JsonObject:
@@ -150,6 +163,8 @@ def lease(holder: str, renewed: str = "1") -> JsonObject:
     [
         pytest.param(lease("x"), lease("x", "2"), False, id="renewed"),
         pytest.param(None, lease("x"), True, id="new"),
+        pytest.param(lease("x", EARLY), lease("x", SOON), False, id="renewed-in-time"),
+        pytest.param(lease("x", EARLY), lease("x", LATE), True, id="renewed-after-its-end"),
         pytest.param(lease("x"), lease("y"), True, id="another-boot"),
         pytest.param(lease("x"), lease(""), True, id="released"),
         pytest.param(lease("x"), None, True, id="deleted"),
