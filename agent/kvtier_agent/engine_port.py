@@ -182,7 +182,8 @@ class EngineRunner:
         return self._pending
 
     async def call(self, function: Callable[[], T], *, bounded: bool = True) -> T:
-        """Awaits the function's result; raises QUEUE_FULL when `bounded` and the queue is full.
+        """Awaits the function's result; raises QUEUE_FULL when `bounded` and the queue is full, CACHE_UNKNOWN
+        when the engine closes first.
 
         If the caller is cancelled while the function runs, the function still finishes.
         """
@@ -200,7 +201,14 @@ class EngineRunner:
             self._done(None)
             raise CoreError(Reason.CACHE_UNKNOWN, "the cache was removed", {}) from error
         future.add_done_callback(self._done)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and task is not None and not task.cancelling():
+                # Not the caller was cancelled: the engine was closed before its turn came.
+                raise CoreError(Reason.CACHE_UNKNOWN, "the cache was removed", {}) from None
+            raise
 
     def _done(self, _future: Future[T] | None) -> None:
         with self._lock:

@@ -1,0 +1,95 @@
+"""A stream that ends at any moment gives back every place it took, and what it waits for has an end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvtier.v1 import attention_pb2, common_pb2
+from kvtier_agent.attention_service import AttentionService, FrameCount
+from kvtier_agent.cachehost import CacheHost
+from kvtier_agent.engine_port import EngineRunner
+from kvtier_agent.rpc import RpcScope
+from kvtier_agent.telemetry import Metrics, Telemetry
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.enforcement import SessionFacts
+from tests.engine.agent_process import baseline_manifest
+from tests.unit.agent.agent_fakes import Bench, FakeEngine
+
+GEOMETRY = baseline_manifest().model.geometry
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path)
+    await made.apply()
+    yield made
+    await made.close()
+
+
+async def test_a_stream_that_ends_while_a_frame_waits_for_the_queue_takes_no_place_with_it(
+    bench: Bench,
+) -> None:
+    """With one frame in flight allowed, two are queued; the fifth is accepted and finds the queue full."""
+    bench.node.limits = replace(bench.node.limits, stream_in_flight=1)
+    host: CacheHost = next(iter(bench.node.caches.values()))
+    session = await host.open_session(SessionFacts("beta", "", "root", "root"), 0.125, 100, "")
+    metrics = Metrics(CollectorRegistry())
+    telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
+    frames = FrameCount(8, metrics)
+    service = AttentionService(bench.node, RpcScope(telemetry, metrics, 5.0), telemetry, metrics, frames)
+    release, sent = threading.Event(), asyncio.Semaphore(0)
+    bench.engine.hook = lambda: release.wait(10) and None
+
+    async def incoming() -> AsyncIterator[attention_pb2.AttendFrame]:
+        for _ in range(6):
+            sent.release()
+            yield attention_pb2.AttendFrame(
+                session_id=session.handle.session_id,
+                generation=session.handle.generation,
+                boot_id=bench.node.boot_id,
+                tenant="beta",
+                q=b"\0" * (GEOMETRY.query_heads * GEOMETRY.head_dim * 4),
+            )
+
+    answers = service.Attend(incoming(), None)  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        first = asyncio.ensure_future(anext(answers))
+        for _ in range(4):
+            await sent.acquire()
+        release.set()
+        assert not (await first).HasField("error")
+        refused = await anext(answers)
+        assert refused.error.reason == common_pb2.QUEUE_FULL
+        await sent.acquire()
+        while frames.count == 0:
+            await asyncio.sleep(0)
+        assert frames.count == 1
+        await answers.aclose()
+        await frames.idle()
+    assert frames.count == 0
+
+
+async def test_a_call_that_a_closing_engine_never_ran_is_refused_by_name(bench: Bench) -> None:
+    release = threading.Event()
+    runner = EngineRunner(FakeEngine(bench.baseline), "x", 4)
+    running = asyncio.create_task(runner.call(lambda: release.wait(10)))
+    queued = asyncio.create_task(runner.call(lambda: None))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(runner.close())
+    while not queued.done():
+        await asyncio.sleep(0)
+    release.set()
+    async with asyncio.timeout(10):
+        await closing
+        assert await running
+        with pytest.raises(CoreError) as refused:
+            await queued
+    assert refused.value.reason is Reason.CACHE_UNKNOWN
+    assert runner.pending == 0
