@@ -125,7 +125,13 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
                         refusal = self._frames.enter()
                     if refusal is None:
                         accepted += 1
-                    await queue.put(_Received(frame, time.monotonic(), refusal))
+                    try:
+                        await queue.put(_Received(frame, time.monotonic(), refusal))
+                    except asyncio.CancelledError:
+                        # It is not in the queue, so nobody else gives its place back.
+                        if refusal is None:
+                            self._frames.leave()
+                        raise
             finally:
                 await queue.put(None)
 

@@ -68,8 +68,6 @@ async def test_a_stream_that_ends_while_a_frame_waits_for_the_queue_takes_no_pla
         refused = await anext(answers)
         assert refused.error.reason == common_pb2.QUEUE_FULL
         await sent.acquire()
-        while frames.count == 0:
-            await asyncio.sleep(0)
         assert frames.count == 1
         await answers.aclose()
         await frames.idle()
@@ -83,8 +81,7 @@ async def test_a_call_that_a_closing_engine_never_ran_is_refused_by_name(bench: 
     queued = asyncio.create_task(runner.call(lambda: None))
     await asyncio.sleep(0)
     closing = asyncio.create_task(runner.close())
-    while not queued.done():
-        await asyncio.sleep(0)
+    await asyncio.wait([queued], timeout=10)
     release.set()
     async with asyncio.timeout(10):
         await closing
