@@ -195,7 +195,8 @@ class ClusterRegistration:
             try:
                 await self.renew_lease()
                 failures = 0
-            except KubeError as error:
+            except Exception as error:
+                # Also what is no answer of the API server: without renewals the agent would count as dead.
                 failures += 1
                 self._failed("Lease", error)
             await asyncio.sleep(
@@ -209,7 +210,7 @@ class ClusterRegistration:
             try:
                 await self.write_node()
                 failures = 0
-            except KubeError as error:
+            except Exception as error:
                 failures += 1
                 self._failed("KVNode", error)
             if failures:
@@ -273,7 +274,8 @@ class ClusterRegistration:
 
     def _failed(self, name: str, error: Exception) -> None:
         self._metrics.registration_failures.labels(name).inc()
-        log.warning("%s not written: %s", name, error)
+        unexpected = not isinstance(error, (KubeError, TimeoutError))
+        log.warning("%s not written: %s", name, error, exc_info=error if unexpected else None)
 
     def _backoff(self, failures: int) -> float:
         """Exponential from half a second, with up to half of it as jitter."""

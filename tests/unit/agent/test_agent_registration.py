@@ -30,6 +30,7 @@ class FakeApi:
     def __init__(self) -> None:
         self.writes: list[tuple[str, dict[str, Any]]] = []
         self.down = False
+        self.error: Exception = KubeError(0, "connection refused")
         self.objects: dict[str, dict[str, Any]] = {}
         self.closed = False
         self.wrote = asyncio.Event()
@@ -38,7 +39,7 @@ class FakeApi:
     async def apply(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if self.down:
             self.refused.release()
-            raise KubeError(0, "connection refused")
+            raise self.error
         if path.endswith("/status") and NODE_PATH not in self.objects:
             raise KubeError(404, "not found")
         self.writes.append((path, body))
@@ -239,8 +240,16 @@ async def test_a_drain_says_so_and_gives_the_lease_back(registered: Registered) 
     assert registered.api.closed
 
 
-async def test_an_api_server_that_is_away_is_retried_and_never_raised(registered: Registered) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [KubeError(0, "connection refused"), ValueError("an answer that is no JSON")],
+    ids=["away", "unexpected"],
+)
+async def test_an_api_server_that_is_away_is_retried_and_never_raised(
+    registered: Registered, error: Exception
+) -> None:
     registered.api.down = True
+    registered.api.error = error
     running = asyncio.create_task(registered.registration.run())
     async with asyncio.timeout(10):
         for _ in range(2):
@@ -252,6 +261,7 @@ async def test_an_api_server_that_is_away_is_retried_and_never_raised(registered
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     registered.api.down = True
+    registered.api.error = KubeError(0, "connection refused")
     await registered.registration.drain()
 
 
