@@ -32,14 +32,21 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
     if state.rollback is None:
         raise ValueError("a rollout in ExactBaseline has a rollback record")
     rollback = state.rollback
-    missing = [
-        agent.node for agent in inputs.agents if not proved(agent, state.fence, rollback.target_digest)
-    ]
+    baseline = inputs.cache.baseline if inputs.cache else None
+    # What the KVCache says is what agents are given; a digest that it has left behind nobody can prove.
+    digest = baseline.digest if baseline else rollback.target_digest
+    unproved = [agent.node for agent in inputs.agents if not proved(agent, state.fence, digest)]
     ended = inputs.now >= lease_end(inputs, rollback.started_at)
-    gone = ended or all(revoked(agent, state.fence) for agent in inputs.agents)
+    # Whose Node is deleted leaves the count, but not before its lease has ended: it may still be running.
+    present = {agent.node for agent in inputs.agents}
+    vanished = [] if ended else [node for node in rollback.missing if node not in present]
+    missing = unproved + vanished
+    told = bool(present) and not vanished and all(revoked(agent, state.fence) for agent in inputs.agents)
+    gone = ended or told
     updated = replace(
         rollback,
-        restored=len(inputs.agents) - len(missing),
+        target_digest=digest,
+        restored=len(inputs.agents) - len(unproved),
         total=len(inputs.agents),
         missing=tuple(missing)[:MAX_MISSING],
         in_flight=sum(agent.proof.in_flight for agent in inputs.agents if agent.proof),
@@ -49,7 +56,7 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
     notices: tuple[Notice, ...] = ()
     spans: tuple[SpanNote, ...] = ()
     approved = inputs.cache is not None and is_mine(inputs.cache, inputs)
-    if not missing and not approved:
+    if gone and not missing and not approved:
         target = replace(
             target,
             phase=Phase.ROLLED_BACK,
@@ -60,7 +67,7 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
             Notice(
                 False,
                 "BaselineRestored",
-                f"{updated.restored} of {updated.total} agents proved {short_digest(rollback.target_digest)}",
+                f"{updated.restored} of {updated.total} agents proved {short_digest(digest)}",
             ),
         )
         spans = (
@@ -81,15 +88,16 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
         notices += (
             Notice(True, "ReleasedUnproved", f"deleted with leases ended but without proof of {missing[:4]}"),
         )
+    waiting = bool(missing or not gone) and not release
     return Plan(
         state=target,
         urgent=target != state,
-        rpcs=() if release else tuple(Revoke(node, rollback.cause) for node in missing),
+        rpcs=() if release else tuple(Revoke(node, rollback.cause) for node in unproved),
         withdraw=approved,
         notices=notices,
         spans=spans,
         release=release and not approved,
-        requeue_after=_wait(inputs, missing, rollback.started_at) if missing and not release else 0.0,
+        requeue_after=_wait(inputs, unproved, rollback.started_at) if waiting else 0.0,
     )
 
 

@@ -151,8 +151,38 @@ async def test_deleted_node_leaves_the_count() -> None:
     world.intent("Abort", 1)
     await world.run(3)
     del world.sims["node-0"]
+    await world.run(3)
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    assert world.status["rollback"]["missing"] == ["node-0"]
     await world.until("RolledBack", limit=30)
     assert world.status["rollback"]["agentsTotal"] == 1
+    assert world.condition("CandidateRevoked")["status"] == "True"
+
+
+async def test_nothing_is_restored_before_a_lease_could_end_when_no_agent_is_there() -> None:
+    world = World()
+    await to_canary(world)
+    world.sims.clear()
+    world.intent("Abort", 1)
+    await world.run(9)
+    assert world.where[0] == "RollingBack"
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    assert world.condition("BaselineRestored")["status"] == "False"
+    await world.until("RolledBack", limit=30)
+
+
+async def test_agents_prove_the_baseline_that_the_cache_has_now() -> None:
+    """Or a rollout whose cache got another baseline meanwhile would never end, and keep the cache busy."""
+    world = World()
+    await to_canary(world)
+    other = "sha256:" + "b" * 64
+    world.api.objects[world.cache_key]["status"]["baseline"] = {"digest": other, "revision": "chat-other"}
+    for sim in world.sims.values():
+        sim.baseline = other
+    await world.until("RolledBack", limit=60)
+    assert world.status["rollback"]["cause"] == "InputDrift"
+    assert world.status["rollback"]["targetDigest"] == other
+    assert world.condition("BaselineRestored")["status"] == "True"
 
 
 async def test_finalizer_goes_when_the_lease_has_provably_ended() -> None:
