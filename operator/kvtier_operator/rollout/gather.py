@@ -19,7 +19,7 @@ from kvtier_operator.rollout.inputs import AgentView, Approved, CacheView, Candi
 from kvtier_operator.rollout.moves import is_mine
 from kvtier_operator.rollout.observe import Memory, Observer, Pool, unasked
 from kvtier_operator.rollout.rivals import busy_with, superseded_by
-from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
+from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp
 from kvtier_operator.rollout.vocabulary import Phase, Stage
@@ -98,7 +98,8 @@ class Gatherer:
             agents=pool.views,
             look=run.look,
             quiet_since=self._quiet_since(now),
-            ttl=_ttl(rollout),
+            ttl=_duration(rollout, "ttlAfterFinished", 0.0),
+            lease_ttl=_duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL),
         )
         inputs = await self._with_rivals(inputs, state, rollout)
         return Facts(subject, state, spec, compiled, pool, inputs)
@@ -259,9 +260,10 @@ def cache_view(cache: JsonObject | None) -> CacheView | None:
     )
 
 
-def _ttl(rollout: JsonObject) -> float:
-    text = (rollout.get("spec") or {}).get("ttlAfterFinished")
+def _duration(rollout: JsonObject, name: str, default: float) -> float:
+    """Read by itself, since it counts also when the rest of the spec cannot be run."""
+    text = (rollout.get("spec") or {}).get(name)
     try:
-        return parse_duration(text, "spec.ttlAfterFinished") if text else 0.0
+        return parse_duration(text, f"spec.{name}") if text else default
     except QuantityError:
-        return 0.0
+        return default

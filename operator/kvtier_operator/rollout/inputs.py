@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtier_evidence.carry import Carry
-from kvtier_operator.rollout.spec import RolloutSpec
+from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, RolloutSpec
 from kvtier_operator.rollout.state import CandidateRef, ManifestRef, RolloutState
 from kvtier_operator.rollout.vocabulary import Blocker, Cause, Verdict
 
@@ -119,8 +119,8 @@ class Look:
 class Inputs:
     """busy_with: the unfinished rollout of the cache that comes before this one. superseded_by: an unfinished
     rollout that has begun, of the same cache, and whose turn it is. ttl: seconds that a finished rollout is
-    kept. quiet_since: when this process became leader; it knows nothing of
-    renewals sent before that."""
+    kept. lease_ttl: seconds, also of a spec that cannot be run. quiet_since: when this process became leader;
+    it knows nothing of renewals sent before that."""
 
     now: float
     uid: str
@@ -137,6 +137,7 @@ class Inputs:
     look: Look | None = None
     quiet_since: float = 0.0
     ttl: float = 0.0
+    lease_ttl: float = DEFAULT_LEASE_TTL
     forecast: str = ""
     forecast_slow: bool = False
 

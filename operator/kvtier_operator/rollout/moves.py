@@ -193,7 +193,7 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
 def lease_end(inputs: Inputs, since: float) -> float:
     """When every lease that could have been renewed before `since`, or by an operator before this one, has
     provably ended: TTL + 10 %, at least the second that a short lease's renewal may be on its way."""
-    ttl = inputs.spec.lease_ttl if inputs.spec else 60.0
+    ttl = inputs.lease_ttl
     return max(since, inputs.quiet_since) + ttl + max(ttl * (LEASE_GRACE - 1), MIN_GRACE)
 
 

@@ -144,6 +144,20 @@ async def test_new_leader_waits_a_lease_before_it_calls_it_ended() -> None:
     assert world.condition("CandidateRevoked")["status"] == "True"
 
 
+async def test_a_lease_ends_by_its_own_ttl_though_the_spec_cannot_be_run_any_more() -> None:
+    world = World(leaseTTL="100s")
+    await to_canary(world)
+    world.sims["node-0"].cut_off = True
+    world.edit(
+        stages=[{"name": "Shadow"}, {"name": "Ramp", "steps": ["10%"]}, {"name": "Full", "holdback": "95%"}]
+    )
+    await world.run(80)
+    assert world.status["rollback"]["cause"] == "InputDrift"
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    await world.run(40)
+    assert world.condition("CandidateRevoked")["status"] == "True"
+
+
 async def test_deleted_node_leaves_the_count() -> None:
     world = World()
     await to_canary(world)
