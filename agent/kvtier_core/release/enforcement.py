@@ -145,8 +145,7 @@ class CacheEnforcement:
             return held
         if received_ns + terms.ttl_ms * NANOS_PER_MS <= self._clock():
             raise CoreError(Reason.LEASE_EXPIRED, "the lease ended before the grant was durable", {})
-        continued = held is not None and held.terms.candidate_digest == terms.candidate_digest
-        if not continued:
+        if held is None or _permission(held.terms) != _permission(terms):
             self._epoch += 1
         self._lease = Lease(terms, received_ns + terms.ttl_ms * NANOS_PER_MS, self._epoch)
         self._last_granted = terms.fence.value
@@ -250,6 +249,11 @@ class CacheEnforcement:
         if held is not None:
             return "CandidateReplaced"
         return self._revoke_reason or "Revoked"
+
+
+def _permission(terms: GrantTerms) -> tuple[str, int, str]:
+    """What one permission is: another attempt begins in Shadow, where no earlier session may go on."""
+    return terms.fence.rollout_uid, terms.fence.attempt, terms.candidate_digest
 
 
 def _origin(held: Lease | None) -> tuple[int, GrantTerms | None]:

@@ -264,11 +264,20 @@ def test_a_session_opened_before_the_grant_stays_exact() -> None:
     assert (plan.publish, plan.compare, plan.fallback) == (ServedArm.BASELINE, False, "")
 
 
-def test_another_candidate_takes_over_no_session_of_the_first() -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        terms(2, digest="sha256:dd"),
+        replace(terms(2, stage="Shadow", fraction="0"), fence=FenceToken(2, "rollout", 2, "Shadow", 0)),
+        replace(terms(2), fence=FenceToken(2, "another", 1, "Canary", 0)),
+    ],
+    ids=["candidate", "attempt", "rollout"],
+)
+def test_another_candidate_takes_over_no_session_of_the_first(other: GrantTerms) -> None:
     clock = FakeClock()
     enforcement = granted(clock)
     session = enforcement.assign(facts())
-    enforcement.grant(terms(2, digest="sha256:dd"), Judgement.ADVANCE, clock())
+    enforcement.grant(other, Judgement.ADVANCE, clock())
     assert not enforcement.may_publish(session)
     assert enforcement.plan_step(session, "root", 1, False).fallback == "CandidateReplaced"
 
