@@ -13,6 +13,7 @@ from datetime import timedelta
 
 from kvtier_crds.manifest import ManifestError, RuntimeManifest
 from kvtier_crds.models.common import short_digest
+from kvtier_crds.quantity import parse_duration
 from kvtier_operator.events import post_changes
 from kvtier_operator.fleet import parse_time
 from kvtier_operator.ports import (
@@ -306,7 +307,7 @@ class KVCacheReconciler:
                 self._removal_fence[uid] = await self._advance_fence(key, cache, fence)
             left = await self._nodes.remove(self._views(cache), cache_ref(cache), fence)
         since = parse_time(cache["metadata"]["deletionTimestamp"])
-        if left and since is not None and self._deps.clock.now() - since < REMOVAL_GRACE:
+        if left and since is not None and self._deps.clock.now() - since < self._removal_grace(cache):
             return Requeue(RETRY_SECONDS, f"not removed on {len(left)} nodes")
         if left:
             names = ", ".join(f"{name} ({reason})" for name, reason in sorted(left.items())[:6])
@@ -333,6 +334,16 @@ class KVCacheReconciler:
         self._removal_fence.pop(uid, None)
         self._ledger_written.pop(uid, None)
         return Done()
+
+    def _removal_grace(self, cache: JsonObject) -> timedelta:
+        """As long as a lease may last: by the longest TTL that a rollout of this cache declares."""
+        ttls = [
+            parse_duration(text, "spec.leaseTTL")
+            for rollout in self._deps.store.list_all(Kind.KV_ROLLOUT, _namespace(cache))
+            if rollout["spec"]["cacheRef"]["name"] == cache["metadata"]["name"]
+            and (text := rollout["spec"].get("leaseTTL"))
+        ]
+        return max(REMOVAL_GRACE, timedelta(seconds=1.1 * max(ttls, default=0.0)))
 
 
 def _adopted(revision: Revision, fence: int) -> _Adopted:

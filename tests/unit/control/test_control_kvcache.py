@@ -228,6 +228,23 @@ async def test_deletion_does_not_wait_for_ever_for_a_node_that_is_gone() -> None
     assert "b (UNAVAILABLE)" in message
 
 
+async def test_deletion_waits_as_long_as_a_lease_of_the_cache_may_last() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    await settle(bench, reconciler)
+    rollout = kv_rollout(phase="RollingBack")
+    rollout["spec"]["leaseTTL"] = "5m"
+    bench.api.add(rollout)
+    bench.api.mark_deleted(KEY, bench.clock.now())
+    bench.agents.down.add("b")
+    for waited, there in ((REMOVAL_GRACE.total_seconds() + 1, True), (300, False)):
+        bench.clock.advance(waited)
+        for node in ("a", "b"):
+            bench.renew(node)
+        await reconciler.reconcile(KEY)
+        assert (KEY in bench.api.objects) is there
+
+
 async def test_the_ledger_is_written_once_a_minute_and_only_when_it_moved() -> None:
     bench = bench_with()
     reconciler = KVCacheReconciler(bench.deps)
