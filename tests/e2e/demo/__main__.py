@@ -63,14 +63,14 @@ def model_digest() -> str:
         return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def start_engine(running: Stack, index: int, *, probes: bool, probe_digest: str) -> Child:
+def start_engine(running: Stack, index: int, *, probe_digest: str) -> Child:
     argv = [*python("-m", "tests.e2e.demo.workload"), "--namespace", SERVING, "--cache", objects.CACHE]
     # Each engine process starts at another agent, so both agents always have traffic.
     for node in NODES[index:] + NODES[:index]:
         argv += ["--agent", f"{node}={running.socket_path(node)}"]
     argv += ["--seed", str(100 + index), "--paused", "--probe-digest", probe_digest]
     argv += ["--probe-seed", str(objects.PROBE_SEED), "--probe-count", str(objects.PROBE_COUNT)]
-    argv += ["--probes"] if probes else []
+    argv += ["--probe-part", f"{index}/{len(NODES)}"]
     environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     child = Child(f"engine-{index}", argv, running.folder, environment)
     running.children[f"engine-{index}"] = child
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
             90,
             running,
         )
-        engines = [start_engine(running, i, probes=i == 0, probe_digest=digest) for i in range(2)]
+        engines = [start_engine(running, i, probe_digest=digest) for i in range(2)]
         for engine in engines:
             engine.wait_for("ready", 300)
         say("two engine processes hold SmolLM2-135M-Instruct")

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier_evidence.assignment import is_candidate
 from tests.cluster.kvtier_localplane import eventually
 
 from . import objects
@@ -252,30 +253,21 @@ def abort_in_canary(demo: Demo, name: str) -> bool:
     """A person aborts while a request on the candidate is generating."""
     engine = demo.engines[0]
     prompt = make_tasks(77, 1, repetitions=6)[0].prompt
-    aborted = False
     exactness: list[str] = []
-    arm = ""
-    for attempt in range(12):
-        # The arm is the assignment's: try roots until the hash puts one on the candidate.
-        request = f"long-{attempt}"
-        engine.send(
-            do="long", id=request, prompt=prompt, new_tokens=60, tenant="beta", root=f"root-{attempt}"
-        )
-        exactness = []
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            event = engine.wait_for_any(("token", "longDone", "request", "refused"), 60)
-            if event["event"] == "request":
-                demo.observer.take_request(event)
-            if event["event"] == "longDone":
-                arm, exactness = event["arm"], event["exactness"]
-                break
-            on_candidate = event["event"] == "token" and event["arm"] == "candidate"
-            if on_candidate and event["index"] == 6 and not aborted:
-                abort(demo, name)
-                aborted = True
-        if arm == "candidate" and aborted:
+    # Agents assign by a hash that anyone can compute: name a session that will be on the candidate.
+    uid = demo.observer.rollout(name)["metadata"]["uid"]
+    root = next(r for r in (f"root-{i}" for i in range(1000)) if is_candidate(uid, "beta", r, 0.5))
+    engine.send(do="long", id="long", prompt=prompt, new_tokens=60, tenant="beta", root=root)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        event = engine.wait_for_any(("token", "longDone", "request", "refused"), 60)
+        if event["event"] == "request":
+            demo.observer.take_request(event)
+        elif event["event"] == "longDone":
+            exactness = event["exactness"]
             break
+        elif event["event"] == "token" and (event["index"], event["arm"]) == (6, "candidate"):
+            abort(demo, name)
     folded = [e for i, e in enumerate(exactness) if i == 0 or exactness[i - 1] != e]
     changed = folded[-2:] == ["APPROXIMATE", "EXACT_OVER_APPROXIMATE_HISTORY"]
     done = demo.wait_rollout(name, phase_is("RolledBack"), "rolled back", 90)
@@ -357,7 +349,7 @@ def traces(demo: Demo, first: str, restarted: str) -> None:
     )
 
 
-def quiet(demo: Demo, seconds: float = 20) -> None:
+def quiet(demo: Demo, seconds: float = 15) -> None:
     """Count the operator's writes while nothing changes, from the API server's audit log."""
     from tests.cluster.kvtier_localplane import audit
 

@@ -152,7 +152,8 @@ class Workload:
         self.engine, self.options = engine, options
         self.nodes = list(engine.clients)
         self.tasks = make_tasks(options.seed, 4096)
-        self.probes = make_tasks(options.probe_seed, options.probe_count)
+        part, parts = (int(n) for n in options.probe_part.split("/"))
+        self.probes = make_tasks(options.probe_seed, options.probe_count)[part::parts]
         self.rng = random.Random(options.seed)
         self.served = 0
         self.paused = options.paused
@@ -176,8 +177,7 @@ class Workload:
                     return
                 self.obey(command)
             elif not self.paused:
-                if self.options.probes:
-                    self.probe_if_new()
+                self.probe_if_new()
                 self.serve_one()
 
     def obey(self, command: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ class Workload:
     # --- probes ------------------------------------------------------------
 
     def probe_if_new(self) -> None:
-        """Score the probe set on both arms once per (candidate, attempt), on one agent."""
+        """Score this engine's part of the probe set on both arms, once per (candidate, attempt)."""
         node = self.nodes[0]
         about = self.engine.clients[node].describe_cache(self.engine.namespace, self.engine.cache)
         if not about.candidate_digest:
@@ -303,7 +303,7 @@ def main() -> int:
     parser.add_argument("--cache", required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=3)
-    parser.add_argument("--probes", action="store_true", help="run the probe set for new candidates")
+    parser.add_argument("--probe-part", default="0/1", help="I/N: this engine scores each Nth probe from I")
     parser.add_argument("--probe-seed", type=int, default=1234)
     parser.add_argument("--probe-count", type=int, default=12)
     parser.add_argument("--probe-gate", default="quality")
