@@ -20,6 +20,7 @@ from kvtier_operator.queue import Added, Backoff, QueueState
 _log = logging.getLogger(__name__)
 
 MAX_IDLE_SECONDS = 5.0
+NOT_LEADER_SECONDS = 0.5
 
 
 class Result(StrEnum):
@@ -157,8 +158,11 @@ class Controller:
             self._metrics.reconciled(self._kind, result.value, now - started)
             if result in (Result.DONE, Result.REQUEUE):
                 self._state.succeeded(key, now, requeue)
-            elif result in (Result.CANCELLED, Result.NOT_LEADER):
+            elif result is Result.CANCELLED:
                 self._state.succeeded(key, now, 0.0)
+            elif result is Result.NOT_LEADER:
+                # The gate closes before the election says so; until then, at once would be a hot loop.
+                self._state.succeeded(key, now, NOT_LEADER_SECONDS)
             else:
                 self._state.failed(key, now)
             self._metrics.queue_depth(self._kind, len(self._state))

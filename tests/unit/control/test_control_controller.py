@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -13,7 +14,7 @@ from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
 from kvtier_operator.clock import SystemClock
-from kvtier_operator.controller import Controller, Limits
+from kvtier_operator.controller import NOT_LEADER_SECONDS, Controller, Limits
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import Conflict, Done, Kind, NotLeader, ObjectKey, ReconcileOutcome, Requeue
 from kvtier_operator.queue import Backoff
@@ -129,6 +130,15 @@ async def test_each_outcome_is_named_retried_and_traced(
     first = bench.spans.get_finished_spans()[0]
     assert (first.status.status_code is StatusCode.ERROR) == bad_span
     assert bool(first.events) == bad_span  # a normal retry records no exception
+
+
+async def test_a_closed_gate_is_not_run_against_in_a_hot_loop() -> None:
+    async with running(workers=1) as bench:
+        bench.reconciler.script = [refuse(NotLeader("x"))]
+        started = time.monotonic()
+        bench.controller.add(key("a"))
+        await bench.reconciler.until(2)
+    assert time.monotonic() - started >= NOT_LEADER_SECONDS
 
 
 async def test_a_run_that_hangs_is_ended_by_its_deadline_and_tried_again() -> None:
