@@ -83,6 +83,9 @@ class AttemptProbes:
     def pairs(self) -> dict[tuple[str, str, str], Pair]:
         return dict(self._pairs)
 
+    def __len__(self) -> int:
+        return len(self._pairs)
+
 
 class WindowCollector:
     """Collects one window on one agent. Thread-safe; every method takes microseconds but `read`."""
@@ -210,6 +213,7 @@ class WindowCollector:
         """What a reader that acknowledged (`epoch`, `ack_seq`) must add; milliseconds at most."""
         with self._lock:
             self._advance()
+            self._share_probes()
             return self._log.read(
                 epoch, ack_seq, settled_cohort=self._published, assigned_units=self._assigned
             )
@@ -217,6 +221,12 @@ class WindowCollector:
     @property
     def open_units(self) -> int:
         return len(self._cohort_of)
+
+    def _share_probes(self) -> None:
+        """Takes pairs that came to another window of the attempt since: a probe may outlast its stage."""
+        if len(self._counts.probes) != len(self._probes):
+            self._counts.probes.update(self._probes.pairs())
+            self._log.changed()
 
     def _running(self, unit_id: str) -> Unit | Counted:
         now = self._advance()

@@ -233,6 +233,17 @@ def test_a_prompt_counts_once_per_attempt_and_in_each_of_its_windows() -> None:
     assert rig.collector.record_probe("quality", "sha256:s", "p1", 0.0) is Counted.PROBE_REPEATED
 
 
+def test_a_pair_that_comes_after_its_stage_is_shown_in_the_next_window_once() -> None:
+    rig = Rig()
+    before = rig.collector
+    rig.collector = rig.window()
+    epoch, seen = "boot1", rig.collector.read("", 0).to_seq
+    assert before.record_probe("quality", "sha256:s", "p1", 0.25) is Counted.COUNTED
+    delta = rig.collector.read(epoch, seen)
+    assert delta.increments.probes == {("quality", "sha256:s", "p1"): Pair(0.25, 0.25)}
+    assert rig.collector.read(epoch, delta.to_seq).increments == WindowCounts()
+
+
 def test_retries_are_one_unit_before_and_after_settling() -> None:
     rig = Rig()
     rig.assign("a")
