@@ -53,6 +53,14 @@ def test_placement_cannot_change_a_bit(tmp_path: Path, tiers: list[TierBudget]) 
     assert torch.equal(here, everywhere)
 
 
+def test_a_step_keeps_nothing_for_gradients(tmp_path: Path) -> None:
+    """Its tensors are many and small, and autograd's book-keeping of them was a tenth of a decode frame."""
+    with engine(tmp_path, [gpu(2 * LAYERS), nvme(64)]) as built:
+        driver = Driver.open(built, Rows.random(CHUNK + 2))
+        driver.play(CHUNK, 2)
+        assert all(answer.out.is_inference() for answer in driver.answers)
+
+
 @pytest.mark.parametrize("block", [1, 7, CHUNK, 2 * CHUNK + 9, TOKENS])
 def test_the_size_of_frames_cannot_change_a_bit(tmp_path: Path, block: int) -> None:
     """From single rows to frames that fill several chunks at once."""
