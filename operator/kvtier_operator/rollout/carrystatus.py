@@ -12,7 +12,6 @@ from typing import Any
 from kvtier_evidence.carry import Carry
 
 MAX_CELLS = 48
-SLIM_CELLS = 16
 _NUMBERS = ("weight", "logE", "value", "bound")
 
 
@@ -61,8 +60,14 @@ def bounded(carry: Carry, limit: int) -> Carry:
     return replace(carry, cells=tuple(kept))
 
 
-def slim_carry(carry: Carry) -> Carry:
-    return bounded(carry, SLIM_CELLS)
+def slim_carry(carry: Carry, cells: int, passes: int, opened: str) -> Carry:
+    """At most so many cells and probe results; of the mismatched windows, those whose label ends so."""
+    kept = sorted(carry.probe_passes)[:passes]
+    return replace(
+        bounded(carry, cells),
+        probe_passes={name: carry.probe_passes[name] for name in kept},
+        mismatched=frozenset(label for label in carry.mismatched if label.endswith(opened)),
+    )
 
 
 def _printed(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def parse_stamp(text: object) -> float:
 
 def to_status(state: RolloutState, *, deadline_seconds: float = 0.0) -> Json:
     """The whole status. Numbers that telemetry has too are dropped first when it would grow too large."""
-    for slim in range(4):
+    for slim in range(3 + len(_CUTS)):
         status = _render(_slimmed(state, slim), deadline_seconds)
         if len(json.dumps(status, separators=(",", ":")).encode()) < STATUS_LIMIT_BYTES:
             return status
@@ -84,7 +84,34 @@ def _slimmed(state: RolloutState, level: int) -> RolloutState:
         rollback = replace(rollback, missing=rollback.missing[:4], message=rollback.message[:120])
     gates = tuple(replace(gate, value="", bound="", limit="", at=0.0) for gate in state.gates)
     state = replace(state, gates=gates, rollback=rollback, lost=state.lost[:4])
-    return state if level == 2 else replace(state, gates=state.gates[:16], carry=slim_carry(state.carry))
+    return state if level == 2 else _cut(state, *_CUTS[level - 3])
+
+
+# Gates, cells of evidence, probe results, names of nodes, characters of a message.
+_CUTS = ((16, 16, 16, 4, 80), (12, 8, 4, 1, 60), (8, 4, 0, 1, 40))
+
+
+def _cut(state: RolloutState, gates: int, cells: int, passes: int, nodes: int, text: int) -> RolloutState:
+    """Drops what costs most time to lose last: a probe set is scored again, harm with little weight counts
+    for little, a mismatch of a closed window for nothing."""
+    window, rollback, intent = state.window, state.rollback, state.last_intent
+    if window is not None and passes == 0:
+        window = replace(window, pair_thresholds=())
+    if rollback is not None:
+        rollback = replace(rollback, missing=rollback.missing[:nodes], message=rollback.message[:text])
+    if intent is not None:
+        intent = replace(intent, message=intent.message[:text])
+    opened = f"/{window.opening_fence}" if window is not None else ""
+    return replace(
+        state,
+        gates=tuple(sorted(state.gates, key=lambda gate: not gate.open)[:gates]),
+        conditions=tuple(replace(one, message=one.message[:text]) for one in state.conditions),
+        carry=slim_carry(state.carry, cells, passes, opened),
+        lost=state.lost[:nodes],
+        window=window,
+        rollback=rollback,
+        last_intent=intent,
+    )
 
 
 def _render(state: RolloutState, deadline_seconds: float) -> Json:

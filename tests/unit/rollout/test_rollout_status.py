@@ -12,9 +12,29 @@ from kvtier_crds.models.rolloutstatus import KVRolloutStatus
 from kvtier_evidence.budgets import Cell
 from kvtier_evidence.carry import Carry, FailCause, ProbePass
 from kvtier_evidence.verdicts import Reason
-from kvtier_operator.rollout.state import GateStatus, LostAgent, RolloutState, Window
+from kvtier_operator.rollout.state import (
+    CandidateRef,
+    Condition,
+    GateStatus,
+    LastIntent,
+    LostAgent,
+    ManifestRef,
+    Rollback,
+    RolloutState,
+    Schedule,
+    Window,
+)
 from kvtier_operator.rollout.status import from_status, to_status
-from kvtier_operator.rollout.vocabulary import STATUS_LIMIT_BYTES, Verdict
+from kvtier_operator.rollout.vocabulary import (
+    STATUS_LIMIT_BYTES,
+    CandidateClass,
+    Cause,
+    ConditionType,
+    IntentResult,
+    Phase,
+    Stage,
+    Verdict,
+)
 from tests.unit.rollout.rollout_world import World
 
 DIGEST = "sha256:" + "a" * 64
@@ -100,3 +120,57 @@ async def test_largest_status_stays_under_8_kib_and_readable() -> None:
     back = from_status(status)
     assert (back.phase, back.stage, back.fence) == (state.phase, state.stage, state.fence)
     assert max(cell.log_e for cell in back.carry.cells) == 63.0
+
+
+@pytest.mark.parametrize("count", [1, 4, 8, 16])
+def test_every_list_at_its_longest_stays_under_8_kib(count: int) -> None:
+    """Up to as many gates as the schema takes, each with a probe result and evidence of each step."""
+    names = [f"g{index:02d}".ljust(40, "x") for index in range(count)]
+    node = "n" * 250
+    gate = GateStatus(
+        "", Verdict.PASS, "BoundInsideLimit", "taskScoreDrop", "0.0123", "0.0345", "0.01", 18000
+    )
+    gates = [
+        replace(gate, name=name, expected_n=18000, k="1.25", basis="ProbeSet", at=1.8e9) for name in names
+    ]
+    failing = replace(gate, name="tail-median", verdict=Verdict.FAIL, at=1.8e9)
+    steps = [f"Ramp/{index}/{index + 3}" for index in range(10)]
+    carry = Carry(
+        cells=tuple(Cell(name, step, 0.01234567, 1.23456789) for name in names for step in steps),
+        failed=FailCause("tail-median", steps[-1], Reason.BOUND_OUTSIDE_LIMIT),
+        mismatched=frozenset(steps),
+        probe_passes={name: ProbePass(DIGEST, DIGEST, "0.01", 0.0012, 0.0054, 200) for name in names},
+    )
+    state = RolloutState(
+        phase=Phase.ROLLING_BACK,
+        stage=Stage.EXACT_BASELINE,
+        fence=12,
+        baseline=ManifestRef(DIGEST, "r" * 80),
+        candidate=CandidateRef(DIGEST, "r" * 80, CandidateClass.APPROXIMATE),
+        candidate_hash="a" * 16,
+        window=Window(12, 1.8e9, "b" * 16, 2, tuple((name, "0.031234567") for name in names)),
+        gates=(*gates, failing),
+        carry=carry,
+        schedule=Schedule(1.8e9, 1.8e9, 0.1),
+        lost=(LostAgent(node, 1.8e9),) * 8,
+        rollback=Rollback(
+            Cause.GATE_FAILED, "m" * 300, Stage.RAMP, 9, DIGEST, 1.8e9, gate=names[0], missing=(node,) * 16
+        ),
+        last_intent=LastIntent(4, "Promote", IntentResult.NOT_APPLICABLE, "m" * 200, 1.8e9),
+        shares=3,
+        supersedes="s" * 250,
+        revoking_since=1.8e9,
+        started_at=1.8e9,
+        traceparent="00-" + "1" * 32 + "-" + "2" * 16 + "-01",
+        conditions=tuple(
+            Condition(str(kind), "False", "NotRolledBack", "m" * 240, 7, 1.8e9) for kind in ConditionType
+        ),
+    )
+    status = to_status(state, deadline_seconds=3600)
+    assert len(json.dumps(status, separators=(",", ":"))) < STATUS_LIMIT_BYTES
+    back = from_status(status)
+    assert to_status(back, deadline_seconds=3600) == status
+    assert (back.phase, back.stage, back.fence, back.shares) == (state.phase, state.stage, 12, 3)
+    assert back.carry.failed == carry.failed
+    assert steps[-1] in back.carry.mismatched
+    assert "tail-median" in [kept.name for kept in back.gates]
