@@ -42,9 +42,10 @@ class StagedReads:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits for reads in flight: their buffers belong to the engine."""
-        if self._running:
-            wait([future for future, _ in self._running], timeout=READ_TIMEOUT_SECONDS)
+        """Waits for reads in flight: their buffers belong to the engine. What has not begun never will."""
+        begun = [future for future, _ in self._running if not future.cancel()]
+        if begun:
+            wait(begun, timeout=READ_TIMEOUT_SECONDS)
 
     def _fill(self) -> None:
         if self._executor is None:
