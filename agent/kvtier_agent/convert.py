@@ -174,11 +174,13 @@ def frame_input(
             raise CoreError(Reason.FRAME_INVALID, f"{name} must not be negative")
     row_bytes = geometry.kv_heads * geometry.head_dim * 4
     query_bytes = geometry.query_heads * geometry.head_dim * 4
-    if len(frame.k) != len(frame.v) or len(frame.k) % row_bytes:
-        message = f"k has {len(frame.k)} bytes and v {len(frame.v)}; both must be a multiple of {row_bytes}"
+    # Each reading of a bytes field copies it, up to megabytes in a prefill.
+    k, v, q = frame.k, frame.v, frame.q
+    if len(k) != len(v) or len(k) % row_bytes:
+        message = f"k has {len(k)} bytes and v {len(v)}; both must be a multiple of {row_bytes}"
         raise CoreError(Reason.FRAME_INVALID, message)
-    if len(frame.q) % query_bytes or not frame.q:
-        message = f"q has {len(frame.q)} bytes; it must be a positive multiple of {query_bytes}"
+    if len(q) % query_bytes or not q:
+        message = f"q has {len(q)} bytes; it must be a positive multiple of {query_bytes}"
         raise CoreError(Reason.FRAME_INVALID, message)
     converted = FrameInput(
         session_id=frame.session_id,
@@ -186,14 +188,14 @@ def frame_input(
         step=frame.step,
         layer=frame.layer,
         first_row_position=frame.first_row_position,
-        k=frame.k,
-        v=frame.v,
+        k=k,
+        v=v,
         first_query_position=frame.first_query_position,
-        q=frame.q,
+        q=q,
         committed_frontier=frame.committed_frontier,
         deadline=deadline,
     )
-    return converted, len(frame.q) // query_bytes
+    return converted, len(q) // query_bytes
 
 
 def answer_message(frame: attention_pb2.AttendFrame, answer: FrameAnswer) -> attention_pb2.AttendAnswer:
