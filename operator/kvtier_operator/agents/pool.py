@@ -7,8 +7,9 @@ means is its caller's business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ from kvtier_operator.telemetry import current_traceparent
 
 MAX_CONCURRENT = 64
 MAX_PER_NODE = 4
+MAX_RENEWALS = 64
 DEADLINES = {
     "GetState": 3.0,
     "ApplyBaseline": 15.0,
@@ -99,6 +101,8 @@ class GrpcAgents:
         self._metrics = metrics
         self._connections: dict[str, _Connection] = {}
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+        # Of their own: many calls that hang on dead agents must not let the leases of live ones end.
+        self._renewals = asyncio.Semaphore(MAX_RENEWALS)
         self._closing: set[asyncio.Task[None]] = set()
 
     async def get_state(
@@ -207,7 +211,7 @@ class GrpcAgents:
             raise AgentUnreachable(node.name, "NO_ADDRESS", "the KVNode has no address")
         connection = self._connection(node)
         try:
-            async with asyncio.timeout(budget), connection.slots, self._slots:
+            async with asyncio.timeout(budget), self._turn(connection, method):
                 # Strictly after the wait: leadership may have been lost in the queue.
                 self._leader.check()
                 left = max(0.001, until - time.monotonic())
@@ -224,6 +228,16 @@ class GrpcAgents:
             raise AgentUnreachable(node.name, "DEADLINE_EXCEEDED", message) from error
         except OSError as error:
             raise AgentUnreachable(node.name, "CREDENTIALS", str(error)) from error
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, connection: _Connection, method: str) -> AsyncIterator[None]:
+        """Waits until the call may be sent: few at once to one agent, bounded over all."""
+        if method == "Renew":
+            async with self._renewals:
+                yield
+            return
+        async with connection.slots, self._slots:
+            yield
 
     def _connection(self, node: AgentTarget) -> _Connection:
         known = self._connections.get(node.name)
