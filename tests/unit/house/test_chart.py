@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from kvtier_operator import health
 from kvtier_operator.cli import parser
 from kvtier_operator.election import LEASE_NAME
 from kvtier_operator.ports import LEASE_PREFIX
@@ -41,6 +43,14 @@ def test_the_deployment_passes_flags_that_the_operator_knows() -> None:
     required = {action.option_strings[0] for action in parser()._actions if action.required}
     assert passed <= options
     assert required <= passed
+
+
+def test_the_deployment_asks_what_the_operator_serves() -> None:
+    template = (CHART / "templates" / "operator.yaml").read_text()
+    probes = dict(re.findall(r"(\w+)Probe:\s+httpGet: \{path: (/\w+), port: liveness\}", template))
+    assert probes == {"liveness": "/healthz", "readiness": "/readyz"}
+    served = set(re.findall(r'web\.get\("(/\w+)"', inspect.getsource(health)))
+    assert set(probes.values()) <= served
 
 
 def test_the_lease_of_the_operator_is_the_one_it_may_update() -> None:
