@@ -35,12 +35,8 @@ def test_reads_that_had_not_begun_when_a_frame_ended_never_run(monkeypatch: pyte
     monkeypatch.setattr(staged, "wait", released)
     buffers = [StagingBuffer(LAYOUT), StagingBuffer(LAYOUT)]
     with ThreadPoolExecutor(1) as executor:
-        with (
-            pytest.raises(RuntimeError, match="the frame ends"),
-            StagedReads([slow, late], buffers, executor, lambda: 0.0),
-        ):
+        with StagedReads([slow, late], buffers, executor, lambda: 0.0):
             assert begun.wait(10)
-            raise RuntimeError("the frame ends")
         assert ran == ["slow"]
         executor.submit(ran.append, "next frame").result(timeout=10)
     assert ran == ["slow", "next frame"]
