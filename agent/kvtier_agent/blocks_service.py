@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from kvtier.v1 import blocks_pb2, blocks_pb2_grpc
@@ -29,10 +30,14 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         self, request: blocks_pb2.ReadBlockRequest, context: ServicerContext
     ) -> AsyncIterator[blocks_pb2.BlockPart]:
         """The whole block was read and verified before its first part leaves."""
+        seconds = self._node.limits.control_deadline_seconds
         try:
-            checksum, data = await self._read(request)
+            async with asyncio.timeout(seconds):
+                checksum, data = await self._read(request)
         except CoreError as error:
             await abort(context, error)
+        except TimeoutError:
+            await abort(context, CoreError(Reason.DEADLINE, f"Blocks.Read took over {seconds} s"))
         for offset in range(0, max(1, len(data)), PART_BYTES):
             part = data[offset : offset + PART_BYTES]
             last = offset + len(part) >= len(data)

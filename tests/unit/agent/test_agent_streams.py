@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvtier.v1 import attention_pb2, common_pb2
+from kvtier.v1 import attention_pb2, blocks_pb2, common_pb2
 from kvtier_agent.attention_service import AttentionService, FrameCount
+from kvtier_agent.blocks_service import BlocksService
 from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.engine_port import EngineRunner
 from kvtier_agent.rpc import RpcScope
@@ -31,6 +33,19 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     await made.apply()
     yield made
     await made.close()
+
+
+class Aborted:
+    """A servicer context that remembers how its call was ended."""
+
+    class Ended(Exception):
+        """As grpc.aio raises it in the handler."""
+
+    status: grpc.StatusCode | None = None
+
+    async def abort(self, status: grpc.StatusCode, details: str, trailing: object) -> None:
+        self.status = status
+        raise Aborted.Ended(details)
 
 
 async def test_a_stream_that_ends_while_a_frame_waits_for_the_queue_takes_no_place_with_it(
@@ -90,3 +105,25 @@ async def test_a_call_that_a_closing_engine_never_ran_is_refused_by_name(bench: 
             await queued
     assert refused.value.reason is Reason.CACHE_UNKNOWN
     assert runner.pending == 0
+
+
+async def test_a_block_that_the_engine_does_not_bring_is_refused_at_the_deadline(bench: Bench) -> None:
+    bench.node.limits = replace(bench.node.limits, control_deadline_seconds=0.05)
+    host: CacheHost = next(iter(bench.node.caches.values()))
+    session = await host.open_session(SessionFacts("beta", "", "root", "root"), 0.125, 100, "")
+    metrics = Metrics(CollectorRegistry())
+    telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
+    service = BlocksService(bench.node, RpcScope(telemetry, metrics, 5.0))
+    release = threading.Event()
+    busy = asyncio.create_task(host.runner.call(lambda: release.wait(10)))
+    await asyncio.sleep(0)
+    handle = session.handle
+    ref = blocks_pb2.BlockRef(session_id=handle.session_id, session_generation=handle.generation)
+    request = blocks_pb2.ReadBlockRequest(ref=ref, tenant="beta", boot_id=bench.node.boot_id)
+    context = Aborted()
+    async with asyncio.timeout(10):
+        with pytest.raises(Aborted.Ended):
+            await anext(service.Read(request, context))  # type: ignore[arg-type]
+        release.set()
+        await busy
+    assert context.status is grpc.StatusCode.DEADLINE_EXCEEDED
