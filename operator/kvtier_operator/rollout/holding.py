@@ -184,6 +184,8 @@ def _agents_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> t
             return Cause.INFEASIBLE_NODE, f"{agent.node}: {agent.refusal}: {agent.refusal_message}"
         if agent.reachable and agent.granted_fence == state.fence and not _holds(agent, state):
             return Cause.MANIFEST_MISMATCH, f"{agent.node} runs {short_digest(agent.candidate_digest)}"
+    if state.phase is Phase.COMPLETED:
+        return None  # a node that dies takes its own lease with it, not what the others were approved for
     patience = spec.lease_ttl * LEASE_GRACE
     if spec.on_lease_expired is OnLeaseExpired.RESUME:
         patience *= LOST_LEASES

@@ -114,6 +114,17 @@ async def test_lost_agent_returns_the_rollout(policy: str, seconds: int) -> None
     assert "node-0" in world.condition("BaselineRestored")["message"]
 
 
+async def test_an_approval_outlives_an_agent() -> None:
+    world = World()
+    await world.until("Completed")
+    world.sims["node-0"].cut_off = True
+    await world.run(130)
+    assert world.where[0] == "Completed"
+    assert world.condition("Degraded")["reason"] == "AgentUnreachable"
+    assert held(world) == ["node-1"]
+    assert "approved" in world.cache_status
+
+
 async def test_revoked_is_not_restored_until_the_lost_agent_proves() -> None:
     """Two conditions: the lease has provably ended; the baseline is proved only by the agent itself."""
     world = World()
