@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtier_agent.engine_port import (
     EngineRunner,
@@ -167,6 +167,11 @@ class CacheHost:
                     result = await self.runner.call(lambda: engine.step(frame, mode))
             else:
                 result = await self.runner.call(lambda: engine.step(frame, mode))
+            if result.from_candidate and not self.enforcement.may_publish(session.assignment):
+                # Permission ended after the engine asked for it. The rows are in, so this is a repeat.
+                exact = FrameMode(False, False, None, mode.may_publish)
+                repeated = await self.runner.call(lambda: engine.step(frame, exact), bounded=False)
+                result = replace(repeated, comparison=result.comparison)
         except CoreError as error:
             self._count_refusal(session.window, session.assignment, error)
             raise

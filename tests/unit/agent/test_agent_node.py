@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from kvtier_agent.cachehost import Session
-from kvtier_agent.engine_port import EngineRunner, FrameComparison
+from kvtier_agent.engine_port import (
+    EngineRunner,
+    ExactnessClass,
+    FrameComparison,
+    FrameInput,
+    FrameMode,
+    FrameResult,
+)
 from kvtier_agent.evidence_port import GateTerms, Outcome
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm, SessionFacts
@@ -47,6 +54,33 @@ async def test_a_lease_that_ends_while_the_answer_is_computed_publishes_the_exac
     assert bench.engine.modes[-1].publish_candidate
     assert answer.arm is ServedArm.BASELINE
     assert answer.fallback == "LeaseExpired"
+
+
+@pytest.mark.parametrize("ends", ["expired", "revoked"])
+async def test_a_candidates_answer_does_not_leave_after_its_permission_though_it_was_ready_before(
+    bench: Bench, ends: str
+) -> None:
+    """The engine may be long about its last write after it has asked; the rows exist by then."""
+    await bench.grant(ttl_ms=1000)
+    session = await open_session(bench)
+    await prefill(session)
+    step = bench.engine.step
+
+    def late(wanted: FrameInput, mode: FrameMode) -> FrameResult:
+        result = step(wanted, mode)
+        if result.from_candidate and ends == "expired":
+            bench.clock.advance(2)
+        elif result.from_candidate:
+            session.host.enforcement.revoke("GateFailed")
+        return result
+
+    bench.engine.step = late  # type: ignore[method-assign]
+    answer = await session.host.attend(session, frame(session.handle.session_id, 1), 1)
+    assert [mode.publish_candidate for mode in bench.engine.modes] == [True, True, False]
+    assert bench.engine.frames[-1] == bench.engine.frames[-2]
+    assert answer.arm is ServedArm.BASELINE
+    assert answer.result.receipt.exactness is ExactnessClass.EXACT
+    assert answer.fallback == {"expired": "LeaseExpired", "revoked": "GateFailed"}[ends]
 
 
 async def test_a_revocation_counts_the_step_that_still_runs(bench: Bench) -> None:

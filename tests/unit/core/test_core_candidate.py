@@ -263,6 +263,23 @@ def test_a_lease_that_ended_while_computing_publishes_the_exact_answer(tmp_path:
         assert answer.receipt.manifest_digest == answer.receipt.producer_digest == baseline
 
 
+def test_the_exact_repeat_of_an_approximate_frame_is_exact(tmp_path: Path) -> None:
+    """What an agent does with an answer whose permission ended before it could leave."""
+    rows = Rows.random(TOKENS + 1)
+    with engine(tmp_path / "a", TIERS) as built:
+        exact = Driver.open(built, rows).play(TOKENS, 1)
+    with engine(tmp_path / "b", TIERS) as built:
+        driver = Driver.open(built, rows, QUEST)
+        driver.forward(TOKENS)
+        for layer in range(LAYERS):
+            request = driver.request(layer, TOKENS, TOKENS + 1)
+            assert built.step(request, candidate()).receipt.exactness is ExactnessClass.APPROXIMATE
+            repeat = built.step(request)
+            assert repeat.repeated
+            assert torch.equal(repeat.out, exact[layer, TOKENS:])
+            assert repeat.receipt.exactness is ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY
+
+
 STALE = {
     "opened without a grant": (None, Reason.NO_CANDIDATE),
     "opened under another selector": (quest_selector(tokens=4 * PAGE), Reason.GENERATION_STALE),
