@@ -75,6 +75,7 @@ class Session:
     last_answered_step: int | None = None
     streaming: bool = False
     step_errors: dict[int, float] = field(default_factory=dict)
+    last_compared_step: int | None = None
     outcome_reported: bool = False
 
     @property
@@ -257,7 +258,8 @@ class CacheHost:
     def _compared(self, session: Session, frame: FrameInput, result: FrameResult) -> float | None:
         """Largest error over the layers of a step, when its last layer was compared (gates.md, section 1)."""
         comparison = result.comparison
-        if comparison is None:
+        if comparison is None or frame.step == session.last_compared_step:
+            # A step that a client sends again is no second look at it.
             return None
         if comparison.exact_norm > 0:
             error = comparison.diff_norm / comparison.exact_norm
@@ -273,6 +275,7 @@ class CacheHost:
         if frame.layer != self.manifest.model.geometry.layers - 1 or frame.step not in session.step_errors:
             return None
         total = session.step_errors.pop(frame.step)
+        session.last_compared_step = frame.step
         if session.window is not None and session.counted:
             self.evidence.step_error(session.window, session.handle.session_id, frame.step, total)
             terms = session.assignment.terms

@@ -21,6 +21,7 @@ from kvtier_agent.engine_port import (
 from kvtier_agent.evidence_port import GateTerms, Outcome
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm, SessionFacts
+from kvtier_evidence.gates import ONE
 from kvtier_evidence.window import MetricCounts, WindowKey
 from tests.unit.agent.agent_fakes import Bench, FakeEngine, frame
 
@@ -130,6 +131,25 @@ async def test_a_compared_step_counts_once_with_its_largest_layer(bench: Bench) 
     [metric] = metrics_of(bench, key, "outputRelativeError")
     assert (metric.histogram.n, metric.histogram.missing) == (1, 0)
     assert metric.above_up == {"output": 0}
+
+
+async def test_a_compared_step_that_is_sent_again_counts_once(bench: Bench) -> None:
+    """0.2 in one step of two that are above the limit of 0.05, whatever is repeated."""
+    key = await bench.grant(sample="1")
+    session = await open_session(bench)
+    await prefill(session)
+    handle = session.handle.session_id
+    for step, diff, times in ((1, 0.2, 3), (2, 0.01, 1)):
+        bench.engine.comparison = FrameComparison(diff, 1.0)
+        for _ in range(times):
+            for layer in range(2):
+                # The first decode step is always compared, others by their hash.
+                session.first_decode_step = None
+                await session.host.attend(session, frame(handle, step, layer), 1)
+    session.host.report_outcome(session, Outcome(2, 0.1, 0.2, False))
+    bench.clock.advance(30)
+    [counts] = metrics_of(bench, key, "outputRelativeError")
+    assert counts.above_down == {"output": ONE // 2}
 
 
 @pytest.mark.parametrize(
