@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.receipts import ExactnessClass
+from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind
 from kvtier_crds.manifest import Checksum
 from tests.unit.core.builders import (
+    CANDIDATE,
     CHUNK,
     LAYERS,
     Driver,
@@ -23,6 +25,7 @@ from tests.unit.core.builders import (
     dense_reference,
     engine,
     gpu,
+    manifest,
     nvme,
 )
 
@@ -51,6 +54,26 @@ def test_placement_cannot_change_a_bit(tmp_path: Path, tiers: list[TierBudget]) 
     everywhere = play(tmp_path / "a", [gpu(64)], block=20)
     here = play(tmp_path / "b", tiers, block=20)
     assert torch.equal(here, everywhere)
+
+
+def test_what_runs_is_proved_while_a_step_computes(tmp_path: Path) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def blocked() -> bool:
+        begun.set()
+        return release.wait(20)
+
+    mode = StepMode(PublishArm.CANDIDATE, candidate_digest=CANDIDATE, may_publish=blocked)
+    with engine(tmp_path, [gpu(64)]) as built, ThreadPoolExecutor(2) as pool:
+        driver = Driver.open(built, Rows.random(1))
+        stepping = pool.submit(built.step, driver.request(0, 0, 1), mode)
+        try:
+            assert begun.wait(10)
+            assert pool.submit(built.live_manifest).result(timeout=5) == manifest([gpu(64)])
+            assert not stepping.done()
+        finally:
+            release.set()
+        assert stepping.result(timeout=10).receipt.arm is PublishArm.CANDIDATE
 
 
 def test_a_step_keeps_nothing_for_gradients(tmp_path: Path) -> None:
