@@ -91,6 +91,7 @@ class Node:
         self._locks: dict[str, asyncio.Lock] = {}
         self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="control")
+        self._report_pool = ThreadPoolExecutor(1, thread_name_prefix="reports")
 
     # --- start and end ---------------------------------------------------------------------------------
 
@@ -122,6 +123,7 @@ class Node:
         for host in self.caches.values():
             await host.runner.close()
         self._pool.shutdown(wait=True)
+        self._report_pool.shutdown(wait=True)
         self.tiers.close()
         self._state.close()
 
@@ -288,9 +290,11 @@ class Node:
 
     async def refresh_reports(self) -> None:
         """Asks what the engines use and measured, and adds it up. They answer under the lock that a running
-        step holds, so never on the loop."""
+        step holds, so never on the loop, nor in a thread that a revocation needs."""
         hosts = list(self.caches.values())
-        usages = await self._in_thread(lambda: [host.runner.engine.tiers() for host in hosts])
+        usages = await asyncio.get_running_loop().run_in_executor(
+            self._report_pool, lambda: [host.runner.engine.tiers() for host in hosts]
+        )
         reports = [tier.report() for tier in self.tiers.all()]
         for host, usage in zip(hosts, usages, strict=True):
             host.usage = usage

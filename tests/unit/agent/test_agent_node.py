@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from kvtier_agent.engine_port import (
     FrameInput,
     FrameMode,
     FrameResult,
+    TierReport,
 )
 from kvtier_agent.evidence_port import GateTerms, Outcome
 from kvtier_core.errors import CoreError, Reason
@@ -95,6 +96,26 @@ async def test_a_revocation_counts_the_step_that_still_runs(bench: Bench) -> Non
     assert seen == [1]
     proof = await bench.node.revoke(bench.command(), "GateFailed", b"n")
     assert proof.in_flight_candidate == 0
+    assert proof.candidate_digest == ""
+
+
+async def test_a_revocation_waits_for_no_report_of_an_engine_that_hangs(bench: Bench) -> None:
+    await bench.grant()
+    release, tiers = threading.Event(), bench.engine.tiers
+
+    def hang() -> Sequence[TierReport]:
+        release.wait(20)
+        return tiers()
+
+    bench.engine.tiers = hang  # type: ignore[method-assign]
+    asking = [asyncio.create_task(bench.node.refresh_reports()) for _ in range(3)]
+    try:
+        async with asyncio.timeout(5):
+            proof = await bench.node.revoke(bench.command(), "IntentAbort", b"n")
+        assert not any(task.done() for task in asking)
+    finally:
+        release.set()
+        await asyncio.gather(*asking)
     assert proof.candidate_digest == ""
 
 
