@@ -27,6 +27,7 @@ from tests.unit.core.builders import (
     gpu,
     manifest,
     nvme,
+    quest,
 )
 
 TOKENS, DECODE = 4 * CHUNK + 7, 9
@@ -56,7 +57,7 @@ def test_placement_cannot_change_a_bit(tmp_path: Path, tiers: list[TierBudget]) 
     assert torch.equal(here, everywhere)
 
 
-def test_what_runs_is_proved_while_a_step_computes(tmp_path: Path) -> None:
+def test_proofs_and_grants_wait_for_no_step(tmp_path: Path) -> None:
     begun, release = threading.Event(), threading.Event()
 
     def blocked() -> bool:
@@ -70,6 +71,7 @@ def test_what_runs_is_proved_while_a_step_computes(tmp_path: Path) -> None:
         try:
             assert begun.wait(10)
             assert pool.submit(built.live_manifest).result(timeout=5) == manifest([gpu(64)])
+            pool.submit(built.check_selector, quest()).result(timeout=5)
             assert not stepping.done()
         finally:
             release.set()
