@@ -6,6 +6,7 @@ the first and last token. It keeps no row and knows no model.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections import deque
@@ -138,8 +139,14 @@ class AttentionSession:
         self.failure: KvtierError | None = None
         self._closed = False
         self._receipts: deque[StepReceipt] = deque(maxlen=_MAX_RECEIPTS)
-        self.block = self._block_tokens()
-        self._stream = client.attend()
+        try:
+            self.block = self._block_tokens()
+            self._stream = client.attend()
+        except BaseException:
+            # Nobody else knows it: the agent would keep its chunks until it has been idle for long.
+            with contextlib.suppress(KvtierError):
+                client.close_session(self._opened.session_id, self._opened.generation, request.tenant)
+            raise
 
     @property
     def opened(self) -> attention_pb2.OpenSessionResponse:

@@ -195,6 +195,14 @@ def test_a_close_that_fails_is_loud_unless_something_failed_before(
         raise ZeroDivisionError
 
 
+def test_a_session_that_cannot_begin_is_closed_again(client: AttentionClient, agent: FakeAgent) -> None:
+    wide = Geometry(layers=1, query_heads=6, kv_heads=2, head_dim=1 << 17)
+    with pytest.raises(KvtierError, match="does not fit") as refused:
+        AttentionSession(client, request(geometry=wide))
+    assert refused.value.reason is Reason.GEOMETRY_MISMATCH
+    assert len(agent.closed) == 1
+
+
 def test_a_closed_client_refuses(socket_path: Path) -> None:
     gone = AttentionClient(socket_path)
     gone.close()
