@@ -6,11 +6,9 @@ after a deadline, by SIGKILL. Nothing else is ever signalled.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -19,13 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
 _QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "GRPC_VERBOSITY": "ERROR"}
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+_TIED = Path(__file__).with_name("tied.py")
 
 
 class ChildEnded(RuntimeError):
@@ -46,12 +39,11 @@ class Child:
         for variable in ("KUBECONFIG", "TRITON_INTERPRET"):
             environment.pop(variable, None)
         self.process = subprocess.Popen(
-            argv,
+            [sys.executable, "-I", "-S", str(_TIED), str(os.getpid()), *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=environment,
-            preexec_fn=_die_with_parent,
         )
         self._reader = threading.Thread(target=self._read, name=f"{name}-stdout", daemon=True)
         self._reader.start()

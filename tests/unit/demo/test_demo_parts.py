@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
+from tests.cluster.kvtier_localplane import eventually
 from tests.e2e.demo.claims import Claim, Ledger
 from tests.e2e.demo.otlp_sink import OtlpSink, trace_tree
 from tests.e2e.demo.report import Observations, RequestPoint, StagePoint, write_report
-from tests.e2e.demo.stack import number, place_arguments
+from tests.e2e.demo.stack import ROOT, number, place_arguments
 from tests.e2e.demo.tasks import make_tasks, probe_plan
 
 A, B = Claim("a", "first"), Claim("b", "second")
@@ -130,3 +133,24 @@ def test_the_report_is_one_file_that_needs_no_network(tmp_path: Path) -> None:
     assert "<img" not in text
     assert "<link" not in text
     assert text.count("<svg") >= 3
+
+
+def test_a_child_is_gone_when_its_parent_was_killed(tmp_path: Path) -> None:
+    sleeper = 'import sys, time; print(\'{"event": "up"}\', flush=True); time.sleep(600)'
+    parent = (
+        "import os, signal, sys; from pathlib import Path; from tests.e2e.demo.processes import Child;"
+        f"child = Child('c', [sys.executable, '-c', {sleeper!r}], Path({str(tmp_path)!r}));"
+        "child.wait_for('up', 30); print(child.process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", parent], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    pid = int(done.stdout.split()[-1])
+    eventually(lambda: not Path(f"/proc/{pid}").exists() or _state(pid) == "Z", timeout=10)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return "Z"
