@@ -92,7 +92,7 @@ def probe_config() -> tuple[dict[str, Any], str]:
 def rollout(name: str, selector_name: str) -> dict[str, Any]:
     """Declared for few requests; what real ones need is printed by the demo."""
     small = {"minSamples": 30, "designEffect": "1"}
-    half = {"minSamples": 30, "sampleFraction": "38%"}
+    half = {"minSamples": 30, "sampleFraction": "35%"}
     made = _example(
         60,
         name,
@@ -100,9 +100,9 @@ def rollout(name: str, selector_name: str) -> dict[str, Any]:
         candidate={"selectorRef": {"name": selector_name}},
         stages=[
             {"name": "Shadow", "minDuration": "5s", "minSamples": 30, "sampleFraction": "100%"},
-            {"name": "Canary", "trafficFraction": "50%", "minDuration": "5s", **half},
-            {"name": "Ramp", "steps": ["55%"], "stepDuration": "5s", **half},
-            {"name": "Full", "soak": "5s", "holdback": "45%", **half},
+            {"name": "Canary", "trafficFraction": "55%", "minDuration": "5s", **half},
+            {"name": "Ramp", "steps": ["60%"], "stepDuration": "5s", **half},
+            {"name": "Full", "soak": "5s", "holdback": "40%", **half},
         ],
         gates=[
             {"name": "output", "metric": "outputRelativeError", "quantile": 75, "max": "0.75", **small},
@@ -116,7 +116,7 @@ def rollout(name: str, selector_name: str) -> dict[str, Any]:
                 "scope": "ProbeSet",
             },
         ],
-        evidence={"settle": "15s", "warmup": "0s"},
+        evidence={"settle": "6s", "warmup": "0s"},
         leaseTTL=f"{LEASE_TTL_S}s",
         progressDeadline="10m",
     )
