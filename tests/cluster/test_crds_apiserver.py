@@ -137,6 +137,7 @@ IMMUTABLE = [
         "spec.model is immutable",
     ),
     ("KVRollout", "quest-on-chat", "spec.cacheRef.name", "other", "spec.cacheRef is immutable"),
+    ("KVRollout", "quest-on-chat", "spec.leaseTTL", "30s", "spec.leaseTTL may only grow"),
 ]
 
 
@@ -263,7 +264,7 @@ class TestIntents:
         assert _dry(server, _set(paused, "spec.intent", abort))[0] == 0
 
     def test_other_edits_keep_an_old_intent(self, server: Cluster, paused: dict[str, Any]) -> None:
-        assert _dry(server, _set(paused, "spec.leaseTTL", "30s"))[0] == 0
+        assert _dry(server, _set(paused, "spec.leaseTTL", "2m"))[0] == 0
 
 
 def test_defaults_of_the_server_equal_those_of_the_models(server: Cluster) -> None:

@@ -267,7 +267,19 @@ class KVRolloutSpec(Struct):
     """Added to the built-in ones, which cannot be removed."""
     evidence: Evidence = Evidence()
     error_budget: ErrorBudget = ErrorBudget()
-    lease_ttl: Annotated[Duration, Field(alias="leaseTTL")] = "60s"
+    lease_ttl: Annotated[
+        Duration,
+        Field(
+            alias="leaseTTL",
+            json_schema_extra=rules(
+                cel(
+                    "duration(self) >= duration(oldSelf)",
+                    "spec.leaseTTL may only grow: an unreachable agent holds the longer lease; "
+                    "a shorter one needs a new KVRollout",
+                )
+            ),
+        ),
+    ] = "60s"
     on_lease_expired: OnLeaseExpired = OnLeaseExpired.RESUME
     """Resume: the same step again with fresh evidence, at most 3 times."""
     on_insufficient: OnInsufficient = OnInsufficient.HOLD
