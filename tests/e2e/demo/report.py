@@ -115,11 +115,11 @@ def plot_stages(points: list[StagePoint]) -> str:
 
 
 def plot_gates(points: list[GatePoint]) -> str:
-    """Value, bound and limit of each gate over time, a panel per (rollout, gate)."""
+    """Value, bound and limit over time, a panel per rollout and gate; zero-tolerance gates are left out."""
     keys = [
         k
         for k in dict.fromkeys((p.rollout, p.gate) for p in points)
-        if any(p.value is not None for p in points if (p.rollout, p.gate) == k)
+        if any(p.value is not None and p.limit for p in points if (p.rollout, p.gate) == k)
     ]
     if not keys:
         return "<p>No gate had a value.</p>"
