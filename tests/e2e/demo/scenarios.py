@@ -211,8 +211,9 @@ def dead_man(demo: Demo, name: str, selector: str) -> bool:
     rollout = demo.wait_rollout(name, stage_is("Canary"), "Canary", 240)
     candidate = rollout["status"]["candidate"]["digest"]
     probe = AgentProbe(demo.stack)
-    everywhere = dict.fromkeys(NODES, candidate)
-    until("both agents hold it", lambda: probe.candidates() == everywhere, 30, demo.stack)
+    # Canary's own lease: until it is granted, agents still hold Shadow's, of the same candidate.
+    everywhere = dict.fromkeys(NODES, ("Canary", candidate))
+    until("both agents hold Canary's lease", lambda: probe.held() == everywhere, 30, demo.stack)
     first = demo.stack.operator
     killed = time.monotonic()
     os.kill(first.process.pid, signal.SIGKILL)
@@ -221,7 +222,7 @@ def dead_man(demo: Demo, name: str, selector: str) -> bool:
 
     def all_baseline() -> bool:
         demo.drain_events()
-        return set(probe.candidates().values()) == {""}
+        return set(probe.held().values()) == {("Off", "")}
 
     eventually(all_baseline, timeout=objects.LEASE_TTL_S + 15, what="return to the baseline", interval=0.1)
     took = time.monotonic() - killed
@@ -236,7 +237,7 @@ def dead_man(demo: Demo, name: str, selector: str) -> bool:
     expired = demo.wait_rollout(name, lease_expired_reported, "LeaseExpired reported", 90)
     resumed = demo.wait_rollout(
         name,
-        lambda r: phase_is("RolledBack", "Completed")(r) or probe.candidates() == everywhere,
+        lambda r: phase_is("RolledBack", "Completed")(r) or probe.held() == everywhere,
         "resumed or rolled back",
         90,
     )
@@ -321,12 +322,13 @@ class AgentProbe:
 
         self._clients = {node: AttentionClient(stack.socket_path(node)) for node in NODES}
 
-    def candidates(self) -> dict[str, str]:
-        """Candidate digest by node; empty where only the baseline is served."""
-        return {
-            node: client.describe_cache(SERVING, objects.CACHE).candidate_digest
-            for node, client in self._clients.items()
-        }
+    def held(self) -> dict[str, tuple[str, str]]:
+        """Stage and candidate digest of each node's lease; ("Off", "") where only the baseline is served."""
+        found = {}
+        for node, client in self._clients.items():
+            about = client.describe_cache(SERVING, objects.CACHE)
+            found[node] = (about.stage, about.candidate_digest) if about.candidate_digest else ("Off", "")
+        return found
 
 
 def traces(demo: Demo, first: str, restarted: str) -> None:
