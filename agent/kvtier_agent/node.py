@@ -1,7 +1,7 @@
 """What one node serves: its caches, their fences and their durable state. Control's verbs, without the wire.
 
-Order of a mutating command: judge the fence, validate everything, make it durable, act, acknowledge; a
-revocation acts first, because ending permission is always safe. Commands of one cache run one at a time.
+Order of a mutating command: judge the fence, validate everything, make it durable, act, acknowledge; what
+ends a candidate acts first, because ending permission is always safe. Commands of one cache run one at a time.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from kvtier_evidence.window import WindowKey
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+# Why a candidate's session is exact after a baseline was applied under a higher fence.
+BASELINE_APPLIED = "BaselineApplied"
 
 EngineFactory = Callable[[RuntimeManifest, Sequence[NodeTier]], EnginePort]
 
@@ -132,8 +135,9 @@ class Node:
     async def apply_baseline(self, command: Command, encoded: bytes, digest: str) -> str:
         """Runs the manifest as exact baseline; returns the digest recomputed from what runs.
 
-        What can be refused is refused before the fence is spent; a build that fails after it is repeated by
-        the same command.
+        What can be refused is refused before the fence is spent. Then a held candidate ends at once, also
+        under the digest that runs: its permission was of a lower fence. A build that fails after the fence
+        was spent is repeated by the same command.
         """
         uid = command.cache.uid
         async with self._lock(uid):
@@ -148,6 +152,9 @@ class Node:
             if fresh:
                 self.tiers.for_manifest(manifest)
             if judgement is Judgement.ADVANCE:
+                if host is not None and host.enforcement.lease() is not None:
+                    host.enforcement.revoke(BASELINE_APPLIED)
+                    self.changed.set()
                 await self._in_thread(lambda: self._state.save_manifest(digest, encoded))
                 await self._commit(command, CommandKind.APPLY, digest)
             if fresh:

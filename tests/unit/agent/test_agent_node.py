@@ -22,6 +22,7 @@ from kvtier_agent.engine_port import (
 from kvtier_agent.evidence_port import GateTerms, Outcome
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm, SessionFacts
+from kvtier_core.release.leases import FenceToken
 from kvtier_evidence.gates import ONE
 from kvtier_evidence.window import MetricCounts, WindowKey
 from tests.unit.agent.agent_fakes import Bench, FakeEngine, frame
@@ -97,6 +98,35 @@ async def test_a_revocation_counts_the_step_that_still_runs(bench: Bench) -> Non
     proof = await bench.node.revoke(bench.command(), "GateFailed", b"n")
     assert proof.in_flight_candidate == 0
     assert proof.candidate_digest == ""
+
+
+async def test_a_baseline_under_a_higher_fence_ends_the_candidate_though_its_digest_runs_already(
+    bench: Bench,
+) -> None:
+    await bench.grant(ttl_ms=60_000)
+    session = await open_session(bench)
+    await prefill(session)
+    running = bench.engine
+    await bench.apply()
+    assert bench.engine is running
+    proof = await bench.node.prove(session.host.name, bench.fence, bench.node.boot_id, b"n")
+    assert (proof.candidate_digest, proof.in_flight_candidate) == ("", 0)
+    assert (proof.baseline_digest, proof.highest_fence) == (bench.baseline.digest(), bench.fence)
+    answer = await session.host.attend(session, frame(session.handle.session_id, 1), 1)
+    assert not bench.engine.modes[-1].publish_candidate
+    assert (answer.arm, answer.fallback) == (ServedArm.BASELINE, "BaselineApplied")
+    with pytest.raises(CoreError) as refused:
+        await bench.node.renew(session.host.name, FenceToken(2), bench.candidate.digest(), 60_000)
+    assert refused.value.reason is Reason.FENCE_STALE
+
+
+async def test_a_baseline_that_ends_nothing_keeps_the_word_of_an_earlier_return(bench: Bench) -> None:
+    await bench.grant(ttl_ms=1000)
+    bench.clock.advance(2)
+    await bench.apply()
+    [host] = bench.node.caches.values()
+    assert host.enforcement.returned is not None
+    assert (host.enforcement.returned.reason.value, host.enforcement.returned.fence) == ("LeaseExpired", 2)
 
 
 async def test_a_revocation_waits_for_no_report_of_an_engine_that_hangs(bench: Bench) -> None:
