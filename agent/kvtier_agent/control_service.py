@@ -7,7 +7,8 @@ from importlib.metadata import version
 from kvtier.v1 import control_pb2, control_pb2_grpc
 from kvtier_agent import convert, evidence_convert
 from kvtier_agent.errors import to_detail
-from kvtier_agent.node import Command, Node, ProofFacts, parse_manifest
+from kvtier_agent.manifests import parse_manifest
+from kvtier_agent.node import Command, Node, ProofFacts
 from kvtier_agent.rpc import RpcScope, ServicerContext, metadata_of
 from kvtier_core.errors import CoreError, Reason
 from kvtier_crds.manifest import NUMERICS_VERSION

@@ -1,7 +1,8 @@
 """What one node serves: its caches, their fences and their durable state. Control's verbs, without the wire.
 
 Order of a mutating command: judge the fence, validate everything, make it durable, act, acknowledge; what
-ends a candidate acts first, because ending permission is always safe. Commands of one cache run one at a time.
+ends a candidate acts first, because ending permission is always safe. Commands of one cache run one at a
+time.
 """
 
 from __future__ import annotations
@@ -19,20 +20,14 @@ from kvtier_agent.cachehost import CacheHost, CacheName, Session, manifest_set_d
 from kvtier_agent.config import Limits
 from kvtier_agent.engine_port import EnginePort, EngineRunner, TierReport
 from kvtier_agent.evidence_port import EvidencePort, WindowTerms
+from kvtier_agent.manifests import check_baseline, check_candidate, parse_manifest
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTier, NodeTiers
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import CacheEnforcement, LocalReturn, ReturnReason
 from kvtier_core.release.fences import CommandKind, FenceBook, FenceRecord, Judgement
 from kvtier_core.release.leases import FenceToken, GrantTerms, Lease
-from kvtier_crds.manifest import (
-    NUMERICS_VERSION,
-    Exactness,
-    ManifestError,
-    ManifestReason,
-    RuntimeManifest,
-)
-from kvtier_evidence.window import WindowKey
+from kvtier_crds.manifest import RuntimeManifest
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -144,9 +139,7 @@ class Node:
             self._check_boot(command.boot_id)
             judgement = self._book.judge(uid, command.fence.value, CommandKind.APPLY, command.content)
             manifest = parse_manifest(encoded, digest)
-            self._check_runnable(manifest, command.cache)
-            if manifest.contract.exactness is not Exactness.EXACT and manifest.selector is not None:
-                raise CoreError(Reason.MANIFEST_INVALID, "a baseline manifest has no selector")
+            check_baseline(manifest, command.cache, self.tiers.device_kind())
             host = self.caches.get(uid)
             fresh = host is None or host.baseline_digest != digest
             if fresh:
@@ -328,18 +321,6 @@ class Node:
             message = f"boot id {boot_id!r} is not {self.boot_id}: the agent restarted or was never seen"
             raise CoreError(Reason.BOOT_ID_MISMATCH, message, {"boot_id": self.boot_id})
 
-    def _check_runnable(self, manifest: RuntimeManifest, cache: CacheName) -> None:
-        if manifest.numerics_version != NUMERICS_VERSION:
-            message = f"numericsVersion {manifest.numerics_version} is not {NUMERICS_VERSION}"
-            raise CoreError(Reason.NUMERICS_MISMATCH, message)
-        if manifest.device_kind != self.tiers.device_kind():
-            message = f"deviceKind {manifest.device_kind} is not this node's {self.tiers.device_kind()}"
-            raise CoreError(Reason.NUMERICS_MISMATCH, message)
-        tenancy = manifest.tenancy
-        if (tenancy.namespace, tenancy.cache_uid) != (cache.namespace, cache.uid):
-            message = f"the manifest is of cache {tenancy.namespace}/{tenancy.cache_uid}"
-            raise CoreError(Reason.MANIFEST_MISMATCH, message)
-
     async def _commit(self, command: Command, kind: CommandKind, baseline: str) -> None:
         record = FenceRecord(
             uid=command.cache.uid,
@@ -390,40 +371,6 @@ class Node:
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
-
-
-def parse_manifest(encoded: bytes, digest: str) -> RuntimeManifest:
-    """Raises MANIFEST_MISMATCH when the bytes do not hash to the digest, else MANIFEST_INVALID."""
-    actual = f"sha256:{hashlib.sha256(encoded).hexdigest()}"
-    if actual != digest:
-        raise CoreError(Reason.MANIFEST_MISMATCH, f"the manifest's bytes hash to {actual}, not {digest}")
-    try:
-        return RuntimeManifest.parse(encoded)
-    except ManifestError as error:
-        unknown = error.reason is ManifestReason.UNKNOWN_SCHEMA
-        reason = Reason.NUMERICS_MISMATCH if unknown else Reason.MANIFEST_INVALID
-        raise CoreError(reason, error.message) from error
-
-
-def check_candidate(
-    running: RuntimeManifest, candidate: RuntimeManifest, terms: GrantTerms, window: WindowKey
-) -> str:
-    """A candidate may differ from the running baseline in selector and contract only; returns the digest
-    recomputed from what would run. Raises MANIFEST_MISMATCH, UNSUPPORTED, CANDIDATE_REFUSED, BAD_ARGUMENT."""
-    if running.digest() != terms.baseline_digest:
-        message = f"baseline_digest {terms.baseline_digest} is not the running {running.digest()}"
-        raise CoreError(Reason.MANIFEST_MISMATCH, message)
-    would_run = running.model_copy(update={"selector": candidate.selector, "contract": candidate.contract})
-    if would_run.digest() != terms.candidate_digest:
-        raise CoreError(
-            Reason.UNSUPPORTED, "a candidate may change selector and contract only; other fields differ"
-        )
-    if candidate.contract.exactness is Exactness.EXACT and candidate.selector is not None:
-        raise CoreError(Reason.CANDIDATE_REFUSED, "contract.exactness exact forbids a selector")
-    named = (window.candidate_digest, window.baseline_digest)
-    if named != (terms.candidate_digest, terms.baseline_digest):
-        raise CoreError(Reason.BAD_ARGUMENT, "window names other digests than the grant")
-    return would_run.digest()
 
 
 def check_owner(session: Session, generation: int, tenant: str) -> None:

@@ -1,0 +1,70 @@
+"""What a manifest must satisfy before this node runs it: bytes, versions, identity, and what a candidate may
+change. Pure; it must not know fences, leases or engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from kvtier_agent.cachehost import CacheName
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.leases import GrantTerms
+from kvtier_crds.manifest import (
+    NUMERICS_VERSION,
+    Exactness,
+    ManifestError,
+    ManifestReason,
+    RuntimeManifest,
+)
+from kvtier_evidence.window import WindowKey
+
+
+def parse_manifest(encoded: bytes, digest: str) -> RuntimeManifest:
+    """Raises MANIFEST_MISMATCH when the bytes do not hash to the digest, else MANIFEST_INVALID."""
+    actual = f"sha256:{hashlib.sha256(encoded).hexdigest()}"
+    if actual != digest:
+        raise CoreError(Reason.MANIFEST_MISMATCH, f"the manifest's bytes hash to {actual}, not {digest}")
+    try:
+        return RuntimeManifest.parse(encoded)
+    except ManifestError as error:
+        unknown = error.reason is ManifestReason.UNKNOWN_SCHEMA
+        reason = Reason.NUMERICS_MISMATCH if unknown else Reason.MANIFEST_INVALID
+        raise CoreError(reason, error.message) from error
+
+
+def check_candidate(
+    running: RuntimeManifest, candidate: RuntimeManifest, terms: GrantTerms, window: WindowKey
+) -> str:
+    """A candidate may differ from the running baseline in selector and contract only; returns the digest
+    recomputed from what would run. Raises MANIFEST_MISMATCH, UNSUPPORTED, CANDIDATE_REFUSED, BAD_ARGUMENT."""
+    if running.digest() != terms.baseline_digest:
+        message = f"baseline_digest {terms.baseline_digest} is not the running {running.digest()}"
+        raise CoreError(Reason.MANIFEST_MISMATCH, message)
+    would_run = running.model_copy(update={"selector": candidate.selector, "contract": candidate.contract})
+    if would_run.digest() != terms.candidate_digest:
+        raise CoreError(
+            Reason.UNSUPPORTED, "a candidate may change selector and contract only; other fields differ"
+        )
+    if candidate.contract.exactness is Exactness.EXACT and candidate.selector is not None:
+        raise CoreError(Reason.CANDIDATE_REFUSED, "contract.exactness exact forbids a selector")
+    named = (window.candidate_digest, window.baseline_digest)
+    if named != (terms.candidate_digest, terms.baseline_digest):
+        raise CoreError(Reason.BAD_ARGUMENT, "window names other digests than the grant")
+    return would_run.digest()
+
+
+def check_baseline(manifest: RuntimeManifest, cache: CacheName, device_kind: str) -> None:
+    """Whether a node with this device kind can run it as the cache's exact baseline. Raises
+    NUMERICS_MISMATCH, MANIFEST_MISMATCH or MANIFEST_INVALID."""
+    if manifest.numerics_version != NUMERICS_VERSION:
+        message = f"numericsVersion {manifest.numerics_version} is not {NUMERICS_VERSION}"
+        raise CoreError(Reason.NUMERICS_MISMATCH, message)
+    if manifest.device_kind != device_kind:
+        message = f"deviceKind {manifest.device_kind} is not this node's {device_kind}"
+        raise CoreError(Reason.NUMERICS_MISMATCH, message)
+    tenancy = manifest.tenancy
+    if (tenancy.namespace, tenancy.cache_uid) != (cache.namespace, cache.uid):
+        message = f"the manifest is of cache {tenancy.namespace}/{tenancy.cache_uid}"
+        raise CoreError(Reason.MANIFEST_MISMATCH, message)
+    if manifest.contract.exactness is not Exactness.EXACT and manifest.selector is not None:
+        raise CoreError(Reason.MANIFEST_INVALID, "a baseline manifest has no selector")
