@@ -14,6 +14,7 @@ from kvtier_crds.manifest import Exactness
 from kvtier_crds.models.common import (
     ATOMIC_LIST,
     DigestRef,
+    Duration,
     Int64,
     Number,
     Sha256,
@@ -116,6 +117,8 @@ class Rollback(Struct):
         tuple[Annotated[str, Field(max_length=253)], ...], Field(max_length=16, json_schema_extra=ATOMIC_LIST)
     ] = ()
     """Agents that have not yet proved the digest; the first 16."""
+    lease_ttl: Annotated[Duration | None, Field(alias="leaseTTL")] = None
+    """Of a lease that may be out and is not of this spec; absent: there is none."""
     in_flight: Annotated[int, Field(ge=0)] | None = None
     """Requests still running on the candidate when the agents answered."""
     started_at: Timestamp | None = None
@@ -184,6 +187,14 @@ class Revoking(Struct):
 
     rollout: Annotated[str, Field(max_length=253)]
     started_at: Timestamp
+    lease_ttl: Annotated[Duration | None, Field(alias="leaseTTL")] = None
+    """Of the leases it was granted under; none of them outlives startedAt by more than this and 10 %."""
+    nodes: Annotated[
+        tuple[Annotated[str, Field(max_length=253)], ...], Field(max_length=16, json_schema_extra=ATOMIC_LIST)
+    ] = ()
+    """Agents that have not let go of it; the first 16."""
+    agents: Annotated[int, Field(ge=0)] | None = None
+    """Agents of the pool as it began."""
 
 
 class PairThreshold(Struct):

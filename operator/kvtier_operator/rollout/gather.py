@@ -5,6 +5,7 @@ What is kept between calls is a cache of what can be read again. It must not dec
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvtier.v1 import common_pb2 as common
@@ -19,7 +20,7 @@ from kvtier_operator.rollout.inputs import AgentView, Approved, CacheView, Candi
 from kvtier_operator.rollout.moves import is_mine
 from kvtier_operator.rollout.observe import Memory, Observer, Pool, unasked
 from kvtier_operator.rollout.rivals import busy_with, superseded_by
-from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, RolloutSpec, parse_spec
+from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp
 from kvtier_operator.rollout.vocabulary import Phase, Stage
@@ -161,7 +162,7 @@ class Gatherer:
         if cache is None:
             return Pool((), {})
         if run.pool is None:
-            if state.phase is Phase.ROLLING_BACK or state.supersedes:
+            if state.phase is Phase.ROLLING_BACK or state.revoking is not None:
                 run.pool = unasked(members, kept.memory)
             else:
                 run.pool = await self._observer.observe(
@@ -220,8 +221,10 @@ class Gatherer:
             if starting
             else self._deps.store.list_all(Kind.KV_ROLLOUT, namespace)
         )
+        approved = inputs.cache.approved if inputs.cache is not None else None
         return replace(
             inputs,
+            approved_ttl=_granted_ttl(approved.rollout_uid, (rollout, *others)) if approved else 0.0,
             busy_with=busy_with(rollout, others),
             superseded_by=superseded_by(rollout, others, completed=state.phase is Phase.COMPLETED),
         )
@@ -258,6 +261,12 @@ def cache_view(cache: JsonObject | None) -> CacheView | None:
         else None,
         deleting="deletionTimestamp" in cache["metadata"],
     )
+
+
+def _granted_ttl(uid: str, rollouts: Iterable[JsonObject]) -> float:
+    """Seconds that a lease of the rollout may last; the longest legal one when it is not there any more."""
+    owner = next((one for one in rollouts if one["metadata"]["uid"] == uid), None)
+    return MAX_LEASE_TTL if owner is None else _duration(owner, "leaseTTL", DEFAULT_LEASE_TTL)
 
 
 def _duration(rollout: JsonObject, name: str, default: float) -> float:

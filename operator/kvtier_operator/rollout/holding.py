@@ -30,6 +30,7 @@ from kvtier_operator.rollout.inputs import (
 from kvtier_operator.rollout.moves import (
     APPROVAL_SECONDS,
     advance,
+    begin_revocation,
     current_step,
     enter_step,
     is_mine,
@@ -118,8 +119,7 @@ def _let_go(state: RolloutState, inputs: Inputs) -> Plan:
 def _edited_candidate(state: RolloutState, inputs: Inputs) -> Plan:
     target = replace(
         new_attempt(state, inputs),
-        supersedes=inputs.name,
-        revoking_since=inputs.now,
+        revoking=begin_revocation(inputs, inputs.name, inputs.lease_ttl),
         blocker=Blocker.REVOKING_APPROVED,
         blocker_message="revoking the candidate of the attempt before",
     )

@@ -119,7 +119,8 @@ class Look:
 class Inputs:
     """busy_with: the unfinished rollout of the cache that comes before this one. superseded_by: an unfinished
     rollout that has begun, of the same cache, and whose turn it is. ttl: seconds that a finished rollout is
-    kept. lease_ttl: seconds, also of a spec that cannot be run. quiet_since: when this process became leader;
+    kept. lease_ttl: seconds, also of a spec that cannot be run. approved_ttl: of the rollout whose candidate
+    the cache holds approved. quiet_since: when this process became leader;
     it knows nothing of renewals sent before that."""
 
     now: float
@@ -138,6 +139,7 @@ class Inputs:
     quiet_since: float = 0.0
     ttl: float = 0.0
     lease_ttl: float = DEFAULT_LEASE_TTL
+    approved_ttl: float = DEFAULT_LEASE_TTL
     forecast: str = ""
     forecast_slow: bool = False
 

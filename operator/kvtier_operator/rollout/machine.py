@@ -42,7 +42,7 @@ def next_plan(state: RolloutState, inputs: Inputs) -> Plan:
 
 
 def _plan(state: RolloutState, inputs: Inputs) -> Plan:
-    active = state.holds_candidate or bool(state.supersedes)
+    active = state.holds_candidate or state.revoking is not None
     leaving = inputs.cache is None or inputs.cache.deleting
     if leaving and (active or state.phase is Phase.ROLLING_BACK):
         return _cache_gone(state, inputs)
@@ -100,7 +100,7 @@ def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
         stage=Stage.EXACT_BASELINE,
         step=0,
         rollback=rollback,
-        supersedes="",
+        revoking=None,
         grant_expires=0.0,
     )
     notice = Notice(True, "RollingBack", f"{Cause.OBJECT_DELETED} in {state.stage}: the KVCache is deleted")
@@ -121,7 +121,7 @@ def _on_intent(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
 
 def _obey(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
     if intent.verb is Verb.ABORT:
-        if state.holds_candidate or state.supersedes:
+        if state.holds_candidate or state.revoking is not None:
             return roll_back(state, inputs, Cause.INTENT_ABORT, f"intent seq {intent.seq}")
         return _abort_before_start(state, inputs, intent)
     if intent.verb is Verb.RETRY:

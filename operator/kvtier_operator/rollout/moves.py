@@ -20,7 +20,7 @@ from kvtier_operator.rollout.inputs import (
     SpanNote,
 )
 from kvtier_operator.rollout.spec import RolloutSpec, Step
-from kvtier_operator.rollout.state import Rollback, RolloutState, Window
+from kvtier_operator.rollout.state import Revocation, Rollback, RolloutState, Window
 from kvtier_operator.rollout.vocabulary import LEASE_GRACE, Blocker, Cause, Phase, Stage
 
 APPROVAL_SECONDS = 24 * 3600.0
@@ -163,6 +163,9 @@ def needs_refence(state: RolloutState, inputs: Inputs) -> bool:
 def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, gate: str = "") -> Plan:
     """Leaves the stage for the exact baseline. Agents are told in a later pass, under the new fence."""
     baseline = state.baseline or (inputs.cache.baseline if inputs.cache else None)
+    older = state.revoking
+    present = [agent.node for agent in inputs.agents]
+    vanished = [node for node in older.nodes if node not in present] if older is not None else []
     rollback = Rollback(
         cause=cause,
         message=message,
@@ -172,7 +175,8 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
         target_digest=baseline.digest if baseline else "",
         started_at=inputs.now,
         total=len(inputs.agents),
-        missing=tuple(agent.node for agent in inputs.agents)[:MAX_MISSING],
+        missing=(*vanished, *present)[:MAX_MISSING],
+        lease_ttl=older.lease_ttl if older is not None else 0.0,
     )
     target = replace(
         state,
@@ -182,19 +186,26 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
         rollback=rollback,
         schedule=None,
         grant_expires=0.0,
-        supersedes="",
+        revoking=None,
         lost=(),
     )
     notice = Notice(True, "RollingBack", f"{cause} in {state.stage}: {message}")
     span = stage_span(state, Stage.EXACT_BASELINE, 0, str(cause))
-    return advance(state, inputs, target, notice=notice, spans=(span,), clear_approved=bool(state.supersedes))
+    return advance(state, inputs, target, notice=notice, spans=(span,), clear_approved=older is not None)
 
 
-def lease_end(inputs: Inputs, since: float) -> float:
+def lease_end(inputs: Inputs, since: float, at_least: float = 0.0) -> float:
     """When every lease that could have been renewed before `since`, or by an operator before this one, has
-    provably ended: TTL + 10 %, at least the second that a short lease's renewal may be on its way."""
-    ttl = inputs.lease_ttl
+    provably ended: TTL + 10 %, at least the second that a short lease's renewal may be on its way. The TTL
+    is the spec's, or `at_least` where that is longer."""
+    ttl = max(inputs.lease_ttl, at_least)
     return max(since, inputs.quiet_since) + ttl + max(ttl * (LEASE_GRACE - 1), MIN_GRACE)
+
+
+def begin_revocation(inputs: Inputs, rollout: str, lease_ttl: float) -> Revocation:
+    """Of what `rollout` was granted under leases of `lease_ttl` seconds; whoever is there may hold it."""
+    names = tuple(agent.node for agent in inputs.agents)
+    return Revocation(rollout, inputs.now, lease_ttl, names[:MAX_MISSING], len(names))
 
 
 def proved(agent: AgentView, fence: int, digest: str) -> bool:

@@ -36,7 +36,8 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
     # What the KVCache says is what agents are given; a digest that it has left behind nobody can prove.
     digest = baseline.digest if baseline else rollback.target_digest
     unproved = [agent.node for agent in inputs.agents if not proved(agent, state.fence, digest)]
-    ended = inputs.now >= lease_end(inputs, rollback.started_at)
+    end = lease_end(inputs, rollback.started_at, rollback.lease_ttl)
+    ended = inputs.now >= end
     # Whose Node is deleted leaves the count, but not before its lease has ended: it may still be running.
     present = {agent.node for agent in inputs.agents}
     vanished = [] if ended else [node for node in rollback.missing if node not in present]
@@ -97,17 +98,17 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
         notices=notices,
         spans=spans,
         release=release and not approved,
-        requeue_after=_wait(inputs, unproved, rollback.started_at) if waiting else 0.0,
+        requeue_after=_wait(inputs, unproved, end) if waiting else 0.0,
     )
 
 
-def _wait(inputs: Inputs, missing: list[str], since: float) -> float:
+def _wait(inputs: Inputs, missing: list[str], end: float) -> float:
     """Soon for an agent that answers but still runs steps of the candidate; else a little, or the moment the
     leases end."""
     busy = any(agent.node in missing and agent.reachable for agent in inputs.agents)
     if busy:
         return IN_FLIGHT_SECONDS
-    left = lease_end(inputs, since) - inputs.now
+    left = end - inputs.now
     return min(RETRY_SECONDS, left) if left > 0 else RETRY_SECONDS
 
 
@@ -117,7 +118,7 @@ def plan_without_cache(state: RolloutState, inputs: Inputs) -> Plan:
     rollback = state.rollback
     if rollback is None:
         raise ValueError("a rollout in ExactBaseline has a rollback record")
-    left = lease_end(inputs, rollback.started_at) - inputs.now
+    left = lease_end(inputs, rollback.started_at, rollback.lease_ttl) - inputs.now
     if inputs.cache is not None and left > 0:
         return Plan(state, requeue_after=min(RETRY_SECONDS, left))
     target = replace(

@@ -22,6 +22,8 @@ from kvtier_operator.rollout.gateset import ProbeSet, declarations, gates_digest
 from kvtier_operator.rollout.vocabulary import STAGE_ORDER, OnInsufficient, OnLeaseExpired, Stage, Verb
 
 DEFAULT_LEASE_TTL = 60.0
+MAX_LEASE_TTL = 3600.0
+"""The longest that the schema takes."""
 DEFAULT_SETTLE = 120.0
 DEFAULT_WARMUP = 60.0
 DEFAULT_DEADLINE = 72 * 3600.0

@@ -89,6 +89,8 @@ class LostAgent:
 
 @dataclass(frozen=True)
 class Rollback:
+    """lease_ttl: seconds, of a longer lease than the spec's that agents may hold still; 0 for none."""
+
     cause: Cause
     message: str
     from_stage: Stage
@@ -96,12 +98,30 @@ class Rollback:
     target_digest: str
     started_at: float
     gate: str = ""
+    lease_ttl: float = 0.0
     restored: int = 0
     total: int = 0
     missing: tuple[str, ...] = ()
     in_flight: int = 0
     revoked_at: float = 0.0
     verified_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Revocation:
+    """A candidate that must be gone before this attempt may start: an approved rollout's, or that of this
+    one's own former attempt.
+
+    lease_ttl: seconds, of the leases it was granted under, which need not be this rollout's. nodes: agents
+    that have not let go of it, the first 16, those that have left the pool meanwhile included. agents: how
+    many there were as it began.
+    """
+
+    rollout: str
+    since: float
+    lease_ttl: float
+    nodes: tuple[str, ...] = ()
+    agents: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,9 +146,8 @@ class Condition:
 @dataclass(frozen=True)
 class RolloutState:
     """carry: what the attempt's evidence takes from window to window. candidate_hash: of spec.candidate, so
-    that an edit can be told from a drift of what it refers to. supersedes: whose candidate is being revoked
-    before this attempt may start, an approved rollout's or that of this one's own former attempt. shares:
-    how many parts of the digest's false-promotion budget are used, the open window's included.
+    that an edit can be told from a drift of what it refers to. shares: how many parts of the digest's
+    false-promotion budget are used, the open window's included.
     grant_expires: set while an approved candidate goes on after Completed."""
 
     phase: Phase = Phase.PENDING
@@ -153,8 +172,7 @@ class RolloutState:
     last_intent: LastIntent | None = None
     overridden: bool = False
     shares: int = 0
-    supersedes: str = ""
-    revoking_since: float = 0.0
+    revoking: Revocation | None = None
     started_at: float = 0.0
     finished_at: float = 0.0
     grant_expires: float = 0.0

@@ -22,6 +22,7 @@ from kvtier_operator.rollout.state import (
     LastIntent,
     LostAgent,
     ManifestRef,
+    Revocation,
     Rollback,
     RolloutState,
     Schedule,
@@ -60,6 +61,15 @@ def parse_stamp(text: object) -> float:
     except ValueError:
         return 0.0
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _milliseconds(seconds: float) -> str:
+    """A Go duration; empty for 0."""
+    return f"{round(seconds * 1000)}ms" if seconds else ""
+
+
+def _read_milliseconds(text: object) -> float:
+    return float(str(text or "0ms").removesuffix("ms")) / 1000
 
 
 def to_status(state: RolloutState, *, deadline_seconds: float = 0.0) -> Json:
@@ -101,6 +111,9 @@ def _cut(state: RolloutState, gates: int, cells: int, passes: int, nodes: int, t
         rollback = replace(rollback, missing=rollback.missing[:nodes], message=rollback.message[:text])
     if intent is not None:
         intent = replace(intent, message=intent.message[:text])
+    revoking = state.revoking
+    if revoking is not None:
+        revoking = replace(revoking, nodes=revoking.nodes[:nodes])
     opened = f"/{window.opening_fence}" if window is not None else ""
     return replace(
         state,
@@ -110,6 +123,7 @@ def _cut(state: RolloutState, gates: int, cells: int, passes: int, nodes: int, t
         lost=state.lost[:nodes],
         window=window,
         rollback=rollback,
+        revoking=revoking,
         last_intent=intent,
     )
 
@@ -147,7 +161,7 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
         {
             "dueAt": format_stamp(state.schedule.due_at) if state.schedule else "",
             "ranAt": format_stamp(state.schedule.ran_at) if state.schedule else "",
-            "lateBy": f"{round(state.schedule.late_by * 1000)}ms" if state.schedule else "",
+            "lateBy": _milliseconds(state.schedule.late_by) or "0ms" if state.schedule else "",
             "stepStartedAt": format_stamp(state.window.opened_at) if state.window else "",
             "attemptStartedAt": format_stamp(state.started_at),
             "deadlineAt": format_stamp(state.started_at + deadline_seconds) if state.started_at else "",
@@ -156,9 +170,8 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
     status["gates"] = [_gate(gate) for gate in state.gates]
     status["carry"] = carry_to_json(state.carry)
     status["unreachable"] = [{"node": lost.node, "since": format_stamp(lost.since)} for lost in state.lost]
-    if state.supersedes:
-        since = format_stamp(state.revoking_since)
-        status["revoking"] = {"rollout": state.supersedes, "startedAt": since}
+    if state.revoking is not None:
+        status["revoking"] = _revoking(state.revoking)
     if state.rollback is not None:
         status["rollback"] = _rollback(state.rollback)
     if state.last_intent is not None:
@@ -201,6 +214,17 @@ def _gate(gate: GateStatus) -> Json:
     return {**_clean(row), "n": gate.n}
 
 
+def _revoking(revoking: Revocation) -> Json:
+    row = {
+        "rollout": revoking.rollout,
+        "startedAt": format_stamp(revoking.since),
+        "leaseTTL": _milliseconds(revoking.lease_ttl),
+        "nodes": list(revoking.nodes),
+        "agents": revoking.agents or None,
+    }
+    return _clean(row)
+
+
 def _rollback(rollback: Rollback) -> Json:
     row = {
         "cause": str(rollback.cause),
@@ -213,6 +237,7 @@ def _rollback(rollback: Rollback) -> Json:
         "revokedAt": format_stamp(rollback.revoked_at),
         "verifiedAt": format_stamp(rollback.verified_at),
         "missing": list(rollback.missing),
+        "leaseTTL": _milliseconds(rollback.lease_ttl),
     }
     counts = {
         "agentsRestored": rollback.restored,
@@ -240,7 +265,6 @@ def from_status(status: Mapping[str, Any]) -> RolloutState:
         return RolloutState()
     schedule = status.get("schedule") or {}
     candidate_hash, _, window_hash = str(status.get("specDigest") or "").partition(".")
-    revoking = status.get("revoking") or {}
     blocker, message = _blocker(status)
     return RolloutState(
         phase=Phase(status["phase"]),
@@ -267,8 +291,7 @@ def from_status(status: Mapping[str, Any]) -> RolloutState:
         last_intent=_read_intent(status.get("lastIntent")),
         overridden=bool(status.get("overridden")),
         shares=int((status.get("digestBudget") or {}).get("attemptsUsed") or 0),
-        supersedes=str(revoking.get("rollout") or ""),
-        revoking_since=parse_stamp(revoking.get("startedAt")),
+        revoking=_read_revoking(status.get("revoking")),
         started_at=parse_stamp(schedule.get("attemptStartedAt")),
         finished_at=parse_stamp(status.get("finishedAt")),
         grant_expires=parse_stamp(status.get("grantExpires")),
@@ -313,7 +336,7 @@ def _read_window(status: Mapping[str, Any], schedule: Mapping[str, Any], spec_ha
 def _read_schedule(row: Mapping[str, Any]) -> Schedule | None:
     if not row.get("dueAt"):
         return None
-    late = float(str(row.get("lateBy") or "0ms").removesuffix("ms")) / 1000
+    late = _read_milliseconds(row.get("lateBy"))
     return Schedule(parse_stamp(row["dueAt"]), parse_stamp(row.get("ranAt")), late)
 
 
@@ -336,6 +359,18 @@ def _read_gate(row: Mapping[str, Any]) -> GateStatus:
     )
 
 
+def _read_revoking(row: Mapping[str, Any] | None) -> Revocation | None:
+    if not row:
+        return None
+    return Revocation(
+        rollout=str(row["rollout"]),
+        since=parse_stamp(row.get("startedAt")),
+        lease_ttl=_read_milliseconds(row.get("leaseTTL")),
+        nodes=tuple(row.get("nodes") or ()),
+        agents=int(row.get("agents") or 0),
+    )
+
+
 def _read_rollback(row: Mapping[str, Any] | None) -> Rollback | None:
     if not row:
         return None
@@ -343,6 +378,7 @@ def _read_rollback(row: Mapping[str, Any] | None) -> Rollback | None:
         cause=Cause(row["cause"]),
         message=str(row.get("message") or ""),
         gate=str(row.get("gate") or ""),
+        lease_ttl=_read_milliseconds(row.get("leaseTTL")),
         from_stage=Stage(row.get("fromStage") or Stage.OFF),
         from_step=int(row.get("fromStep") or 0),
         target_digest=str(row.get("targetDigest") or ""),

@@ -6,13 +6,17 @@ themselves (phase Pending). It must not know the stages after Shadow.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from kvtier_operator.rollout.conditions import MAX_MESSAGE
 from kvtier_operator.rollout.gateset import missing_for_approximate
 from kvtier_operator.rollout.inputs import Inputs, Notice, Plan, Revoke
 from kvtier_operator.rollout.moves import (
+    MAX_MISSING,
     advance,
+    begin_revocation,
     enter_step,
     lease_end,
     needs_refence,
@@ -21,10 +25,11 @@ from kvtier_operator.rollout.moves import (
     stage_span,
 )
 from kvtier_operator.rollout.returning import RETRY_SECONDS, new_attempt
-from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.state import Revocation, RolloutState
 from kvtier_operator.rollout.vocabulary import INVALIDATING, Blocker, CandidateClass, Phase, Stage
 
 WAIT_SECONDS = 10.0
+MAX_NAMES = 4
 
 
 def find_blocker(state: RolloutState, inputs: Inputs) -> tuple[Blocker, str]:
@@ -63,8 +68,8 @@ def find_blocker(state: RolloutState, inputs: Inputs) -> tuple[Blocker, str]:
 def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
     """Pending or Invalid: waits, clears the way, or enters Shadow."""
     spec, cache = inputs.spec, inputs.cache
-    if state.supersedes and cache is not None and spec is not None:
-        return _clear_the_way(state, inputs)
+    if state.revoking is not None and cache is not None and spec is not None:
+        return _clear_the_way(state, inputs, state.revoking)
     if spec is not None and state.candidate_hash not in ("", spec.candidate_hash):
         state = replace(new_attempt(state, inputs), attempt=state.attempt)
     blocker, message = find_blocker(state, inputs)
@@ -98,31 +103,51 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
     )
     if cache.approved is not None:
         name = cache.approved.rollout
+        revoking = begin_revocation(inputs, name, inputs.approved_ttl)
         target = replace(
             ready,
             phase=Phase.PENDING,
-            supersedes=name,
-            revoking_since=inputs.now,
+            revoking=revoking,
             blocker=Blocker.REVOKING_APPROVED,
-            blocker_message=f"revoking what {name} had approved",
+            blocker_message=_waits_for(revoking, inputs),
         )
         notice = Notice(False, "RevokingApproved", f"{name}: its approval ends before this rollout starts")
         return advance(ready, inputs, target, notice=notice)
     return enter_step(ready, inputs, spec, spec.ladder[0], "agents are on the baseline", spend_share=True)
 
 
-def _clear_the_way(state: RolloutState, inputs: Inputs) -> Plan:
+def _clear_the_way(state: RolloutState, inputs: Inputs, revoking: Revocation) -> Plan:
     """Revokes the older candidate everywhere; goes on when each agent has let go or its lease has ended."""
     if needs_refence(state, inputs):
         return refence(state, inputs, "fence moved while revoking")
+    end = lease_end(inputs, revoking.since, revoking.lease_ttl)
     held = [agent.node for agent in inputs.agents if not revoked(agent, state.fence)]
-    end = lease_end(inputs, state.revoking_since)
-    if held and inputs.now < end:
+    present = {agent.node for agent in inputs.agents}
+    # Whose KVNode is gone may be running all the same, and cannot be asked: its lease has to end.
+    vanished = [node for node in revoking.nodes if node not in present]
+    unlisted = revoking.agents > MAX_MISSING and len(present) < revoking.agents
+    if (held or vanished or unlisted) and inputs.now < end:
+        left = replace(revoking, nodes=(*vanished, *held)[:MAX_MISSING])
         return Plan(
-            state,
+            replace(state, revoking=left, blocker_message=_waits_for(left, inputs)),
             rpcs=tuple(Revoke(node, None) for node in held),
             requeue_after=min(RETRY_SECONDS, max(0.1, end - inputs.now)),
         )
-    target = replace(state, supersedes="", revoking_since=0.0, blocker=Blocker.NONE, blocker_message="")
-    span = stage_span(state, Stage.OFF, 0, f"candidate of {state.supersedes} revoked")
-    return advance(state, inputs, target, spans=(span,), clear_approved=True)
+    target = replace(state, revoking=None, blocker=Blocker.NONE, blocker_message="")
+    span = stage_span(state, Stage.OFF, 0, f"candidate of {revoking.rollout} revoked")
+    notice = None
+    if held or vanished or unlisted:
+        who = ", ".join((*vanished, *held)[:4]) or "agents that are gone"
+        message = f"the leases of {revoking.rollout} have ended; not heard of: {who}"
+        notice = Notice(True, "RevokedByLeaseEnd", message)
+    return advance(state, inputs, target, spans=(span,), notice=notice, clear_approved=True)
+
+
+def _waits_for(revoking: Revocation, inputs: Inputs) -> str:
+    """Whose candidate, who may hold it still, and until when at the latest."""
+    whose = "the attempt before" if revoking.rollout == inputs.name else revoking.rollout
+    end = math.ceil(lease_end(inputs, revoking.since, revoking.lease_ttl))
+    until = datetime.fromtimestamp(end, UTC).strftime("%H:%M:%SZ")
+    rest = max(0, len(revoking.nodes) - MAX_NAMES)
+    names = ", ".join(revoking.nodes[:MAX_NAMES]) + (f" and {rest} more" if rest else "")
+    return f"revoking the candidate of {whose}, until {until} at the latest; waits for {names}"[:MAX_MESSAGE]

@@ -19,6 +19,7 @@ from kvtier_operator.rollout.state import (
     LastIntent,
     LostAgent,
     ManifestRef,
+    Revocation,
     Rollback,
     RolloutState,
     Schedule,
@@ -38,6 +39,7 @@ from kvtier_operator.rollout.vocabulary import (
 from tests.unit.rollout.rollout_world import World
 
 DIGEST = "sha256:" + "a" * 64
+OLDER = Revocation("older", 1_800_000_001.0, 60.0, ("node-7", "node-8"), 2)
 CARRY = Carry(
     cells=(Cell("output", "Shadow/0/2", 0.05, -1.25), Cell("tail", "Canary/0/3", 0.05, 2.5)),
     failed=FailCause("output", "Canary/0/3", Reason.BOUND_OUTSIDE_LIMIT),
@@ -65,8 +67,8 @@ def thresholds(state: RolloutState) -> Window:
 @pytest.mark.parametrize("stage", ["Shadow", "Canary", "Ramp", "Full", "Completed", "RolledBack"])
 async def test_reading_back_is_writing_again(stage: str) -> None:
     state = await reached(stage)
-    rich = replace(state, carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),), supersedes="older")
-    rich = replace(rich, revoking_since=1_800_000_001.0, window=thresholds(state))
+    rich = replace(state, carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),), revoking=OLDER)
+    rich = replace(rich, window=thresholds(state))
     for one in (state, rich):
         status = to_status(one)
         assert from_status(status) == one
@@ -76,7 +78,9 @@ async def test_reading_back_is_writing_again(stage: str) -> None:
 async def test_schema_keeps_every_field() -> None:
     """A structural schema prunes what it does not know, and a restarted operator would miss it."""
     state = replace(await reached("RolledBack"), carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),))
-    state = replace(state, supersedes="older", revoking_since=1_800_000_001.0, overridden=True)
+    state = replace(state, revoking=OLDER, overridden=True)
+    assert state.rollback is not None
+    state = replace(state, rollback=replace(state.rollback, lease_ttl=100.0))
     state = replace(state, window=thresholds(state))
     gate = GateStatus("x", Verdict.FAIL, "r", "m", "1", "2", "3", 4, 5, "6", "Anytime", 1.8e9, True, True)
     status = to_status(replace(state, gates=(gate,)), deadline_seconds=60)
@@ -158,8 +162,7 @@ def test_every_list_at_its_longest_stays_under_8_kib(count: int) -> None:
         ),
         last_intent=LastIntent(4, "Promote", IntentResult.NOT_APPLICABLE, "m" * 200, 1.8e9),
         shares=3,
-        supersedes="s" * 250,
-        revoking_since=1.8e9,
+        revoking=Revocation("s" * 250, 1.8e9, 3600.0, (node,) * 16, 40),
         started_at=1.8e9,
         traceparent="00-" + "1" * 32 + "-" + "2" * 16 + "-01",
         conditions=tuple(
