@@ -8,8 +8,10 @@ sessions, layers or attention.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,12 @@ from torch import Tensor
 from kvtier_core.checksums import checksum
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import CODEC_IDENTITY, LAYOUT_ID, ChunkLayout
+from kvtier_core.tiers.slots import BlockIdentity as BlockIdentity
+from kvtier_core.tiers.slots import SlotRef as SlotRef
+from kvtier_core.tiers.slots import SlotState as SlotState
+from kvtier_core.tiers.slots import SlotTable as SlotTable
 from kvtier_core.tiers.staging import StagingBuffer
+from kvtier_core.tiers.transfer import Landing, TransferItem, TransferSink
 
 
 class MediumKind(StrEnum):
@@ -69,104 +76,6 @@ class TierMount:
     o_direct: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRef:
-    """A slot at one of its lives. Every call on a slot carries both numbers."""
-
-    slot: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class BlockIdentity:
-    """What a copy must be to be believed: checked against the bytes, not against the request.
-
-    checksum: XXH3-64 of the payload at sealing, whatever a tier adds of its own."""
-
-    chunk_digest: bytes
-    logical: int
-    replica_generation: int
-    rows: int
-    length: int
-    checksum: int
-
-
-class SlotState(IntEnum):
-    FREE = 0
-    RESERVED = 1
-    WRITTEN = 2
-    VALIDATED = 3
-    PUBLISHED = 4
-    QUARANTINED = 5
-
-
-class SlotTable:
-    """Generations and owners of a tier's slots. A released slot is a different slot from then on."""
-
-    def __init__(self, slots: int) -> None:
-        self.capacity = slots
-        self._generation = np.zeros(slots, dtype=np.int64)
-        self._owner = np.zeros(slots, dtype=np.int64)
-        self._state = np.zeros(slots, dtype=np.int8)
-        self._free = list(range(slots - 1, -1, -1))
-
-    @property
-    def used(self) -> int:
-        return self.capacity - len(self._free)
-
-    def reserve(self, owner: int) -> SlotRef:
-        if not self._free:
-            raise CoreError(
-                Reason.NO_DESTINATION_CAPACITY,
-                f"all {self.capacity} slots are taken",
-                {"capacity_slots": self.capacity},
-            )
-        slot = self._free.pop()
-        self._owner[slot] = owner
-        self._state[slot] = SlotState.RESERVED
-        return SlotRef(slot, int(self._generation[slot]))
-
-    def check(self, ref: SlotRef, *legal: SlotState) -> None:
-        """RECYCLED_DESTINATION when the slot lives another life; NOT_VISIBLE when it is in no legal state."""
-        if not 0 <= ref.slot < self.capacity or int(self._generation[ref.slot]) != ref.generation:
-            raise CoreError(
-                Reason.RECYCLED_DESTINATION,
-                f"slot {ref.slot} is no longer of generation {ref.generation}",
-                {"slot": ref.slot, "generation": ref.generation},
-            )
-        state = SlotState(int(self._state[ref.slot]))
-        if legal and state not in legal:
-            raise CoreError(
-                Reason.NOT_VISIBLE,
-                f"slot {ref.slot} is {state.name}, not {' or '.join(item.name for item in legal)}",
-                {"slot": ref.slot, "state": state.name},
-            )
-
-    def generation(self, slot: int) -> int:
-        return int(self._generation[slot])
-
-    def owner(self, ref: SlotRef) -> int:
-        self.check(ref)
-        return int(self._owner[ref.slot])
-
-    def state(self, ref: SlotRef) -> SlotState:
-        self.check(ref)
-        return SlotState(int(self._state[ref.slot]))
-
-    def set_state(self, ref: SlotRef, state: SlotState) -> None:
-        self._state[ref.slot] = state
-
-    def release(self, ref: SlotRef) -> None:
-        """Ends the slot's life: its generation moves on before anyone else can have it."""
-        self.check(ref)
-        if SlotState(int(self._state[ref.slot])) is SlotState.FREE:
-            raise CoreError(Reason.RECYCLED_DESTINATION, f"slot {ref.slot} is free already")
-        self._generation[ref.slot] += 1
-        self._state[ref.slot] = SlotState.FREE
-        self._owner[ref.slot] = 0
-        self._free.append(ref.slot)
-
-
 @dataclass(slots=True)
 class TierMeasurement:
     """Bytes per second as measured at start; 0.0: not measured. Probes are small facts by name."""
@@ -182,15 +91,24 @@ CONDITION_READY = "Ready"
 class Tier(ABC):
     """One tier of one engine. host_memory: its views can be read by the CPU.
 
-    Single-threaded: the engine's lock is held around every call but `read`, which may run on a reader thread
-    against slots that hold a read lease."""
+    The caller's metadata lock is held around every call but `read`, which may run on a reader thread
+    against slots that hold a read lease. `submit_read` and `submit_write` are called under no lock or under
+    it, as the caller likes: they return before slow I/O ends. `clock` gives the seconds that deadlines are
+    stated in; without one no deadline is ever found late."""
 
     name: str
     medium: MediumKind
     simulated: bool = False
     host_memory: bool = True
 
-    def __init__(self, name: str, layout: ChunkLayout, capability: TierCapability, slots: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: ChunkLayout,
+        capability: TierCapability,
+        slots: int,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.name = name
         self.layout = layout
         self.capability = capability
@@ -198,6 +116,7 @@ class Tier(ABC):
         self.measured = TierMeasurement()
         self.condition = CONDITION_READY
         self.pinned_bytes = 0
+        self.clock = clock
 
     @property
     @abstractmethod
@@ -213,23 +132,24 @@ class Tier(ABC):
         return self.slots.reserve(owner)
 
     @abstractmethod
-    def write(self, ref: SlotRef, payload: Tensor, identity: BlockIdentity) -> int:
-        """Writes a whole payload [2, Hk, C, d] into a reserved slot; returns the bytes that arrived."""
+    def write(
+        self, ref: SlotRef, payload: Tensor, identity: BlockIdentity, deadline: float | None = None
+    ) -> int:
+        """Writes a whole payload [2, Hk, C, d] into a reserved slot; returns the bytes that arrived. DEADLINE
+        when it could not begin, or storage did not end, in time; None: no deadline."""
 
     @abstractmethod
-    def validate(self, ref: SlotRef, identity: BlockIdentity) -> None:
+    def validate(self, ref: SlotRef, identity: BlockIdentity, deadline: float | None = None) -> None:
         """Reads back what lies in the slot and compares it with `identity`: SHORT_COPY, CHECKSUM_MISMATCH,
-        IDENTITY_MISMATCH. Nothing is published before this passed."""
+        IDENTITY_MISMATCH, DEADLINE. Nothing is published before this passed."""
 
     def publish(self, ref: SlotRef) -> None:
         """Makes a validated slot readable."""
-        self.slots.check(ref, SlotState.VALIDATED)
-        self.slots.set_state(ref, SlotState.PUBLISHED)
+        self.slots.advance(ref, SlotState.PUBLISHED, SlotState.VALIDATED)
 
     def quarantine(self, ref: SlotRef) -> None:
         """Takes a slot out of use while bytes may still arrive in it; `release` ends that."""
-        self.slots.check(ref)
-        self.slots.set_state(ref, SlotState.QUARANTINED)
+        self.slots.advance(ref, SlotState.QUARANTINED)
 
     def release(self, ref: SlotRef) -> None:
         """Ends this life of the slot. RECYCLED_DESTINATION when it is another's by now."""
@@ -238,6 +158,71 @@ class Tier(ABC):
     def close(self) -> None:
         """Gives back memory, descriptors and locks. The tier answers nothing afterwards."""
         self.condition = "Closed"
+
+    def check_deadline(self, deadline: float | None) -> None:
+        """DEADLINE when `deadline` (absolute seconds of `clock`) has come."""
+        if deadline is not None and self.clock is not None and self.clock() >= deadline:
+            raise CoreError(Reason.DEADLINE, f"tier {self.name} was asked too late", {"tier": self.name})
+
+    # Batches of blocks, reported item by item. Storage overrides both with its own threads and queue.
+
+    def submit_read(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
+        """Starts reading published blocks into their landings, each verified there before `done(index,
+        None)`.
+
+        QUEUE_FULL is raised before anything starts, and the sink hears nothing then. Every other error,
+        DEADLINE included, is an item's: what `read` raises, told through the sink. This default runs
+        inline, in order."""
+        buffer = StagingBuffer(self.layout)
+        for index, item in enumerate(items):
+            settle(sink, index, partial(self._read_into, item, deadline, buffer))
+
+    def submit_write(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
+        """Starts writing landings into reserved slots. `done(index, None)`: all bytes arrived and the slot is
+        VALIDATED as `write` and `validate` would leave it, so that the caller has only to publish it.
+
+        QUEUE_FULL is raised before anything starts. Every other error is an item's, told through the sink;
+        after one, the slot is in no state to publish. This default runs inline, in order."""
+        for index, item in enumerate(items):
+            settle(sink, index, partial(self._write_from, item, deadline))
+
+    def landing(self, ref: SlotRef) -> Landing:
+        """Where the slot's payload lies: `body` is exactly `layout.payload_bytes`, its address a multiple of
+        4096, in place; a storage tier reads into it or writes from it. TIER_INCAPABLE without host memory;
+        RECYCLED_DESTINATION for a slot of another life; NOT_VISIBLE for a free or quarantined one.
+
+        Who fills a reserved slot through its landing says so with `filled`, then validates and publishes
+        it."""
+        raise CoreError(Reason.TIER_INCAPABLE, f"tier {self.name} has no memory to land in")
+
+    def filled(self, ref: SlotRef) -> None:
+        """States that all bytes of a reserved slot arrived through its landing: the slot counts as written.
+        TIER_INCAPABLE, RECYCLED_DESTINATION, NOT_VISIBLE."""
+        raise CoreError(Reason.TIER_INCAPABLE, f"tier {self.name} has no memory to land in")
+
+    def _read_into(self, item: TransferItem, deadline: float, scratch: StagingBuffer | None) -> None:
+        buffer = scratch or StagingBuffer(self.layout)
+        self.read(item.ref, item.identity, buffer, deadline)
+        item.landing.body[:] = buffer.body
+
+    def _write_from(self, item: TransferItem, deadline: float) -> None:
+        done = self.write(item.ref, self._payload_at(item.landing), item.identity, deadline)
+        if done != item.identity.length:
+            raise CoreError(
+                Reason.SHORT_COPY,
+                f"tier {self.name}: {done} of {item.identity.length} bytes arrived in slot {item.ref.slot}",
+                {"tier": self.name, "slot": item.ref.slot},
+            )
+        self.validate(item.ref, item.identity, deadline)
+
+    def _payload_at(self, landing: Landing) -> Tensor:
+        """The landing's bytes as a payload, without a copy. SHORT_COPY when they are not one payload."""
+        if len(landing.body) != self.layout.payload_bytes:
+            raise CoreError(
+                Reason.SHORT_COPY,
+                f"a landing of {len(landing.body)} bytes is no payload of {self.layout.payload_bytes}",
+            )
+        return torch.frombuffer(landing.body, dtype=torch.float32).view(self.layout.shape)
 
     # Tiers that attention reads in place.
 
@@ -252,19 +237,38 @@ class Tier(ABC):
     # Tiers that are read through staging buffers.
 
     @abstractmethod
-    def read(self, ref: SlotRef, identity: BlockIdentity, buffer: StagingBuffer) -> None:
+    def read(
+        self, ref: SlotRef, identity: BlockIdentity, buffer: StagingBuffer, deadline: float | None = None
+    ) -> None:
         """Brings a published payload into `buffer.payload` and verifies it there: CHECKSUM_MISMATCH,
-        IDENTITY_MISMATCH, SHORT_COPY, RECYCLED_DESTINATION, STORAGE_UNAVAILABLE. After an error the buffer's
-        bytes are nobody's."""
+        IDENTITY_MISMATCH, SHORT_COPY, RECYCLED_DESTINATION, STORAGE_UNAVAILABLE, DEADLINE. After an error the
+        buffer's bytes are nobody's."""
+
+
+def settle(sink: TransferSink, index: int, work: Callable[[], None]) -> None:
+    """Runs one item inline and reports it: done with what it raised as CoreError, then drained."""
+    error: CoreError | None = None
+    try:
+        work()
+    except CoreError as raised:
+        error = raised
+    sink.done(index, error)
+    sink.drained(index)
 
 
 class PoolTier(Tier):
     """Slots as one tensor [slots, 2, Hk, C, d]: the common part of GPU and CPU tiers."""
 
     def __init__(
-        self, name: str, layout: ChunkLayout, capability: TierCapability, slots: int, pool: Tensor
+        self,
+        name: str,
+        layout: ChunkLayout,
+        capability: TierCapability,
+        slots: int,
+        pool: Tensor,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        super().__init__(name, layout, capability, slots)
+        super().__init__(name, layout, capability, slots, clock)
         self.pool = pool
 
     @property
@@ -291,27 +295,57 @@ class PoolTier(Tier):
         self.slots.check(ref, SlotState.PUBLISHED)
         return self.pool[ref.slot]
 
-    def write(self, ref: SlotRef, payload: Tensor, identity: BlockIdentity) -> int:
+    def landing(self, ref: SlotRef) -> Landing:
+        if not self.host_memory:
+            return super().landing(ref)
+        self.slots.check(ref, SlotState.RESERVED, SlotState.WRITTEN, SlotState.VALIDATED, SlotState.PUBLISHED)
+        return Landing(tensor_bytes(self.pool[ref.slot]))
+
+    def filled(self, ref: SlotRef) -> None:
+        if not self.host_memory:
+            super().filled(ref)
+        self.slots.advance(ref, SlotState.WRITTEN, SlotState.RESERVED)
+
+    def write(
+        self, ref: SlotRef, payload: Tensor, identity: BlockIdentity, deadline: float | None = None
+    ) -> int:
         self.slots.check(ref, SlotState.RESERVED)
+        self.check_deadline(deadline)
         self.pool[ref.slot].copy_(payload)
-        self.slots.set_state(ref, SlotState.WRITTEN)
+        self.slots.advance(ref, SlotState.WRITTEN, SlotState.RESERVED)
         return self.layout.payload_bytes
 
-    def validate(self, ref: SlotRef, identity: BlockIdentity) -> None:
+    def validate(self, ref: SlotRef, identity: BlockIdentity, deadline: float | None = None) -> None:
         self.slots.check(ref, SlotState.WRITTEN)
+        self.check_deadline(deadline)
         self._verify(self.pool[ref.slot], identity)
-        self.slots.set_state(ref, SlotState.VALIDATED)
+        self.slots.advance(ref, SlotState.VALIDATED, SlotState.WRITTEN)
 
-    def read(self, ref: SlotRef, identity: BlockIdentity, buffer: StagingBuffer) -> None:
+    def read(
+        self, ref: SlotRef, identity: BlockIdentity, buffer: StagingBuffer, deadline: float | None = None
+    ) -> None:
+        self._read_payload(ref, identity, buffer.payload, deadline)
+
+    def _read_into(self, item: TransferItem, deadline: float, scratch: StagingBuffer | None) -> None:
+        self._read_payload(item.ref, item.identity, self._payload_at(item.landing), deadline)
+
+    def submit_read(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
+        """Inline, one copy a block: straight into the landing."""
+        for index, item in enumerate(items):
+            settle(sink, index, partial(self._read_into, item, deadline, None))
+
+    def _read_payload(
+        self, ref: SlotRef, identity: BlockIdentity, target: Tensor, deadline: float | None
+    ) -> None:
         self.slots.check(ref, SlotState.PUBLISHED)
-        buffer.payload.copy_(self.pool[ref.slot])
-        self._verify(buffer.payload, identity)
+        self.check_deadline(deadline)
+        target.copy_(self.pool[ref.slot])
+        self._verify(target, identity)
 
     def adopt(self, ref: SlotRef) -> None:
         """Publishes a slot for an open chunk: rows appear in it under the directory's row count, and since it
         is filled in place there is no copy to validate."""
-        self.slots.check(ref, SlotState.RESERVED)
-        self.slots.set_state(ref, SlotState.PUBLISHED)
+        self.slots.advance(ref, SlotState.PUBLISHED, SlotState.RESERVED)
 
     def _verify(self, payload: Tensor, identity: BlockIdentity) -> None:
         if identity.length != self.layout.payload_bytes:

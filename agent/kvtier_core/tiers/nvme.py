@@ -127,9 +127,12 @@ class NvmeTier(Tier):
             self._allocated = grown
         return ref
 
-    def write(self, ref: SlotRef, payload: Tensor, identity: BlockIdentity) -> int:
+    def write(
+        self, ref: SlotRef, payload: Tensor, identity: BlockIdentity, deadline: float | None = None
+    ) -> int:
         """One I/O for header, K and V. A short write is reported as such and never retried into success."""
         self.slots.check(ref, SlotState.RESERVED)
+        self.check_deadline(deadline)
         buffer = self._write_buffer
         buffer.payload.copy_(payload)
         encode_header(buffer, self.capability.checksum, ref, identity)
@@ -145,16 +148,20 @@ class NvmeTier(Tier):
             else max(0, min(done - len(buffer.header), len(buffer.body) - 1))
         )
 
-    def validate(self, ref: SlotRef, identity: BlockIdentity) -> None:
+    def validate(self, ref: SlotRef, identity: BlockIdentity, deadline: float | None = None) -> None:
         self.slots.check(ref, SlotState.WRITTEN)
+        self.check_deadline(deadline)
         self._fetch(ref, self._read_buffer)
         verify_block(self._read_buffer, self.capability.checksum, ref, identity)
         self.slots.set_state(ref, SlotState.VALIDATED)
         self.condition = CONDITION_READY
 
-    def read(self, ref: SlotRef, identity: BlockIdentity, buffer: StagingBuffer) -> None:
+    def read(
+        self, ref: SlotRef, identity: BlockIdentity, buffer: StagingBuffer, deadline: float | None = None
+    ) -> None:
         """One I/O straight into the caller's buffer, no copy."""
         self.slots.check(ref, SlotState.PUBLISHED)
+        self.check_deadline(deadline)
         self._fetch(ref, buffer)
         verify_block(buffer, self.capability.checksum, ref, identity)
 

@@ -1,8 +1,8 @@
 """One asynchronous batch of block transfers: what is moved, where it lands, who hears of it, until when.
 
 Why it exists: a tier may take microseconds or 50 ms, may fail halfway and may hang, and its caller must not
-care which. So a batch reports item by item, and an item reports twice: that it is over for the caller (done), and
-that no byte can arrive any more (drained). It must not know directories, transactions or keys.
+care which. So a batch reports item by item, and an item reports twice: that it is over for the caller
+(done), and that no byte can arrive any more (drained). It must not know directories, transactions or keys.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier_core.errors import CoreError
-from kvtier_core.tiers.base import BlockIdentity, SlotRef
+from kvtier_core.tiers.slots import BlockIdentity, SlotRef
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where a block's bytes lie or arrive. body: exactly the payload, page-aligned when a storage tier is to use
-    it without a copy. header: one page of scratch for a self-describing header, None where the tier has its own.
+    """Where a block's bytes lie or arrive. body: exactly the payload, page-aligned when a storage tier is
+    to use it without a copy. header: one page of scratch for a self-describing header, None where the tier
+    has its own.
     """
 
     body: memoryview
@@ -26,8 +27,9 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class TransferItem:
-    """One block: for a read, `ref` is the source and `landing` receives; for a write, `landing` is the source and
-    `ref` receives. `identity` is what the copy must be: verified on every read, written on every write."""
+    """One block: for a read, `ref` is the source and `landing` receives; for a write, `landing` is the
+    source and `ref` receives. `identity` is what the copy must be: verified on every read, written on every
+    write."""
 
     ref: SlotRef
     identity: BlockIdentity
@@ -37,8 +39,9 @@ class TransferItem:
 class TransferSink(Protocol):
     """Told by the tier, from any thread, without any lock of the tier held; must not block.
 
-    Per item index exactly one `done`, and exactly one `drained` at or after it. `done(error)` may be a deadline
-    (DEADLINE) while the device still works: until `drained`, the landing and the slot stay quarantined.
+    Per item index exactly one `done`, and exactly one `drained` at or after it. `done(error)` may be a
+    deadline (DEADLINE) while the device still works: until `drained`, the landing and the slot stay
+    quarantined.
     """
 
     def done(self, index: int, error: CoreError | None) -> None: ...

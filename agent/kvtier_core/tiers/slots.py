@@ -1,0 +1,134 @@
+"""Slots of a tier and their lives: who owns a slot now, and what a copy in it must be.
+
+Why it exists: a late or repeated call must meet a generation that has moved on, so that a recycled slot can
+never answer for its former owner. It must not know media, bytes or threads of I/O.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from kvtier_core.errors import CoreError, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """A slot at one of its lives. Every call on a slot carries both numbers."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIdentity:
+    """What a copy must be to be believed: checked against the bytes, not against the request.
+
+    chunk_digest: the block's key. checksum: XXH3-64 of the payload at sealing, whatever a tier adds of its
+    own. namespace: digest of the tenancy namespace and its generation (32 bytes), b"" for a session's
+    private rows. epoch: authority epoch at writing. durable: may be found again after the process ends.
+    cost: seconds that a recomputation would take, for eviction; it proves nothing and is never compared."""
+
+    chunk_digest: bytes
+    logical: int
+    replica_generation: int
+    rows: int
+    length: int
+    checksum: int
+    namespace: bytes = b""
+    epoch: int = 0
+    durable: bool = False
+    cost: float = 0.0
+
+
+class SlotState(IntEnum):
+    FREE = 0
+    RESERVED = 1
+    WRITTEN = 2
+    VALIDATED = 3
+    PUBLISHED = 4
+    QUARANTINED = 5
+
+
+class SlotTable:
+    """Generations and owners of a tier's slots. A released slot is a different slot from then on.
+
+    Reserving and releasing are the metadata lock's; `advance` may also come from an I/O thread that ends
+    while the slot is being quarantined or released, so a change of state is compared and set under a lock
+    of its own.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.capacity = slots
+        self._lock = threading.Lock()
+        self._generation = np.zeros(slots, dtype=np.int64)
+        self._owner = np.zeros(slots, dtype=np.int64)
+        self._state = np.zeros(slots, dtype=np.int8)
+        self._free = list(range(slots - 1, -1, -1))
+
+    @property
+    def used(self) -> int:
+        return self.capacity - len(self._free)
+
+    def reserve(self, owner: int) -> SlotRef:
+        if not self._free:
+            raise CoreError(
+                Reason.NO_DESTINATION_CAPACITY,
+                f"all {self.capacity} slots are taken",
+                {"capacity_slots": self.capacity},
+            )
+        slot = self._free.pop()
+        self._owner[slot] = owner
+        self._state[slot] = SlotState.RESERVED
+        return SlotRef(slot, int(self._generation[slot]))
+
+    def check(self, ref: SlotRef, *legal: SlotState) -> None:
+        """RECYCLED_DESTINATION when the slot lives another life; NOT_VISIBLE when it is in no legal state."""
+        if not 0 <= ref.slot < self.capacity or int(self._generation[ref.slot]) != ref.generation:
+            raise CoreError(
+                Reason.RECYCLED_DESTINATION,
+                f"slot {ref.slot} is no longer of generation {ref.generation}",
+                {"slot": ref.slot, "generation": ref.generation},
+            )
+        state = SlotState(int(self._state[ref.slot]))
+        if legal and state not in legal:
+            raise CoreError(
+                Reason.NOT_VISIBLE,
+                f"slot {ref.slot} is {state.name}, not {' or '.join(item.name for item in legal)}",
+                {"slot": ref.slot, "state": state.name},
+            )
+
+    def generation(self, slot: int) -> int:
+        return int(self._generation[slot])
+
+    def owner(self, ref: SlotRef) -> int:
+        self.check(ref)
+        return int(self._owner[ref.slot])
+
+    def state(self, ref: SlotRef) -> SlotState:
+        self.check(ref)
+        return SlotState(int(self._state[ref.slot]))
+
+    def set_state(self, ref: SlotRef, state: SlotState) -> None:
+        with self._lock:
+            self._state[ref.slot] = state
+
+    def advance(self, ref: SlotRef, to: SlotState, *legal: SlotState) -> None:
+        """Checks life and state and changes the state in one step. RECYCLED_DESTINATION, NOT_VISIBLE."""
+        with self._lock:
+            self.check(ref, *legal)
+            self._state[ref.slot] = to
+
+    def release(self, ref: SlotRef) -> None:
+        """Ends the slot's life: its generation moves on before anyone else can have it."""
+        with self._lock:
+            self.check(ref)
+            if SlotState(int(self._state[ref.slot])) is SlotState.FREE:
+                raise CoreError(Reason.RECYCLED_DESTINATION, f"slot {ref.slot} is free already")
+            self._generation[ref.slot] += 1
+            self._state[ref.slot] = SlotState.FREE
+            self._owner[ref.slot] = 0
+            self._free.append(ref.slot)
