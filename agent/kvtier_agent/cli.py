@@ -1,5 +1,5 @@
 """`kvtier-agent`: reads the command line and starts one agent; exits 2 naming the flag at fault, 3 when its
-Node cannot be read."""
+Node cannot be read, 4 when something would not end."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvtier_agent.telemetry import configure_logging
 
 EXIT_BAD_ARGUMENT = 2
 EXIT_NO_NODE = 3
+EXIT_CUT_OFF = 4
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -101,5 +102,10 @@ async def _serve(config: AgentConfig) -> int:
     prepare_process()
     logging.getLogger("grpc").setLevel(logging.WARNING)
     server = AgentServer(config, build_engine, EvidenceWindows, register)
-    await server.run()
+    left = await server.run()
+    if left:
+        # Threads that hang cannot be ended, and the interpreter would wait for them.
+        logging.getLogger(__name__).error("ended without %s", ", ".join(left))
+        logging.shutdown()
+        os._exit(EXIT_CUT_OFF)
     return 0

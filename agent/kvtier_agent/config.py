@@ -114,6 +114,7 @@ class Limits:
     control_deadline_seconds: float = 30.0
     session_idle_seconds: float = 600.0
     drain_seconds: float = 20.0
+    end_seconds: float = 8.0
     max_message_bytes: int = 16 * 1024 * 1024
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+from kvtier_agent.endings import BlockingEnd
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.leases import GrantTerms
 from kvtier_crds.manifest import RuntimeManifest
@@ -176,6 +177,7 @@ class EngineRunner:
         self._max_queued = max_queued
         self._pending = 0
         self._lock = threading.Lock()
+        self._end = BlockingEnd(self._shut_down, f"close-engine-{name}")
 
     @property
     def pending(self) -> int:
@@ -214,10 +216,10 @@ class EngineRunner:
         with self._lock:
             self._pending -= 1
 
-    async def close(self) -> None:
-        """Waits for the running call, then closes the engine."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._shut_down)
+    async def close(self, seconds: float) -> bool:
+        """Waits at most so long for the running call, then closes the engine. Whether that is done; if not,
+        it happens when the call ends, and `close` may be called again to wait for it."""
+        return await self._end.within(seconds)
 
     def _shut_down(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -14,12 +14,15 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvtier_agent.cachehost import CacheHost, CacheName, Session, manifest_set_digest_input
 from kvtier_agent.config import Limits
+from kvtier_agent.endings import BlockingEnd
 from kvtier_agent.engine_port import EnginePort, EngineRunner, TierReport
 from kvtier_agent.evidence_port import EvidencePort, WindowTerms
+from kvtier_agent.keyedlocks import KeyedLocks
 from kvtier_agent.manifests import check_baseline, check_candidate, parse_manifest
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTier, NodeTiers
@@ -32,6 +35,8 @@ from kvtier_crds.manifest import RuntimeManifest
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+# How long a report of the tiers waits for engines that compute.
+REPORT_SECONDS = 5.0
 # Why a candidate's session is exact after a baseline was applied under a higher fence.
 BASELINE_APPLIED = "BaselineApplied"
 
@@ -86,7 +91,9 @@ class Node:
         self._engine_factory = engine_factory
         self._evidence_factory = evidence_factory
         self._book = FenceBook(state.fences)
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks = KeyedLocks()
+        self._ending: dict[str, EngineRunner] = {}
+        self._asking: asyncio.Future[list[Sequence[TierReport]]] | None = None
         self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="control")
         self._report_pool = ThreadPoolExecutor(1, thread_name_prefix="reports")
@@ -116,14 +123,26 @@ class Node:
             lambda: self._state.drop_unused_manifests(frozenset(r.baseline_digest for r in records))
         )
 
-    async def close(self) -> None:
-        """Closes every engine after its running call; then the state directory may be opened by another."""
-        for host in self.caches.values():
-            await host.runner.close()
-        self._pool.shutdown(wait=True)
-        self._report_pool.shutdown(wait=True)
-        self.tiers.close()
-        self._state.close()
+    async def close(self, seconds: float) -> Sequence[str]:
+        """Closes every engine after its running call; then the state directory may be opened by another.
+
+        Waits at most so long; returns the names of what did not end. Then the folders stay locked: what goes
+        on may write to them until the process ends.
+        """
+        self._ending.update({uid: host.runner for uid, host in self.caches.items()})
+        ends = {f"engine of cache {uid}": runner.close(seconds) for uid, runner in self._ending.items()}
+        for pool, name in ((self._pool, "control threads"), (self._report_pool, "report threads")):
+            shutdown = partial(pool.shutdown, wait=True, cancel_futures=True)
+            ends[name] = BlockingEnd(shutdown, f"close {name}").within(seconds)
+        outcomes = await asyncio.gather(*ends.values(), return_exceptions=True)
+        for name, outcome in zip(ends, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                log.error("%s ended badly", name, exc_info=outcome)
+        left = [name for name, outcome in zip(ends, outcomes, strict=True) if outcome is False]
+        if not left:
+            self.tiers.close()
+            self._state.close()
+        return left
 
     # --- Control ---------------------------------------------------------------------------------------
 
@@ -135,7 +154,7 @@ class Node:
         was spent is repeated by the same command.
         """
         uid = command.cache.uid
-        async with self._lock(uid):
+        async with self._locks.hold(uid):
             self._check_boot(command.boot_id)
             judgement = self._book.judge(uid, command.fence.value, CommandKind.APPLY, command.content)
             manifest = parse_manifest(encoded, digest)
@@ -170,7 +189,7 @@ class Node:
     async def remove_cache(self, command: Command) -> int:
         """Forgets a cache but not its fence; returns how many sessions ended."""
         uid = command.cache.uid
-        async with self._lock(uid):
+        async with self._locks.hold(uid):
             self._check_boot(command.boot_id)
             judgement = self._book.judge(uid, command.fence.value, CommandKind.REMOVE, command.content)
             if judgement is Judgement.ADVANCE:
@@ -191,7 +210,7 @@ class Node:
         """Gives the candidate a lease from the command's arrival; returns its recomputed digest."""
         received = self.clock()
         uid = command.cache.uid
-        async with self._lock(uid):
+        async with self._locks.hold(uid):
             self._check_boot(command.boot_id)
             judgement = self._book.judge(uid, command.fence.value, CommandKind.GRANT, command.content)
             host = self.host(command.cache)
@@ -221,7 +240,7 @@ class Node:
     async def revoke(self, command: Command, reason: str, nonce: bytes) -> ProofFacts:
         """Ends the candidate now, then makes the fence durable, then proves the baseline."""
         uid = command.cache.uid
-        async with self._lock(uid):
+        async with self._locks.hold(uid):
             self._check_boot(command.boot_id)
             judgement = self._book.judge(uid, command.fence.value, CommandKind.REVOKE, command.content)
             host = self.host(command.cache)
@@ -290,13 +309,19 @@ class Node:
 
     async def refresh_reports(self) -> None:
         """Asks what the engines use and measured, and adds it up. They answer under the lock that a running
-        step holds, so never on the loop, nor in a thread that a revocation needs."""
+        step holds, so never on the loop, nor in a thread that a revocation needs; an engine that does not
+        answer for REPORT_SECONDS leaves the reports as they were."""
+        earlier = self._asking
+        if earlier is not None and not (await asyncio.wait([earlier], timeout=REPORT_SECONDS))[0]:
+            return
         hosts = list(self.caches.values())
-        usages = await asyncio.get_running_loop().run_in_executor(
+        self._asking = asking = asyncio.get_running_loop().run_in_executor(
             self._report_pool, lambda: [host.runner.engine.tiers() for host in hosts]
         )
+        if not (await asyncio.wait([asking], timeout=REPORT_SECONDS))[0]:
+            return
         reports = [tier.report() for tier in self.tiers.all()]
-        for host, usage in zip(hosts, usages, strict=True):
+        for host, usage in zip(hosts, asking.result(), strict=True):
             host.usage = usage
             for used in usage:
                 reports = [_add_report(report, used) for report in reports]
@@ -312,9 +337,6 @@ class Node:
         return len(expired)
 
     # --- internal ----------------------------------------------------------------------------------------
-
-    def _lock(self, uid: str) -> asyncio.Lock:
-        return self._locks.setdefault(uid, asyncio.Lock())
 
     def _check_boot(self, boot_id: str) -> None:
         if boot_id != self.boot_id:
@@ -346,14 +368,23 @@ class Node:
         )
 
     async def _end(self, uid: str) -> int:
+        """Ends the cache's engine and its sessions with it. Raises DEADLINE while the running call goes on;
+        no engine may be built over the same tiers before it has ended."""
         host = self.caches.pop(uid, None)
-        if host is None:
-            return 0
-        sessions = list(host.sessions.values())
-        for session in sessions:
-            await host.close_session(session)
-        await host.runner.close()
-        return len(sessions)
+        ended = 0
+        if host is not None:
+            ended = len(host.sessions)
+            host.sessions.clear()
+            self._ending[uid] = host.runner
+        runner = self._ending.get(uid)
+        if runner is not None:
+            if not await runner.close(self.limits.control_deadline_seconds):
+                message = f"a call of the engine of cache {uid} does not end"
+                self.faults[uid] = f"{Reason.DEADLINE}: {message}"
+                self.changed.set()
+                raise CoreError(Reason.DEADLINE, message)
+            self._ending.pop(uid, None)
+        return ended
 
     async def _proof(self, host: CacheHost, nonce: bytes) -> ProofFacts:
         running = await self._in_thread(host.runner.engine.live_manifest)

@@ -150,13 +150,13 @@ class ClusterRegistration:
     async def drain(self) -> None:
         """Writes Draining=True and gives the Lease back; failures are logged, never raised."""
         self._released = True
-        for name, call in (("KVNode", self.write_node), ("Lease", self._release)):
+        ends = (("KVNode", self.write_node), ("Lease", self._release), ("connection", self._transport.close))
+        for name, call in ends:
             try:
                 async with asyncio.timeout(2 * REQUEST_SECONDS):
                     await call()
             except (KubeError, TimeoutError) as error:
                 self._failed(name, error)
-        await self._transport.close()
 
     async def renew_lease(self) -> None:
         """One renewal; raises KubeError."""
@@ -275,7 +275,7 @@ class ClusterRegistration:
     def _failed(self, name: str, error: Exception) -> None:
         self._metrics.registration_failures.labels(name).inc()
         unexpected = not isinstance(error, (KubeError, TimeoutError))
-        log.warning("%s not written: %s", name, error, exc_info=error if unexpected else None)
+        log.warning("%s: %s", name, error, exc_info=error if unexpected else None)
 
     def _backoff(self, failures: int) -> float:
         """Exponential from half a second, with up to half of it as jitter."""

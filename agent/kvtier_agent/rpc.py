@@ -72,6 +72,13 @@ class RpcScope:
         assert answer is not None
         return answer
 
+    async def finish(self, seconds: float) -> int:
+        """Waits at most so long for the commands that go on without their caller; how many do then."""
+        if not self._running:
+            return 0
+        _, left = await asyncio.wait(set(self._running), timeout=seconds)
+        return len(left)
+
     def _check_caller(self, context: ServicerContext, call: Coroutine[Any, Any, R]) -> None:
         try:
             self._admit(context)

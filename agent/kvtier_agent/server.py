@@ -10,12 +10,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from kvtier.v1 import attention_pb2_grpc, blocks_pb2_grpc, control_pb2_grpc
 from kvtier_agent.attention_service import AttentionService, FrameCount
@@ -25,6 +25,7 @@ from kvtier_agent.caller import OperatorOnly
 from kvtier_agent.config import AgentConfig, ConfigError, TlsFiles
 from kvtier_agent.control_service import AGENT_VERSION, ControlService
 from kvtier_agent.evidence_port import EvidencePort
+from kvtier_agent.metricshttp import MetricsHttp
 from kvtier_agent.node import EngineFactory, Node
 from kvtier_agent.rpc import RpcScope
 from kvtier_agent.statedir import DirectoryLock, StateDir
@@ -90,14 +91,17 @@ class AgentServer:
         self._metrics = Metrics(CollectorRegistry())
         self._metrics.build_info.labels(AGENT_VERSION).set(1)
         self._frames = FrameCount(config.limits.agent_in_flight, self._metrics)
+        self._metrics_http: MetricsHttp | None = None
+        self._scopes: list[RpcScope] = []
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
         """Begins the drain; safe to call again."""
         self._stop.set()
 
-    async def run(self) -> None:
-        """Serves until `stop` or SIGTERM/SIGINT, then drains."""
+    async def run(self) -> Sequence[str]:
+        """Serves until `stop` or SIGTERM/SIGINT, then drains. Returns the names of what did not end in time:
+        then the process must be ended, since nothing else ends it."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -120,12 +124,25 @@ class AgentServer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(control.stop(1.0), engine.stop(1.0))
-        await self.node.close()
+        left = await self._end()
         with contextlib.suppress(FileNotFoundError):
             self._config.socket_path.unlink()
         self._socket_lock.release()
         await loop.run_in_executor(None, self._telemetry.shutdown)
         log.info("drained")
+        return left
+
+    async def _end(self) -> Sequence[str]:
+        """What still runs after the last call was answered, each within the ending's deadline."""
+        seconds = self._config.limits.end_seconds
+        going_on = sum(await asyncio.gather(*(scope.finish(seconds) for scope in self._scopes)))
+        left = [f"{going_on} commands"] if going_on else []
+        ends = [self.node.close(seconds)]
+        if self._metrics_http is not None:
+            ends.append(self._metrics_http.stop(seconds))
+        for names in await asyncio.gather(*ends):
+            left += names
+        return left
 
     async def _drain(self, registration: Registration | None) -> None:
         """No new sessions; what is in flight ends, at most until the deadline."""
@@ -183,6 +200,7 @@ class AgentServer:
             self._config.limits.control_deadline_seconds,
             OperatorOnly(self._config.operator_name),
         )
+        self._scopes.append(scope)
         control_pb2_grpc.add_ControlServicer_to_server(ControlService(self.node, scope), server)  # type: ignore[no-untyped-call]
         try:
             port = server.add_secure_port(self._config.listen, server_credentials(self._config.tls))
@@ -193,6 +211,7 @@ class AgentServer:
     def _engine_server(self) -> grpc.aio.Server:
         server = grpc.aio.server(options=self._options())
         scope = RpcScope(self._telemetry, self._metrics, self._config.limits.control_deadline_seconds)
+        self._scopes.append(scope)
         attention = AttentionService(self.node, scope, self._telemetry, self._metrics, self._frames)
         attention_pb2_grpc.add_AttentionServicer_to_server(attention, server)  # type: ignore[no-untyped-call]
         blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(self.node, scope), server)  # type: ignore[no-untyped-call]
@@ -215,7 +234,7 @@ class AgentServer:
         metrics_port = self._config.metrics_port
         if metrics_port:
             try:
-                start_http_server(metrics_port, host, registry=self._metrics.registry)
+                self._metrics_http = MetricsHttp(metrics_port, host, self._metrics.registry)
             except OSError as error:
                 raise ConfigError(f"--metrics-port {metrics_port}: {error.strerror}") from error
         return Endpoints(f"{host}:{port}", str(self._config.socket_path), metrics_port)

@@ -198,7 +198,7 @@ class Bench:
         return key
 
     async def close(self) -> None:
-        await self.node.close()
+        assert not await self.node.close(10)
 
 
 def frame(session_id: str, step: int, layer: int = 0) -> FrameInput:

@@ -402,7 +402,7 @@ async def test_a_full_engine_queue_refuses_and_forgets_nothing(bench: Bench) -> 
     assert await closing == "closed"
     assert await runner.call(lambda: 7) == 7
     assert runner.pending == 0
-    await runner.close()
+    await runner.close(10)
 
 
 def metrics_of(bench: Bench, key: WindowKey, name: str) -> list[MetricCounts]:

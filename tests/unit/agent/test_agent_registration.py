@@ -240,6 +240,20 @@ async def test_a_drain_says_so_and_gives_the_lease_back(registered: Registered) 
     assert registered.api.closed
 
 
+async def test_a_drain_waits_for_no_connection_that_will_not_close(
+    registered: Registered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_agent.registration.REQUEST_SECONDS", 0.01)
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    registered.api.close = hang  # type: ignore[method-assign]
+    async with asyncio.timeout(10):
+        await registered.registration.drain()
+    assert registered.failures("connection") == 1
+
+
 @pytest.mark.parametrize(
     "error",
     [KubeError(0, "connection refused"), ValueError("an answer that is no JSON")],

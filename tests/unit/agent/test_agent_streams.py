@@ -95,7 +95,7 @@ async def test_a_call_that_a_closing_engine_never_ran_is_refused_by_name(bench: 
     running = asyncio.create_task(runner.call(lambda: release.wait(10)))
     queued = asyncio.create_task(runner.call(lambda: None))
     await asyncio.sleep(0)
-    closing = asyncio.create_task(runner.close())
+    closing = asyncio.create_task(runner.close(10))
     await asyncio.wait([queued], timeout=10)
     release.set()
     async with asyncio.timeout(10):
