@@ -70,11 +70,13 @@ class WindowTerms:
 class EvidencePort(Protocol):
     """The windows of one cache. Every call is cheap and made on the event loop."""
 
-    def open(self, terms: WindowTerms) -> None:
-        """Starts counting in a window, or goes on in it; the previous one stays readable.
+    def check(self, terms: WindowTerms) -> None:
+        """Whether such a window can be opened, and nothing else. Raises BAD_ARGUMENT naming the gate that
+        cannot be collected."""
 
-        Raises BAD_ARGUMENT naming the gate that cannot be collected, before anything changed.
-        """
+    def open(self, terms: WindowTerms) -> None:
+        """Starts counting in a window, or goes on in it; the previous one stays readable, an earlier one
+        goes. Raises as `check`, before anything changed."""
 
     def assigned(
         self, key: WindowKey, unit: str, *, tenant: str, session_root_id: str, candidate: bool, compared: bool

@@ -38,10 +38,11 @@ class EvidenceWindows:
         self._attempt: tuple[str, int, str] = ("", 0, "")
         self._probes = AttemptProbes()
 
+    def check(self, terms: WindowTerms) -> None:
+        _gates(terms)
+
     def open(self, terms: WindowTerms) -> None:
-        gates = tuple(_collected(gate) for gate in terms.gates)
-        if len(gates) > _MAX_GATES:
-            raise CoreError(Reason.BAD_ARGUMENT, f"gates: at most {_MAX_GATES}")
+        gates = _gates(terms)
         if terms.key in self._windows:
             return
         settle = terms.settle_ms / 1000
@@ -134,6 +135,12 @@ class EvidenceWindows:
         if window is None:
             raise CoreError(Reason.WINDOW_UNKNOWN, f"this agent keeps no window {key.label} of that key")
         return window.read(epoch, ack_seq)
+
+
+def _gates(terms: WindowTerms) -> tuple[CollectedGate, ...]:
+    if len(terms.gates) > _MAX_GATES:
+        raise CoreError(Reason.BAD_ARGUMENT, f"gates: at most {_MAX_GATES}")
+    return tuple(_collected(gate) for gate in terms.gates)
 
 
 def _collected(gate: GateTerms) -> CollectedGate:

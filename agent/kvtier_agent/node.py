@@ -219,10 +219,11 @@ class Node:
             running = await self._in_thread(host.runner.engine.live_manifest)
             recomputed = check_candidate(running, candidate, terms, window.key)
             await self._in_thread(lambda: host.runner.engine.check_candidate(terms))
-            host.evidence.open(window)
+            host.evidence.check(window)
             if judgement is Judgement.ADVANCE:
                 await self._commit(command, CommandKind.GRANT, host.baseline_digest)
             lease = host.enforcement.grant(terms, judgement, received)
+            host.evidence.open(window)
             host.window = window.key
             host.rollout_traceparent = traceparent
             self.changed.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,31 @@ async def test_a_threshold_that_is_no_time_is_refused_by_name(bench: Bench, thre
     with pytest.raises(CoreError, match="tail: pair_threshold") as refused:
         await bench.grant(gates=(GateTerms("tail", "tpotRatio", 75.0, "2", threshold),))
     assert refused.value.reason is Reason.BAD_ARGUMENT
+
+
+async def test_a_grant_that_is_not_durable_opens_no_window_and_drops_none(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Two windows are kept: opening a third would drop the one whose tail is still to be read."""
+    kept = [await bench.grant(stage="Shadow", traffic="0"), await bench.grant(stage="Canary")]
+    (tmp_path / "state" / "fences").rename(tmp_path / "state" / "away")
+    with pytest.raises(CoreError) as refused:
+        await bench.grant(stage="Ramp")
+    assert refused.value.reason is Reason.FENCE_NOT_DURABLE
+    [host] = bench.node.caches.values()
+    for key in kept:
+        host.evidence.read(key, "", 0)
+    with pytest.raises(CoreError) as unknown:
+        host.evidence.read(replace(kept[1], stage="Ramp", opening_fence=bench.fence), "", 0)
+    assert unknown.value.reason is Reason.WINDOW_UNKNOWN
+    assert host.window == kept[1]
+
+
+async def test_a_grant_whose_gates_cannot_be_collected_spends_no_fence(bench: Bench) -> None:
+    with pytest.raises(CoreError) as refused:
+        await bench.grant(gates=(GateTerms("odd", "noSuchMetric", 75.0, "1"),))
+    assert refused.value.reason is Reason.BAD_ARGUMENT
+    assert bench.node.highest_fence("cache-uid-1") == bench.fence - 1
 
 
 async def test_stall_is_counted_for_a_request_that_is_still_running(bench: Bench) -> None:
