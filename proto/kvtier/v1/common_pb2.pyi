@@ -50,6 +50,78 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CANDIDATE_REFUSED: _ClassVar[Reason]
     FENCE_NOT_DURABLE: _ClassVar[Reason]
     INTERNAL: _ClassVar[Reason]
+    IDENTITY_INCOMPLETE: _ClassVar[Reason]
+    ABI_MISMATCH: _ClassVar[Reason]
+    ADAPTER_MISMATCH: _ClassVar[Reason]
+    ROPE_MISMATCH: _ClassVar[Reason]
+    VISIBILITY_POLICY_MISMATCH: _ClassVar[Reason]
+    CODEC_OR_LAYOUT_MISMATCH: _ClassVar[Reason]
+    CODEC_NOT_LOSSLESS: _ClassVar[Reason]
+    PAYLOAD_GEOMETRY: _ClassVar[Reason]
+    BLOCK_COVERAGE: _ClassVar[Reason]
+    HEAD_MAPPING_MISMATCH: _ClassVar[Reason]
+    HEAD_AMBIGUOUS: _ClassVar[Reason]
+    ROW_DIGEST_MISMATCH: _ClassVar[Reason]
+    SHIFTED_POSITIONS: _ClassVar[Reason]
+    NAMESPACE_STALE: _ClassVar[Reason]
+    REQUEST_STALE: _ClassVar[Reason]
+    PUBLICATION_STALE: _ClassVar[Reason]
+    INDEX_STALE: _ClassVar[Reason]
+    INDEX_FRONTIER_LAG: _ClassVar[Reason]
+    SELECTOR_STALE: _ClassVar[Reason]
+    STALE_AUTHORITY_EPOCH: _ClassVar[Reason]
+    TRANSFER_STALE: _ClassVar[Reason]
+    PARTIAL_RECEIPT_STALE: _ClassVar[Reason]
+    LATE_RECEIPT: _ClassVar[Reason]
+    QUERY_MISMATCH: _ClassVar[Reason]
+    CANDIDATE_OUT_OF_RANGE: _ClassVar[Reason]
+    DUPLICATE_POSITION: _ClassVar[Reason]
+    CANDIDATE_USED_AS_PAYLOAD: _ClassVar[Reason]
+    DEADLINE_UNANCHORED: _ClassVar[Reason]
+    FALLBACK_UNKNOWN: _ClassVar[Reason]
+    PARTIAL_RECEIPT_INCOMPLETE: _ClassVar[Reason]
+    STATE_SCHEMA_MISMATCH: _ClassVar[Reason]
+    QUERY_IDENTITY_MISMATCH: _ClassVar[Reason]
+    MASK_MISMATCH: _ClassVar[Reason]
+    SCORE_SCALE_MISMATCH: _ClassVar[Reason]
+    SUPPORT_DIGEST_MISMATCH: _ClassVar[Reason]
+    SUPPORT_OVERLAP: _ClassVar[Reason]
+    EMPTY_SUPPORT: _ClassVar[Reason]
+    NO_NORMALISATION_MASS: _ClassVar[Reason]
+    STATE_SHAPE: _ClassVar[Reason]
+    DUPLICATE_RECEIPT: _ClassVar[Reason]
+    RECEIPT_COUNT: _ClassVar[Reason]
+    MISS: _ClassVar[Reason]
+    UNCOMMITTED_ROWS: _ClassVar[Reason]
+    WRITE_TXN_BUSY: _ClassVar[Reason]
+    CANCELLED: _ClassVar[Reason]
+    GENERATION_NOT_OWNED: _ClassVar[Reason]
+    LEASES_HELD: _ClassVar[Reason]
+    SURVIVAL_VIOLATION: _ClassVar[Reason]
+    NO_STAGING: _ClassVar[Reason]
+    TRANSFER_FAILED: _ClassVar[Reason]
+    TRANSFER_TIMEOUT: _ClassVar[Reason]
+    FETCH_LATE: _ClassVar[Reason]
+    COALESCE_KEY_MISMATCH: _ClassVar[Reason]
+    QUOTA_EXCEEDED: _ClassVar[Reason]
+    WOULD_EVICT_PINNED: _ClassVar[Reason]
+    NO_TOMBSTONE: _ClassVar[Reason]
+    NO_DELETE_RECEIPT: _ClassVar[Reason]
+    SNAPSHOT_PARTIAL: _ClassVar[Reason]
+    PARTIAL_SUPPORT: _ClassVar[Reason]
+    RECOVERY_INPUTS_NOT_DURABLE: _ClassVar[Reason]
+    COST_MODEL: _ClassVar[Reason]
+    SCHEDULE_VIOLATION: _ClassVar[Reason]
+    PEAK_INCOMPLETE: _ClassVar[Reason]
+    UNIT_MISMATCH: _ClassVar[Reason]
+    TRAFFIC_MISMATCH: _ClassVar[Reason]
+    ITERATION_TRAFFIC: _ClassVar[Reason]
+    LEDGER_MIXED: _ClassVar[Reason]
+    SLOT_REUSE: _ClassVar[Reason]
+    LATENCY_LEDGER: _ClassVar[Reason]
+    STAGING_TOO_SMALL: _ClassVar[Reason]
+    ADMISSION_PINNED: _ClassVar[Reason]
+    READ_AMPLIFICATION: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 FENCE_STALE: Reason
 FENCE_CONFLICT: Reason
@@ -91,6 +163,78 @@ NO_CANDIDATE: Reason
 CANDIDATE_REFUSED: Reason
 FENCE_NOT_DURABLE: Reason
 INTERNAL: Reason
+IDENTITY_INCOMPLETE: Reason
+ABI_MISMATCH: Reason
+ADAPTER_MISMATCH: Reason
+ROPE_MISMATCH: Reason
+VISIBILITY_POLICY_MISMATCH: Reason
+CODEC_OR_LAYOUT_MISMATCH: Reason
+CODEC_NOT_LOSSLESS: Reason
+PAYLOAD_GEOMETRY: Reason
+BLOCK_COVERAGE: Reason
+HEAD_MAPPING_MISMATCH: Reason
+HEAD_AMBIGUOUS: Reason
+ROW_DIGEST_MISMATCH: Reason
+SHIFTED_POSITIONS: Reason
+NAMESPACE_STALE: Reason
+REQUEST_STALE: Reason
+PUBLICATION_STALE: Reason
+INDEX_STALE: Reason
+INDEX_FRONTIER_LAG: Reason
+SELECTOR_STALE: Reason
+STALE_AUTHORITY_EPOCH: Reason
+TRANSFER_STALE: Reason
+PARTIAL_RECEIPT_STALE: Reason
+LATE_RECEIPT: Reason
+QUERY_MISMATCH: Reason
+CANDIDATE_OUT_OF_RANGE: Reason
+DUPLICATE_POSITION: Reason
+CANDIDATE_USED_AS_PAYLOAD: Reason
+DEADLINE_UNANCHORED: Reason
+FALLBACK_UNKNOWN: Reason
+PARTIAL_RECEIPT_INCOMPLETE: Reason
+STATE_SCHEMA_MISMATCH: Reason
+QUERY_IDENTITY_MISMATCH: Reason
+MASK_MISMATCH: Reason
+SCORE_SCALE_MISMATCH: Reason
+SUPPORT_DIGEST_MISMATCH: Reason
+SUPPORT_OVERLAP: Reason
+EMPTY_SUPPORT: Reason
+NO_NORMALISATION_MASS: Reason
+STATE_SHAPE: Reason
+DUPLICATE_RECEIPT: Reason
+RECEIPT_COUNT: Reason
+MISS: Reason
+UNCOMMITTED_ROWS: Reason
+WRITE_TXN_BUSY: Reason
+CANCELLED: Reason
+GENERATION_NOT_OWNED: Reason
+LEASES_HELD: Reason
+SURVIVAL_VIOLATION: Reason
+NO_STAGING: Reason
+TRANSFER_FAILED: Reason
+TRANSFER_TIMEOUT: Reason
+FETCH_LATE: Reason
+COALESCE_KEY_MISMATCH: Reason
+QUOTA_EXCEEDED: Reason
+WOULD_EVICT_PINNED: Reason
+NO_TOMBSTONE: Reason
+NO_DELETE_RECEIPT: Reason
+SNAPSHOT_PARTIAL: Reason
+PARTIAL_SUPPORT: Reason
+RECOVERY_INPUTS_NOT_DURABLE: Reason
+COST_MODEL: Reason
+SCHEDULE_VIOLATION: Reason
+PEAK_INCOMPLETE: Reason
+UNIT_MISMATCH: Reason
+TRAFFIC_MISMATCH: Reason
+ITERATION_TRAFFIC: Reason
+LEDGER_MIXED: Reason
+SLOT_REUSE: Reason
+LATENCY_LEDGER: Reason
+STAGING_TOO_SMALL: Reason
+ADMISSION_PINNED: Reason
+READ_AMPLIFICATION: Reason
 
 class CacheRef(_message.Message):
     __slots__ = ("namespace", "name", "uid")
