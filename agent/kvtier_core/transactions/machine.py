@@ -11,147 +11,17 @@ are separate calls, so that a copy may run elsewhere; `run` does them in a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 from torch import Tensor
 
 from kvtier_core.credits import CreditLedger
 from kvtier_core.directory import ChunkState, Directory
-from kvtier_core.errors import CoreError, Reason
+from kvtier_core.errors import CoreError
 from kvtier_core.layout import CODEC_IDENTITY, LAYOUT_ID
 from kvtier_core.tiers.base import BlockIdentity, SlotRef, SlotState, Tier
 from kvtier_core.tiers.staging import StagingBuffer
-
-
-class MoveKind(StrEnum):
-    DEMOTE = "demote"
-    PROMOTE = "promote"
-
-
-class TxnState(StrEnum):
-    RESERVED = "RESERVED"
-    COPYING = "COPYING"
-    VALIDATED = "VALIDATED"
-    PUBLISHED = "PUBLISHED"
-    RELEASED = "RELEASED"
-    DEAD = "DEAD"
-
-
-class MoveReason(StrEnum):
-    """Why a move did not happen; READY when it did. Names are the specification's."""
-
-    READY = "READY"
-    MISS = "MISS"
-    UNCOMMITTED_ROWS = "UNCOMMITTED_ROWS"
-    WRITE_TXN_BUSY = "WRITE_TXN_BUSY"
-    TIER_INCAPABLE = "TIER_INCAPABLE"
-    NO_LEGAL_PATH = "NO_LEGAL_PATH"
-    NO_DESTINATION_CAPACITY = "NO_DESTINATION_CAPACITY"
-    STORAGE_UNAVAILABLE = "STORAGE_UNAVAILABLE"
-    CANCELLED = "CANCELLED"
-    STALE_CACHE_GENERATION = "STALE_CACHE_GENERATION"
-    RECYCLED_DESTINATION = "RECYCLED_DESTINATION"
-    IDENTITY_MISMATCH = "IDENTITY_MISMATCH"
-    SHORT_COPY = "SHORT_COPY"
-    TRANSFER_STALE = "TRANSFER_STALE"
-    TRANSFER_FAILED = "TRANSFER_FAILED"
-    CODEC_OR_LAYOUT_MISMATCH = "CODEC_OR_LAYOUT_MISMATCH"
-    CHECKSUM_MISMATCH = "CHECKSUM_MISMATCH"
-    STALE_AUTHORITY_EPOCH = "STALE_AUTHORITY_EPOCH"
-    LEASES_HELD = "LEASES_HELD"
-    SURVIVAL_VIOLATION = "SURVIVAL_VIOLATION"
-    GENERATION_NOT_OWNED = "GENERATION_NOT_OWNED"
-
-
-_WIRE: dict[MoveReason, Reason] = {
-    MoveReason.MISS: Reason.SUPPORT_GAP,
-    MoveReason.UNCOMMITTED_ROWS: Reason.NOT_VISIBLE,
-    MoveReason.WRITE_TXN_BUSY: Reason.QUEUE_FULL,
-    MoveReason.CANCELLED: Reason.GENERATION_STALE,
-    MoveReason.TRANSFER_STALE: Reason.GENERATION_STALE,
-    MoveReason.TRANSFER_FAILED: Reason.STORAGE_UNAVAILABLE,
-    MoveReason.CODEC_OR_LAYOUT_MISMATCH: Reason.TIER_INCAPABLE,
-    MoveReason.STALE_AUTHORITY_EPOCH: Reason.GENERATION_STALE,
-    MoveReason.LEASES_HELD: Reason.NOT_VISIBLE,
-    MoveReason.SURVIVAL_VIOLATION: Reason.INTERNAL,
-    MoveReason.GENERATION_NOT_OWNED: Reason.GENERATION_STALE,
-}
-
-
-class MoveRefused(CoreError):
-    """A guard failed. `code` is the specification's reason, `reason` the wire's."""
-
-    def __init__(self, code: MoveReason, message: str) -> None:
-        super().__init__(_WIRE.get(code) or Reason(code.value), message, {"move": code.value})
-        self.code = code
-
-
-def _refusal(error: CoreError) -> MoveRefused:
-    known = MoveReason.__members__.get(error.reason.name, MoveReason.TRANSFER_FAILED)
-    return MoveRefused(known, error.message)
-
-
-@dataclass(slots=True)
-class Move:
-    """One transaction. `owner` is the logical chunk id; generations are those at `begin`."""
-
-    id: int
-    kind: MoveKind
-    line: int
-    owner: int
-    cache_generation: int
-    epoch: int
-    source_tier: int
-    source: SlotRef
-    tier: int
-    destination: SlotRef
-    identity: BlockIdentity
-    credit: int
-    state: TxnState = TxnState.RESERVED
-    transfer_generation: int = 0
-    leased: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What a finished copy reports. Matched as a whole: fewer fields would let a late one through."""
-
-    txn: int
-    owner: int
-    cache_generation: int
-    slot: int
-    slot_generation: int
-    transfer_generation: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LiveView:
-    """What is true now at the places a completion names."""
-
-    cache_generation: int
-    slot_generation: int
-    owner: int
-
-
-def completion_reason(move: Move, live: LiveView, done: Completion) -> MoveReason:
-    """The first guard of D3/P3 that fails, in the specification's order, or READY. Vector B1.01."""
-    if move.state is not TxnState.COPYING:
-        return MoveReason.CANCELLED
-    if live.cache_generation != move.cache_generation or done.cache_generation != move.cache_generation:
-        return MoveReason.STALE_CACHE_GENERATION
-    if live.slot_generation != move.destination.generation or (
-        (done.slot, done.slot_generation) != (move.destination.slot, move.destination.generation)
-    ):
-        return MoveReason.RECYCLED_DESTINATION
-    if live.owner != move.owner or done.owner != move.owner:
-        return MoveReason.IDENTITY_MISMATCH
-    if done.bytes != move.identity.length:
-        return MoveReason.SHORT_COPY
-    if done.transfer_generation != move.transfer_generation:
-        return MoveReason.TRANSFER_STALE
-    return MoveReason.READY
+from kvtier_core.transactions.moves import Completion, LiveView, Move, completion_reason
+from kvtier_core.transactions.reasons import MoveKind, MoveReason, MoveRefused, TxnState, refusal
 
 
 class Transactions:
@@ -209,7 +79,7 @@ class Transactions:
             destination = self._tiers[tier].reserve(owner)
         except CoreError as error:
             self._ledger.release(credit)
-            raise _refusal(error) from error
+            raise refusal(error) from error
         move = Move(
             id=self._next,
             kind=kind,
@@ -296,7 +166,7 @@ class Transactions:
             tier.validate(move.destination, move.identity)
         except CoreError as error:
             self._abort(move)
-            raise _refusal(error) from error
+            raise refusal(error) from error
         if int(self._directory.epoch[move.line]) != move.epoch:
             self._abort(move)
             raise MoveRefused(
@@ -370,7 +240,7 @@ class Transactions:
             done = self.copy(move)
         except CoreError as error:
             self._abort(move)
-            raise _refusal(error) from error
+            raise refusal(error) from error
         except BaseException:
             self._abort(move)
             raise
