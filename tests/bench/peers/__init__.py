@@ -1,0 +1,1 @@
+"""Peers measured beside kvtier, each in its own process and virtual environment: they pin other versions."""
