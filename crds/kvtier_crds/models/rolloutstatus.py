@@ -182,6 +182,15 @@ class Unreachable(Struct):
     since: Timestamp
 
 
+class Excluded(Struct):
+    """An agent that joined when the others had the candidate, and cannot host it: it stays exact."""
+
+    node: Annotated[str, Field(max_length=253)]
+    reason: Short
+    boot_id: Annotated[Annotated[str, Field(max_length=64)] | None, Field(alias="bootID")] = None
+    """The life of the agent that refused; a restarted one may try again, and any at the next step."""
+
+
 class Revoking(Struct):
     """A candidate that must be gone before this attempt may start."""
 
@@ -238,6 +247,9 @@ class KVRolloutStatus(Status):
     unreachable: Annotated[
         tuple[Unreachable, ...], Field(max_length=64, json_schema_extra=map_list("node"))
     ] = ()
+    excluded: Annotated[tuple[Excluded, ...], Field(max_length=8, json_schema_extra=map_list("node"))] = ()
+    held_by_all: bool | None = None
+    """Every agent of the blast radius has held this attempt's candidate at once."""
     overridden: bool | None = None
     """A person promoted some step of this attempt without a Pass."""
     baseline: DigestRef | None = None

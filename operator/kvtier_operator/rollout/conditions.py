@@ -121,6 +121,9 @@ def _baseline_restored(state: RolloutState) -> Finding:
 def _degraded(state: RolloutState) -> Finding:
     if state.lost:
         return "True", "AgentUnreachable", f"no answer from {', '.join(lost.node for lost in state.lost)}"
+    if state.excluded and state.holds_candidate:
+        who = ", ".join(f"{one.node} ({one.reason})" for one in state.excluded)
+        return "True", "NodeExcluded", f"exact only, since it cannot host the candidate: {who}"
     broken = [gate for gate in state.gates if gate.verdict is Verdict.PROVIDER_ERROR]
     if broken and state.holds_candidate:
         return "True", "ProviderError", f"{broken[0].name}: {broken[0].reason}"

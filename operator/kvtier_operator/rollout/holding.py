@@ -33,6 +33,7 @@ from kvtier_operator.rollout.moves import (
     begin_revocation,
     current_step,
     enter_step,
+    excluded_now,
     is_mine,
     needs_refence,
     refence,
@@ -43,7 +44,7 @@ from kvtier_operator.rollout.moves import (
 )
 from kvtier_operator.rollout.returning import new_attempt, short_digest
 from kvtier_operator.rollout.spec import RolloutSpec
-from kvtier_operator.rollout.state import LostAgent, RolloutState
+from kvtier_operator.rollout.state import ExcludedAgent, LostAgent, RolloutState
 from kvtier_operator.rollout.vocabulary import (
     LEASE_GRACE,
     MAX_RESUMES,
@@ -61,6 +62,7 @@ INFEASIBLE = frozenset(
 )
 LOST_LEASES = 10
 MAX_LOST = 8
+MAX_EXCLUDED = 8
 
 
 def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
@@ -70,10 +72,21 @@ def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
         raise ValueError("holding needs a KVCache and a readable spec")
     if state.phase is Phase.COMPLETED and inputs.superseded_by:
         return _let_go(state, inputs)
-    state = record_look(_watch_agents(state, inputs, spec), inputs, spec)
+    known = excluded_now(state, inputs.agents)
+    state, inputs = _look_around(state, inputs, spec)
     against = _plan_against(state, inputs, spec)
     if against is not None:
         return against
+    notices = tuple(
+        Notice(True, "NodeExcluded", f"{one.node} joined late and cannot host the candidate: {one.reason}")
+        for one in state.excluded
+        if one.node not in known
+    )
+    plan = _plan_on(state, inputs, spec)
+    return replace(plan, notices=(*notices, *plan.notices))
+
+
+def _plan_on(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     if _expired(state, inputs):
         return _resume(state, inputs, spec)
     if state.window is not None and state.window.spec_hash != spec.window_hash:
@@ -94,7 +107,36 @@ def plan_against(state: RolloutState, inputs: Inputs) -> Plan | None:
     spec = inputs.spec
     if spec is None or inputs.cache is None:
         return None
-    return _plan_against(record_look(_watch_agents(state, inputs, spec), inputs, spec), inputs, spec)
+    return _plan_against(*_look_around(state, inputs, spec), spec)
+
+
+def _look_around(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[RolloutState, Inputs]:
+    """The state with what agents and evidence say now; excluded agents count as not selected."""
+    state = _exclude(_watch_agents(state, inputs, spec), inputs)
+    excluded = excluded_now(state, inputs.agents)
+    agents = tuple(replace(one, selected=one.selected and one.node not in excluded) for one in inputs.agents)
+    inputs = replace(inputs, agents=agents)
+    chosen = [agent for agent in agents if agent.selected]
+    complete = bool(chosen) and all(_holds(agent, state) for agent in chosen)
+    state = replace(state, held_by_all=state.held_by_all or complete, nodes_total=len(chosen))
+    return record_look(state, inputs, spec), inputs
+
+
+def _exclude(state: RolloutState, inputs: Inputs) -> RolloutState:
+    """Agents that refuse, never held this rollout's candidate, and came when the others had all taken it:
+    they stay exact. A refusal of one that was there from the start, or held it, is a reason to return."""
+    known = excluded_now(state, inputs.agents)
+    kept = tuple(one for one in state.excluded if one.node in known)
+    holders = {agent.node for agent in inputs.agents if agent.granted_rollout == inputs.uid}
+    former = {agent.node for agent in inputs.agents if agent.returned_rollout == inputs.uid}
+    fresh = [
+        ExcludedAgent(agent.node, agent.refusal, agent.boot_id)
+        for agent in inputs.agents
+        if agent.refusal in MISMATCH | INFEASIBLE and agent.node not in holders | former | known
+    ]
+    if not state.held_by_all or not holders:
+        fresh = []
+    return replace(state, excluded=(*kept, *fresh)[:MAX_EXCLUDED])
 
 
 def _plan_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | None:
@@ -139,12 +181,7 @@ def _watch_agents(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rol
         if not agent.reachable and (agent.node in since or agent.granted_rollout == inputs.uid)
     ]
     lost = tuple(LostAgent(node, since.get(node, inputs.now)) for node in silent)[:MAX_LOST]
-    return replace(
-        state,
-        lost=lost,
-        nodes_granted=len(granted),
-        nodes_total=sum(agent.selected for agent in inputs.agents),
-    )
+    return replace(state, lost=lost, nodes_granted=len(granted))
 
 
 def _holds(agent: AgentView, state: RolloutState) -> bool:
@@ -177,7 +214,10 @@ def _reason_to_return(
 
 
 def _agents_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[Cause, str] | None:
+    excluded = excluded_now(state, inputs.agents)
     for agent in inputs.agents:
+        if agent.node in excluded:
+            continue
         if agent.refusal in MISMATCH:
             return Cause.MANIFEST_MISMATCH, f"{agent.node}: {agent.refusal}: {agent.refusal_message}"
         if agent.refusal in INFEASIBLE:

@@ -64,7 +64,8 @@ class AgentView:
 
     selected: may hold the candidate (blast radius, not cordoned or draining). reachable: answered in this
     pass. granted_fence, granted_rollout: of the candidate it holds (when unreachable: last said to hold), 0
-    for none. refusal: reason of a refused grant or revocation in this pass.
+    for none. returned_*: of the candidate that it gave up by itself last. refusal: reason of a refused grant
+    or revocation in this pass.
     """
 
     node: str
@@ -78,6 +79,7 @@ class AgentView:
     granted_rollout: str = ""
     returned_reason: str = ""
     returned_fence: int = 0
+    returned_rollout: str = ""
     proof: ProofView | None = None
     refusal: str = ""
     refusal_message: str = ""

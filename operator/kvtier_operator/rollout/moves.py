@@ -6,6 +6,7 @@ move is due.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtier_evidence.metrics import METRICS
@@ -122,6 +123,7 @@ def enter_step(
         schedule=None,
         overridden=overridden,
         lost=(),
+        excluded=(),
     )
     notice = Notice(False, "StageEntered", f"{step.label}: {why}")
     return advance(
@@ -200,6 +202,12 @@ def lease_end(inputs: Inputs, since: float, at_least: float = 0.0) -> float:
     is the spec's, or `at_least` where that is longer."""
     ttl = max(inputs.lease_ttl, at_least)
     return max(since, inputs.quiet_since) + ttl + max(ttl * (LEASE_GRACE - 1), MIN_GRACE)
+
+
+def excluded_now(state: RolloutState, agents: Sequence[AgentView]) -> frozenset[str]:
+    """Who is excluded still: an agent that has restarted may try again."""
+    boots = {agent.node: agent.boot_id for agent in agents}
+    return frozenset(one.node for one in state.excluded if boots.get(one.node) == one.boot_id)
 
 
 def begin_revocation(inputs: Inputs, rollout: str, lease_ttl: float) -> Revocation:

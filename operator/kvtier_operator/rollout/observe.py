@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier.v1 import control_pb2 as control
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, NodeView
 from kvtier_operator.rollout.inputs import AgentView, ProofView
+from kvtier_operator.rollout.moves import excluded_now
 from kvtier_operator.rollout.state import RolloutState
 
 DEAD_SECONDS = 1.0
@@ -61,7 +62,7 @@ class Observer:
             _view(member, answer, cache_uid, rollout_uid, state, memory)
             for member, answer in zip(members, answers, strict=True)
         ]
-        chosen = choose(members, views, rollout_uid, max_nodes)
+        chosen = choose(members, views, rollout_uid, max_nodes, excluded_now(state, views))
         targets = {}
         for member, view in zip(members, views, strict=True):
             if view.boot_id:
@@ -100,13 +101,17 @@ def unasked(members: Sequence[NodeView], memory: Memory) -> Pool:
 
 
 def choose(
-    members: Sequence[NodeView], views: Sequence[AgentView], rollout_uid: str, max_nodes: int
+    members: Sequence[NodeView],
+    views: Sequence[AgentView],
+    rollout_uid: str,
+    max_nodes: int,
+    excluded: Container[str] = (),
 ) -> frozenset[str]:
-    """Names of the agents that may hold the candidate. Cordoned, draining and dead ones may not."""
+    """Names of the agents that may hold the candidate. Cordoned, draining, dead and excluded ones may not."""
     able = [
         view
         for member, view in zip(members, views, strict=True)
-        if member.live and not member.cordoned and not member.draining
+        if member.live and not member.cordoned and not member.draining and view.node not in excluded
     ]
 
     def rank(view: AgentView) -> tuple[bool, str]:
@@ -140,6 +145,7 @@ def _view(
         baseline_digest=held.baseline_digest,
         returned_reason=held.returned_reason,
         returned_fence=held.returned_fence,
+        returned_rollout=held.returned_rollout_uid,
     )
     if not held.HasField("candidate") or not held.candidate.digest:
         return view

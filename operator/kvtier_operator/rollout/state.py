@@ -88,6 +88,15 @@ class LostAgent:
 
 
 @dataclass(frozen=True)
+class ExcludedAgent:
+    """An agent that joined in mid-attempt and cannot host the candidate, in the life of `boot_id`."""
+
+    node: str
+    reason: str
+    boot_id: str
+
+
+@dataclass(frozen=True)
 class Rollback:
     """lease_ttl: seconds, of a longer lease than the spec's that agents may hold still; 0 for none."""
 
@@ -148,7 +157,9 @@ class RolloutState:
     """carry: what the attempt's evidence takes from window to window. candidate_hash: of spec.candidate, so
     that an edit can be told from a drift of what it refers to. shares: how many parts of the digest's
     false-promotion budget are used, the open window's included.
-    grant_expires: set while an approved candidate goes on after Completed."""
+    excluded: who stays exact since it joined late and refused. held_by_all: every agent of the radius has
+    held this attempt's candidate at once. grant_expires: set while an approved candidate goes on after
+    Completed."""
 
     phase: Phase = Phase.PENDING
     stage: Stage = Stage.OFF
@@ -166,6 +177,8 @@ class RolloutState:
     carry: Carry = field(default_factory=Carry)
     schedule: Schedule | None = None
     lost: tuple[LostAgent, ...] = ()
+    excluded: tuple[ExcludedAgent, ...] = ()
+    held_by_all: bool = False
     nodes_granted: int = 0
     nodes_total: int = 0
     rollback: Rollback | None = None

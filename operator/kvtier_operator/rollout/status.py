@@ -18,6 +18,7 @@ from kvtier_operator.rollout.evaluation import summary_verdict
 from kvtier_operator.rollout.state import (
     CandidateRef,
     Condition,
+    ExcludedAgent,
     GateStatus,
     LastIntent,
     LostAgent,
@@ -121,6 +122,7 @@ def _cut(state: RolloutState, gates: int, cells: int, passes: int, nodes: int, t
         conditions=tuple(replace(one, message=one.message[:text]) for one in state.conditions),
         carry=slim_carry(state.carry, cells, passes, opened),
         lost=state.lost[:nodes],
+        excluded=state.excluded[:nodes],
         window=window,
         rollback=rollback,
         revoking=revoking,
@@ -140,6 +142,7 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
         "nodesTotal": state.nodes_total,
         "specDigest": f"{state.candidate_hash}.{state.window.spec_hash if state.window else ''}",
         "overridden": state.overridden or None,
+        "heldByAll": state.held_by_all or None,
         "verdict": summary_verdict(state.gates) or None,
         "digestBudget": {"attemptsUsed": state.shares} if state.shares else None,
         "finishedAt": format_stamp(state.finished_at),
@@ -170,6 +173,9 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
     status["gates"] = [_gate(gate) for gate in state.gates]
     status["carry"] = carry_to_json(state.carry)
     status["unreachable"] = [{"node": lost.node, "since": format_stamp(lost.since)} for lost in state.lost]
+    status["excluded"] = [
+        _clean({"node": one.node, "reason": one.reason, "bootID": one.boot_id}) for one in state.excluded
+    ]
     if state.revoking is not None:
         status["revoking"] = _revoking(state.revoking)
     if state.rollback is not None:
@@ -285,6 +291,11 @@ def from_status(status: Mapping[str, Any]) -> RolloutState:
         lost=tuple(
             LostAgent(row["node"], parse_stamp(row.get("since"))) for row in status.get("unreachable") or []
         ),
+        excluded=tuple(
+            ExcludedAgent(row["node"], str(row.get("reason") or ""), str(row.get("bootID") or ""))
+            for row in status.get("excluded") or []
+        ),
+        held_by_all=bool(status.get("heldByAll")),
         nodes_granted=int(status.get("nodes") or 0),
         nodes_total=int(status.get("nodesTotal") or 0),
         rollback=_read_rollback(status.get("rollback")),

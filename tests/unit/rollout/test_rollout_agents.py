@@ -293,6 +293,67 @@ async def test_new_node_joins_the_open_step() -> None:
     assert "node-9" in held(world)
 
 
+@pytest.mark.parametrize("reason", ["NO_DESTINATION_CAPACITY", "NUMERICS_MISMATCH"])
+@pytest.mark.parametrize("stage", ["Shadow", "Canary", "Completed"])
+async def test_new_node_that_cannot_host_the_candidate_stays_exact(stage: str, reason: str) -> None:
+    """It joined in mid-attempt; the others go on, are promoted on their evidence, and a person is told."""
+    world = World()
+    await world.until(
+        "Completed" if stage == "Completed" else "Progressing", "" if stage == "Completed" else stage
+    )
+    await world.run(2)
+    world.add_node("node-9").refuse = reason
+    await world.run(5)
+    assert "rollback" not in world.status
+    assert held(world) == ["node-0", "node-1"]
+    assert world.status["excluded"] == [{"node": "node-9", "reason": reason, "bootID": "node-9-boot-1"}]
+    assert world.status["nodesTotal"] == 2
+    degraded = world.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "NodeExcluded")
+    assert f"node-9 ({reason})" in degraded["message"]
+    told = [text for kind, text in world.api.events if kind == "NodeExcluded"]
+    assert len(told) == 1
+    assert "node-9" in told[0]
+    await world.until("Completed")
+
+
+async def test_excluded_node_tries_again_when_it_has_restarted() -> None:
+    world = World()
+    await to_canary(world)
+    late = world.add_node("node-9")
+    late.refuse = "NO_DESTINATION_CAPACITY"
+    await world.run(3)
+    late.refuse = ""
+    await world.run(3)
+    assert held(world) == ["node-0", "node-1"]
+    late.boot()
+    await world.run(2)
+    assert held(world) == ["node-0", "node-1", "node-9"]
+    assert "excluded" not in world.status
+    assert world.condition("Degraded")["status"] == "False"
+
+
+async def test_excluded_node_takes_no_place_of_the_radius() -> None:
+    world = World(blastRadius={"maxNodes": 2})
+    await to_canary(world)
+    del world.sims["node-1"]
+    world.add_node("node-8").refuse = "NO_DESTINATION_CAPACITY"
+    await world.run(3)
+    world.add_node("node-9")
+    await world.run(3)
+    assert held(world) == ["node-0", "node-9"]
+
+
+async def test_holder_that_restarts_and_refuses_is_infeasible() -> None:
+    """It served the candidate; that it cannot any more is about the candidate, and its counts are missing."""
+    world = World()
+    await to_canary(world)
+    world.sims["node-0"].boot()
+    world.sims["node-0"].refuse = "NO_DESTINATION_CAPACITY"
+    await world.until("RolledBack", limit=30)
+    assert world.status["rollback"]["cause"] == "InfeasibleNode"
+
+
 async def test_agent_with_a_higher_fence_is_caught_up_with() -> None:
     """The KVCache's status was lost and rebuilt too low; the agent remembers."""
     world = World()

@@ -15,6 +15,7 @@ from kvtier_evidence.verdicts import Reason
 from kvtier_operator.rollout.state import (
     CandidateRef,
     Condition,
+    ExcludedAgent,
     GateStatus,
     LastIntent,
     LostAgent,
@@ -68,6 +69,7 @@ def thresholds(state: RolloutState) -> Window:
 async def test_reading_back_is_writing_again(stage: str) -> None:
     state = await reached(stage)
     rich = replace(state, carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),), revoking=OLDER)
+    rich = replace(rich, excluded=(ExcludedAgent("node-9", "TIER_INCAPABLE", "boot-1"),), held_by_all=True)
     rich = replace(rich, window=thresholds(state))
     for one in (state, rich):
         status = to_status(one)
@@ -79,6 +81,7 @@ async def test_schema_keeps_every_field() -> None:
     """A structural schema prunes what it does not know, and a restarted operator would miss it."""
     state = replace(await reached("RolledBack"), carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),))
     state = replace(state, revoking=OLDER, overridden=True)
+    state = replace(state, excluded=(ExcludedAgent("node-9", "TIER_INCAPABLE", "boot-1"),), held_by_all=True)
     assert state.rollback is not None
     state = replace(state, rollback=replace(state.rollback, lease_ttl=100.0))
     state = replace(state, window=thresholds(state))
@@ -157,6 +160,7 @@ def test_every_list_at_its_longest_stays_under_8_kib(count: int) -> None:
         carry=carry,
         schedule=Schedule(1.8e9, 1.8e9, 0.1),
         lost=(LostAgent(node, 1.8e9),) * 8,
+        excluded=(ExcludedAgent(node, "NO_DESTINATION_CAPACITY", "b" * 64),) * 8,
         rollback=Rollback(
             Cause.GATE_FAILED, "m" * 300, Stage.RAMP, 9, DIGEST, 1.8e9, gate=names[0], missing=(node,) * 16
         ),
