@@ -15,7 +15,7 @@ from kvtier_agent import convert
 from kvtier_agent.cachehost import CacheHost, FrameAnswer, Session
 from kvtier_agent.errors import to_detail
 from kvtier_agent.node import Node, check_owner
-from kvtier_agent.rpc import RpcScope, ServicerContext
+from kvtier_agent.rpc import RpcScope, ServicerContext, abort
 from kvtier_agent.telemetry import Metrics, Telemetry
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm, SessionFacts
@@ -104,7 +104,8 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         self, request_iterator: AsyncIterator[attention_pb2.AttendFrame], context: ServicerContext
     ) -> AsyncIterator[attention_pb2.AttendAnswer]:
         """Answers in the order of the frames. A frame beyond the stream's bound is refused in its place;
-        beyond twice the bound the stream is not read until answers leave (HTTP/2 holds the sender)."""
+        beyond twice the bound the stream is not read until answers leave (HTTP/2 holds the sender). A stream
+        without a frame for the idle time ends with SESSION_UNKNOWN: its session is closed then."""
         limits = self._node.limits
         queue: asyncio.Queue[_Received | None] = asyncio.Queue(2 * limits.stream_in_flight)
         accepted = 0
@@ -137,7 +138,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
 
         reader = asyncio.create_task(read())
         try:
-            while (received := await queue.get()) is not None:
+            while (received := await _next(queue, limits.session_idle_seconds, context)) is not None:
                 try:
                     if received.refusal is None and owned is None:
                         owned = self._claim(received.frame)
@@ -264,9 +265,6 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         _check_identity(request, host)
         if request.forced_arm not in convert.ARM_FROM_WIRE:
             raise CoreError(Reason.BAD_ARGUMENT, f"forced_arm {request.forced_arm} is unknown")
-        if node.session_count() >= node.limits.max_sessions:
-            bound = str(node.limits.max_sessions)
-            raise CoreError(Reason.QUEUE_FULL, f"{bound} sessions are open on this agent", {"bound": bound})
         root = request.session_root_id or str(uuid.uuid4())
         facts = SessionFacts(
             tenant=request.tenant,
@@ -276,7 +274,10 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
             probe=request.probe,
             forced_arm=convert.ARM_FROM_WIRE[request.forced_arm],
         )
-        session = await host.open_session(facts, request.score_scale, request.max_tokens, request.traceparent)
+        with node.session_place():
+            session = await host.open_session(
+                facts, request.score_scale, request.max_tokens, request.traceparent
+            )
         assignment = session.assignment
         digest = host.baseline_digest
         if assignment.arm is ServedArm.CANDIDATE and assignment.terms is not None:
@@ -311,6 +312,17 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
                 why_not = host.report_outcome(session, outcome)
                 return attention_pb2.ReportOutcomeResponse(counted=not why_not, why_not=why_not)
         raise CoreError(Reason.SESSION_UNKNOWN, "this agent holds no such session")
+
+
+async def _next(
+    queue: asyncio.Queue[_Received | None], seconds: float, context: ServicerContext
+) -> _Received | None:
+    try:
+        async with asyncio.timeout(seconds):
+            return await queue.get()
+    except TimeoutError:
+        message = f"no frame came for {seconds:g} s, so the session is closed"
+        await abort(context, CoreError(Reason.SESSION_UNKNOWN, message))
 
 
 def _check_identity(request: attention_pb2.OpenSessionRequest, host: CacheHost) -> None:

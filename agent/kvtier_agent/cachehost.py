@@ -58,7 +58,8 @@ class CacheName:
 
 @dataclass
 class Session:
-    """One engine session and what was decided for it. Times are CLOCK_BOOTTIME nanoseconds, sums seconds."""
+    """One engine session and what was decided for it. Times are CLOCK_BOOTTIME nanoseconds, sums seconds.
+    `step_first_query`: position of the first query of `step`, the last one answered in part or whole."""
 
     handle: SessionHandle
     host: CacheHost
@@ -70,10 +71,14 @@ class Session:
     opened_ns: int
     last_used_ns: int
     first_step: int | None = None
+    step: int | None = None
+    step_first_query: int = 0
     first_decode_step: int | None = None
     progress: Progress = _NO_PROGRESS
     last_answered_step: int | None = None
+    stalled_upto: tuple[int, int] = (-1, -1)
     streaming: bool = False
+    frames_running: int = 0
     step_errors: dict[int, float] = field(default_factory=dict)
     last_compared_step: int | None = None
     outcome_reported: bool = False
@@ -151,7 +156,15 @@ class CacheHost:
 
     async def attend(self, session: Session, frame: FrameInput, queries: int) -> FrameAnswer:
         """Computes one frame of the session's stream; raises CoreError with the session unchanged."""
-        decode = queries == 1 and session.first_step is not None and frame.step > session.first_step
+        session.frames_running += 1
+        try:
+            return await self._attend(session, frame, queries)
+        finally:
+            session.frames_running -= 1
+
+    async def _attend(self, session: Session, frame: FrameInput, queries: int) -> FrameAnswer:
+        first_query = frame.first_query_position if frame.step != session.step else session.step_first_query
+        decode = queries == 1 and _decodes(session, frame, first_query)
         first_decode = decode and session.first_decode_step in (None, frame.step)
         plan = self.enforcement.plan_step(session.assignment, session.request_id, frame.step, first_decode)
         publish_candidate = plan.publish is ServedArm.CANDIDATE
@@ -178,6 +191,7 @@ class CacheHost:
             raise
         if session.first_step is None:
             session.first_step = frame.step
+        session.step, session.step_first_query = frame.step, first_query
         if first_decode:
             session.first_decode_step = frame.step
         session.last_used_ns = self._clock()
@@ -230,9 +244,10 @@ class CacheHost:
             self.evidence.ended(session.window, session.handle.session_id)
 
     def idle_sessions(self, idle_ns: int) -> list[Session]:
-        """Sessions without a stream that nobody used for that long."""
+        """Sessions that had no frame for that long and have none running. A stream that is open and silent
+        is no use of them: an engine may hang with its streams open."""
         now = self._clock()
-        return [s for s in self.sessions.values() if not s.streaming and now - s.last_used_ns > idle_ns]
+        return [s for s in self.sessions.values() if not s.frames_running and now - s.last_used_ns > idle_ns]
 
     def _may_need_candidate(self, assignment: Assignment) -> bool:
         return assignment.epoch > 0 and (assignment.arm is ServedArm.CANDIDATE or assignment.sampled)
@@ -250,7 +265,9 @@ class CacheHost:
         if window is None or not session.counted or session.assignment.sampled:
             return
         unit = session.handle.session_id
-        if stall_seconds > 0:
+        if stall_seconds > 0 and (frame.step, frame.layer) > session.stalled_upto:
+            # A frame that a client sends again stalls nobody a second time.
+            session.stalled_upto = (frame.step, frame.layer)
             self.evidence.stall(window, unit, stall_seconds)
         if session.progress.tokens > 1 and frame.layer == self.manifest.model.geometry.layers - 1:
             self.evidence.progress(window, unit, session.progress)
@@ -305,6 +322,13 @@ class CacheHost:
         counter = _COUNTER_OF.get(error.reason)
         if window is not None and counter is not None and assignment.arm is ServedArm.CANDIDATE:
             self.evidence.zero_tolerance(window, counter)
+
+
+def _decodes(session: Session, frame: FrameInput, first_query: int) -> bool:
+    """Whether a frame with one query is a step's only one: a prefill's last block may have one query too,
+    and prefills, the first and later ones, are neither compared nor approximate."""
+    later = session.first_step is not None and frame.step > session.first_step
+    return later and frame.first_query_position == first_query
 
 
 def manifest_set_digest_input(baselines: Mapping[str, str]) -> bytes:

@@ -11,8 +11,9 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -35,7 +36,7 @@ from kvtier_crds.manifest import RuntimeManifest
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-# How long a report of the tiers waits for engines that compute.
+# How long the house-keeping waits for engines that compute.
 REPORT_SECONDS = 5.0
 # Why a candidate's session is exact after a baseline was applied under a higher fence.
 BASELINE_APPLIED = "BaselineApplied"
@@ -93,6 +94,7 @@ class Node:
         self._book = FenceBook(state.fences)
         self._locks = KeyedLocks()
         self._ending: dict[str, EngineRunner] = {}
+        self._opening = 0
         self._asking: asyncio.Future[list[Sequence[TierReport]]] | None = None
         self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="control")
@@ -299,6 +301,19 @@ class Node:
     def session_count(self) -> int:
         return sum(len(host.sessions) for host in self.caches.values())
 
+    @contextmanager
+    def session_place(self) -> Iterator[None]:
+        """Holds one of the agent's places while a session is being opened; raises QUEUE_FULL."""
+        bound = self.limits.max_sessions
+        if self.session_count() + self._opening >= bound:
+            facts = {"bound": str(bound)}
+            raise CoreError(Reason.QUEUE_FULL, f"{bound} sessions are open on this agent", facts)
+        self._opening += 1
+        try:
+            yield
+        finally:
+            self._opening -= 1
+
     def manifest_set_digest(self) -> str:
         """Names all baselines that run here; the empty set has a digest too."""
         baselines = {uid: host.baseline_digest for uid, host in self.caches.items()}
@@ -329,12 +344,15 @@ class Node:
         self._reports = reports
 
     async def expire_idle_sessions(self) -> int:
-        """Closes sessions that nobody used for the idle time; returns how many."""
+        """Closes sessions that had no frame for the idle time; returns how many."""
         idle_ns = int(self.limits.session_idle_seconds * 1e9)
         expired = [s for host in self.caches.values() for s in host.idle_sessions(idle_ns)]
         for session in expired:
             session.host.abandon(session)
-            await session.host.close_session(session)
+        if expired:
+            # An engine that hangs closes them when it can, and keeps nobody else's from being closed.
+            closing = (session.host.close_session(session) for session in expired)
+            await asyncio.wait([asyncio.gather(*closing, return_exceptions=True)], timeout=REPORT_SECONDS)
         return len(expired)
 
     # --- internal ----------------------------------------------------------------------------------------

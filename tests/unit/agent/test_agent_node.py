@@ -335,14 +335,16 @@ async def test_a_grant_whose_gates_cannot_be_collected_spends_no_fence(bench: Be
     assert bench.node.highest_fence("cache-uid-1") == bench.fence - 1
 
 
-async def test_stall_is_counted_for_a_request_that_is_still_running(bench: Bench) -> None:
+@pytest.mark.parametrize("times", [1, 3], ids=["sent-once", "sent-again"])
+async def test_stall_is_counted_once_for_a_request_that_is_still_running(bench: Bench, times: int) -> None:
     key = await bench.grant(gates=(GateTerms("stall", "exposedStallFraction", 0.0, "0.9"),), settle_ms=9000)
     session = await open_session(bench)
     for step in range(3):
         bench.clock.advance(1.0)
         for layer in range(2):
             queries = 7 if step == 0 else 1
-            await session.host.attend(session, frame(session.handle.session_id, step, layer), queries)
+            for _ in range(times):
+                await session.host.attend(session, frame(session.handle.session_id, step, layer), queries)
     bench.clock.advance(30)
     [metric] = metrics_of(bench, key, "exposedStallFraction")
     # Two decode steps of two layers with 0.25 s each, over two seconds from first to last token.
@@ -395,15 +397,66 @@ async def test_a_baseline_of_other_bytes_replaces_the_engine_and_ends_sessions(b
     assert bench.node.session_count() == 0
 
 
-async def test_idle_sessions_end_but_not_one_with_a_stream(bench: Bench) -> None:
-    idle, streaming = await open_session(bench, "a"), await open_session(bench, "b")
-    streaming.streaming = True
+async def test_idle_sessions_end_with_or_without_a_stream_but_not_while_a_frame_runs(bench: Bench) -> None:
+    idle, silent, busy = [await open_session(bench, root) for root in ("a", "b", "c")]
+    silent.streaming = busy.streaming = True
+    begun, release = threading.Event(), threading.Event()
+    bench.engine.hook = lambda: begun.set() or (release.wait(20) and None)
+    running = asyncio.create_task(prefill(busy))
+    await asyncio.to_thread(begun.wait, 10)
     bench.clock.advance(4.9)
     assert await bench.node.expire_idle_sessions() == 0
     bench.clock.advance(0.2)
+    expiring = asyncio.create_task(bench.node.expire_idle_sessions())
+    release.set()
+    async with asyncio.timeout(10):
+        assert await expiring == 2
+        await running
+    assert list(idle.host.sessions) == [busy.handle.session_id]
+    bench.clock.advance(5.1)
     assert await bench.node.expire_idle_sessions() == 1
-    assert list(streaming.host.sessions) == [streaming.handle.session_id]
-    assert idle.handle.session_id not in streaming.host.sessions
+    assert silent.handle.session_id not in silent.host.sessions
+
+
+async def test_a_session_that_an_engine_cannot_close_now_is_closed_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_agent.node.REPORT_SECONDS", 0.01)
+    session = await open_session(bench)
+    runner, release = session.host.runner, threading.Event()
+    closed: list[str] = []
+    bench.engine.close_session = lambda name, _: len(closed.append(name) or closed)  # type: ignore[method-assign, func-returns-value]
+    hung = asyncio.create_task(runner.call(lambda: release.wait(20)))
+    await asyncio.sleep(0)
+    bench.clock.advance(6)
+    async with asyncio.timeout(10):
+        assert await bench.node.expire_idle_sessions() == 1
+        assert not session.host.sessions and not closed
+        release.set()
+        await hung
+        await runner.call(lambda: None)
+    assert closed == [session.handle.session_id]
+
+
+@pytest.mark.parametrize("stage", ["Shadow", "Canary"])
+async def test_the_one_query_at_the_end_of_a_later_prefill_is_no_decode(bench: Bench, stage: str) -> None:
+    """A next turn's prompt of 257 tokens travels in blocks of 256 and 1."""
+    key = await bench.grant(stage=stage, traffic="1" if stage == "Canary" else "0", sample="1")
+    session = await open_session(bench)
+    handle = session.handle.session_id
+    await prefill(session)
+    compared = []
+    for step, blocks in ((1, ((7, 256), (263, 1))), (2, ((264, 1),))):
+        for layer in range(2):
+            for first, queries in blocks:
+                asked = replace(frame(handle, step, layer), first_query_position=first)
+                await session.host.attend(session, asked, queries)
+                compared.append(bench.engine.modes[-1].compare)
+    assert compared == [False] * 4 + [True] * 2
+    session.host.report_outcome(session, Outcome(2, 0.1, 0.2, False))
+    bench.clock.advance(30)
+    [metric] = metrics_of(bench, key, "outputRelativeError")
+    assert (metric.histogram.n, metric.histogram.missing) == (1, 0)
 
 
 async def test_the_manifest_set_digest_names_the_set(bench: Bench) -> None:

@@ -21,7 +21,9 @@ from kvtier_agent.rpc import RpcScope
 from kvtier_agent.telemetry import Metrics, Telemetry
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import SessionFacts
-from tests.engine.agent_process import baseline_manifest
+from kvtier_crds.manifest import model_fingerprint
+from tests.engine.agent_process import CACHE, baseline_manifest
+from tests.engine.attention_driver import wire_geometry
 from tests.unit.agent.agent_fakes import Bench, FakeEngine
 
 GEOMETRY = baseline_manifest().model.geometry
@@ -42,6 +44,9 @@ class Aborted:
         """As grpc.aio raises it in the handler."""
 
     status: grpc.StatusCode | None = None
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
 
     async def abort(self, status: grpc.StatusCode, details: str, trailing: object) -> None:
         self.status = status
@@ -87,6 +92,60 @@ async def test_a_stream_that_ends_while_a_frame_waits_for_the_queue_takes_no_pla
         await answers.aclose()
         await frames.idle()
     assert frames.count == 0
+
+
+async def test_a_stream_without_frames_ends_and_says_why(bench: Bench) -> None:
+    bench.node.limits = replace(bench.node.limits, session_idle_seconds=0.05)
+    metrics = Metrics(CollectorRegistry())
+    telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
+    frames = FrameCount(8, metrics)
+    service = AttentionService(bench.node, RpcScope(telemetry, metrics, 5.0), telemetry, metrics, frames)
+    ended = asyncio.Event()
+
+    async def silence() -> AsyncIterator[attention_pb2.AttendFrame]:
+        try:
+            await asyncio.Event().wait()
+            yield attention_pb2.AttendFrame()
+        finally:
+            ended.set()
+
+    context = Aborted()
+    async with asyncio.timeout(10):
+        with pytest.raises(Aborted.Ended, match=r"SESSION_UNKNOWN: no frame came for 0\.05 s"):
+            await anext(service.Attend(silence(), context))  # type: ignore[arg-type]
+        await ended.wait()
+    assert context.status is grpc.StatusCode.NOT_FOUND
+
+
+async def test_sessions_that_are_being_opened_count_towards_the_bound(bench: Bench) -> None:
+    bench.node.limits = replace(bench.node.limits, max_sessions=2)
+    metrics = Metrics(CollectorRegistry())
+    telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
+    scope = RpcScope(telemetry, metrics, 5.0)
+    service = AttentionService(bench.node, scope, telemetry, metrics, FrameCount(8, metrics))
+    request = attention_pb2.OpenSessionRequest(
+        cache=CACHE,
+        model_fingerprint=model_fingerprint(bench.baseline.model),
+        geometry=wire_geometry(GEOMETRY),
+        score_scale=0.125,
+        tenant="beta",
+        max_tokens=100,
+    )
+    contexts = [Aborted() for _ in range(5)]
+    async with asyncio.timeout(10):
+        await asyncio.gather(
+            *(service.OpenSession(request, context) for context in contexts),  # type: ignore[arg-type]
+            return_exceptions=True,
+        )
+    refused = [context.status for context in contexts if context.status is not None]
+    assert refused == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 3
+    assert bench.node.session_count() == 2
+    bench.engine.refusal = CoreError(Reason.NO_DESTINATION_CAPACITY, "full")
+    bench.node.limits = replace(bench.node.limits, max_sessions=3)
+    for _ in range(2):
+        context = Aborted()
+        with pytest.raises(Aborted.Ended, match="full"):
+            await service.OpenSession(request, context)  # type: ignore[arg-type]
 
 
 async def test_a_call_that_a_closing_engine_never_ran_is_refused_by_name(bench: Bench) -> None:
