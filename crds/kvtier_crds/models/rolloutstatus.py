@@ -100,8 +100,11 @@ class Schedule(Struct):
     late_by: Annotated[str, Field(max_length=36)] | None = None
     step_started_at: Timestamp | None = None
     """When the current step's window was opened."""
+    pending_since: Timestamp | None = None
+    """Since when it has waited to begin; see the condition Progressing for what."""
     attempt_started_at: Timestamp | None = None
     deadline_at: Timestamp | None = None
+    """When spec.progressDeadline ends, of the attempt or of the wait before it."""
 
 
 class Rollback(Struct):

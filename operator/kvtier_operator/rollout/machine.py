@@ -18,7 +18,7 @@ from kvtier_operator.rollout.holding import plan_against, plan_holding, promote
 from kvtier_operator.rollout.inputs import Inputs, Notice, Plan
 from kvtier_operator.rollout.intents import answered, judge_intent, pending_intent
 from kvtier_operator.rollout.moves import advance, roll_back
-from kvtier_operator.rollout.returning import new_attempt, plan_return, plan_without_cache
+from kvtier_operator.rollout.returning import end_unbegun, new_attempt, plan_return, plan_without_cache
 from kvtier_operator.rollout.spec import Intent
 from kvtier_operator.rollout.state import Rollback, RolloutState
 from kvtier_operator.rollout.vocabulary import (
@@ -123,7 +123,8 @@ def _obey(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
     if intent.verb is Verb.ABORT:
         if state.holds_candidate or state.revoking is not None:
             return roll_back(state, inputs, Cause.INTENT_ABORT, f"intent seq {intent.seq}")
-        return _abort_before_start(state, inputs, intent)
+        message = f"intent seq {intent.seq}, before any agent knew the candidate"
+        return end_unbegun(state, inputs, Cause.INTENT_ABORT, message)
     if intent.verb is Verb.RETRY:
         target = replace(new_attempt(state, inputs), last_intent=state.last_intent)
         return Plan(target, urgent=True, requeue_after=0.01)
@@ -136,28 +137,6 @@ def _obey(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
     overridden = not all_pass(state, inputs, inputs.spec)
     why = f"{intent.verb} by intent seq {intent.seq}" + (" without a Pass" if overridden else "")
     return promote(state, inputs, inputs.spec, why, overridden)
-
-
-def _abort_before_start(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
-    """Nothing was granted, and another rollout may be at work: no fence, no RPC, only the record."""
-    rollback = Rollback(
-        cause=Cause.INTENT_ABORT,
-        message=f"intent seq {intent.seq}, before any agent knew the candidate",
-        from_stage=state.stage,
-        from_step=0,
-        target_digest=state.baseline.digest if state.baseline else "",
-        started_at=inputs.now,
-        revoked_at=inputs.now,
-    )
-    target = replace(
-        state,
-        phase=Phase.ROLLED_BACK,
-        stage=Stage.EXACT_BASELINE,
-        rollback=rollback,
-        finished_at=inputs.now,
-        candidate_hash=inputs.spec.candidate_hash if inputs.spec else state.candidate_hash,
-    )
-    return Plan(target, urgent=True)
 
 
 def _worth_writing(old: RolloutState, new: RolloutState) -> bool:

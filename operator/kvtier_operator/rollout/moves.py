@@ -124,6 +124,7 @@ def enter_step(
         overridden=overridden,
         lost=(),
         excluded=(),
+        pending_since=0.0,
     )
     notice = Notice(False, "StageEntered", f"{step.label}: {why}")
     return advance(

@@ -18,8 +18,8 @@ from kvtier_operator.rollout.moves import (
     refence,
     revoked,
 )
-from kvtier_operator.rollout.state import RolloutState
-from kvtier_operator.rollout.vocabulary import Phase
+from kvtier_operator.rollout.state import Rollback, RolloutState
+from kvtier_operator.rollout.vocabulary import Cause, Phase, Stage
 
 RETRY_SECONDS = 2.0
 IN_FLIGHT_SECONDS = 0.5
@@ -129,6 +129,28 @@ def plan_without_cache(state: RolloutState, inputs: Inputs) -> Plan:
     )
     notice = Notice(True, "CacheGone", "the KVCache was deleted; its agents forget it with its sessions")
     return Plan(target, urgent=True, notices=(notice,), release=inputs.deleting)
+
+
+def end_unbegun(state: RolloutState, inputs: Inputs, cause: Cause, message: str) -> Plan:
+    """Nothing was granted, and another rollout may be at work: no fence, no RPC, only the record."""
+    rollback = Rollback(
+        cause=cause,
+        message=message,
+        from_stage=state.stage,
+        from_step=0,
+        target_digest=state.baseline.digest if state.baseline else "",
+        started_at=inputs.now,
+        revoked_at=inputs.now,
+    )
+    target = replace(
+        state,
+        phase=Phase.ROLLED_BACK,
+        stage=Stage.EXACT_BASELINE,
+        rollback=rollback,
+        finished_at=inputs.now,
+        candidate_hash=inputs.spec.candidate_hash if inputs.spec else state.candidate_hash,
+    )
+    return Plan(target, urgent=True)
 
 
 def new_attempt(state: RolloutState, inputs: Inputs) -> RolloutState:

@@ -186,6 +186,7 @@ class RolloutState:
     overridden: bool = False
     shares: int = 0
     revoking: Revocation | None = None
+    pending_since: float = 0.0
     started_at: float = 0.0
     finished_at: float = 0.0
     grant_expires: float = 0.0

@@ -160,6 +160,7 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
         fence = {"openingFence": state.window.opening_fence}
         status["window"] = _clean({**fence, "pairThresholds": thresholds})
         status["resumes"] = state.window.resumes
+    begun = state.started_at or state.pending_since
     status["schedule"] = _clean(
         {
             "dueAt": format_stamp(state.schedule.due_at) if state.schedule else "",
@@ -167,7 +168,8 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
             "lateBy": _milliseconds(state.schedule.late_by) or "0ms" if state.schedule else "",
             "stepStartedAt": format_stamp(state.window.opened_at) if state.window else "",
             "attemptStartedAt": format_stamp(state.started_at),
-            "deadlineAt": format_stamp(state.started_at + deadline_seconds) if state.started_at else "",
+            "pendingSince": format_stamp(state.pending_since),
+            "deadlineAt": format_stamp(begun + deadline_seconds) if begun else "",
         }
     )
     status["gates"] = [_gate(gate) for gate in state.gates]
@@ -303,6 +305,7 @@ def from_status(status: Mapping[str, Any]) -> RolloutState:
         overridden=bool(status.get("overridden")),
         shares=int((status.get("digestBudget") or {}).get("attemptsUsed") or 0),
         revoking=_read_revoking(status.get("revoking")),
+        pending_since=parse_stamp(schedule.get("pendingSince")),
         started_at=parse_stamp(schedule.get("attemptStartedAt")),
         finished_at=parse_stamp(status.get("finishedAt")),
         grant_expires=parse_stamp(status.get("grantExpires")),

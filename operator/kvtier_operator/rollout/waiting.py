@@ -24,9 +24,9 @@ from kvtier_operator.rollout.moves import (
     revoked,
     stage_span,
 )
-from kvtier_operator.rollout.returning import RETRY_SECONDS, new_attempt
+from kvtier_operator.rollout.returning import RETRY_SECONDS, end_unbegun, new_attempt
 from kvtier_operator.rollout.state import Revocation, RolloutState
-from kvtier_operator.rollout.vocabulary import INVALIDATING, Blocker, CandidateClass, Phase, Stage
+from kvtier_operator.rollout.vocabulary import INVALIDATING, Blocker, CandidateClass, Cause, Phase, Stage
 
 WAIT_SECONDS = 10.0
 MAX_NAMES = 4
@@ -74,7 +74,12 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
         state = replace(new_attempt(state, inputs), attempt=state.attempt)
     blocker, message = find_blocker(state, inputs)
     if blocker is not Blocker.NONE or spec is None or cache is None:
-        phase = Phase.INVALID if blocker in INVALIDATING else Phase.PENDING
+        invalid = blocker in INVALIDATING
+        since = 0.0 if invalid else state.pending_since or inputs.now
+        left = since + spec.progress_deadline - inputs.now if spec is not None else WAIT_SECONDS
+        if not invalid and left <= 0:
+            return _waited_too_long(state, inputs, blocker, message)
+        phase = Phase.INVALID if invalid else Phase.PENDING
         target = replace(
             state,
             phase=phase,
@@ -83,6 +88,7 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
             candidate=inputs.candidate.ref,
             baseline=cache.baseline if cache else None,
             candidate_hash=spec.candidate_hash if spec else state.candidate_hash,
+            pending_since=since,
             nodes_total=sum(agent.selected for agent in inputs.agents),
         )
         changed = (target.phase, target.blocker) != (state.phase, state.blocker)
@@ -91,7 +97,7 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
             target,
             urgent=target != state,
             notices=notices,
-            requeue_after=0.0 if phase is Phase.INVALID else WAIT_SECONDS,
+            requeue_after=0.0 if invalid else min(WAIT_SECONDS, left),
         )
     ready = replace(
         state,
@@ -114,6 +120,14 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
         notice = Notice(False, "RevokingApproved", f"{name}: its approval ends before this rollout starts")
         return advance(ready, inputs, target, notice=notice)
     return enter_step(ready, inputs, spec, spec.ladder[0], "agents are on the baseline", spend_share=True)
+
+
+def _waited_too_long(state: RolloutState, inputs: Inputs, blocker: Blocker, message: str) -> Plan:
+    """The progress deadline counts for a rollout that cannot begin, too."""
+    hours = (inputs.now - state.pending_since) / 3600
+    said = f"not begun after {hours:.1f} h; waits for {blocker}: {message}"
+    notice = Notice(True, "PendingTooLong", said)
+    return replace(end_unbegun(state, inputs, Cause.DEADLINE_EXCEEDED, said), notices=(notice,))
 
 
 def _clear_the_way(state: RolloutState, inputs: Inputs, revoking: Revocation) -> Plan:

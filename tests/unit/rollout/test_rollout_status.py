@@ -70,7 +70,7 @@ async def test_reading_back_is_writing_again(stage: str) -> None:
     state = await reached(stage)
     rich = replace(state, carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),), revoking=OLDER)
     rich = replace(rich, excluded=(ExcludedAgent("node-9", "TIER_INCAPABLE", "boot-1"),), held_by_all=True)
-    rich = replace(rich, window=thresholds(state))
+    rich = replace(rich, window=thresholds(state), pending_since=1_800_000_002.0)
     for one in (state, rich):
         status = to_status(one)
         assert from_status(status) == one
@@ -84,7 +84,7 @@ async def test_schema_keeps_every_field() -> None:
     state = replace(state, excluded=(ExcludedAgent("node-9", "TIER_INCAPABLE", "boot-1"),), held_by_all=True)
     assert state.rollback is not None
     state = replace(state, rollback=replace(state.rollback, lease_ttl=100.0))
-    state = replace(state, window=thresholds(state))
+    state = replace(state, window=thresholds(state), pending_since=1_800_000_002.0)
     gate = GateStatus("x", Verdict.FAIL, "r", "m", "1", "2", "3", 4, 5, "6", "Anytime", 1.8e9, True, True)
     status = to_status(replace(state, gates=(gate,)), deadline_seconds=60)
     kept = KVRolloutStatus.model_validate(status).model_dump(mode="json", by_alias=True)

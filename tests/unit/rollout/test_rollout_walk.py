@@ -234,6 +234,47 @@ async def test_missing_selector_that_appears_lets_it_go_on() -> None:
     await world.until("Progressing", "Shadow")
 
 
+@pytest.mark.parametrize("waits_for", ["ReferenceMissing", "CacheBusy", "NoNodes"])
+async def test_rollout_that_cannot_begin_ends_at_its_deadline(waits_for: str) -> None:
+    world = World(progressDeadline="1h")
+    key = world.rollout
+    if waits_for == "ReferenceMissing":
+        del world.api.objects[ObjectKey(Kind.KV_SELECTOR, "serving", "quest-64")]
+    elif waits_for == "NoNodes":
+        world.sims.clear()
+    else:
+        world.feed.default = Verdict.INSUFFICIENT
+        world.edit(progressDeadline="9h")
+        await world.until("Progressing", "Shadow")
+        key = world.add_rollout("zebra", progressDeadline="1h")
+    await world.pass_(key)
+    since = world.status_of(key)["schedule"]["pendingSince"]
+    await world.run(3500, tick=100, keys=[key])
+    assert world.status_of(key)["phase"] == "Pending"
+    assert world.status_of(key)["schedule"]["pendingSince"] == since
+    await world.run(200, tick=100, keys=[key])
+    assert world.status_of(key)["phase"] == "RolledBack"
+    assert world.status_of(key)["rollback"]["cause"] == "DeadlineExceeded"
+    progressing = world.condition("Progressing", key)
+    assert (progressing["status"], progressing["reason"]) == ("False", "DeadlineExceeded")
+    assert f"waits for {waits_for}" in progressing["message"]
+    assert [text for reason, text in world.api.events if reason == "PendingTooLong"] == [
+        progressing["message"]
+    ]
+
+
+async def test_rollout_that_waited_too_long_may_be_tried_again() -> None:
+    world = World(progressDeadline="1h")
+    kept = dict(world.sims)
+    world.sims.clear()
+    await world.run(3700, tick=100)
+    assert world.where[0] == "RolledBack"
+    world.sims.update(kept)
+    world.intent("Retry", 1, stage="ExactBaseline")
+    await world.until("Progressing", "Shadow", limit=30)
+    assert "pendingSince" not in world.status["schedule"]
+
+
 async def test_cache_with_other_edits_needs_its_own_candidate() -> None:
     world = World()
     world.api.objects[world.cache_key]["spec"]["chunkTokens"] = 128
