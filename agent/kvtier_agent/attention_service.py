@@ -23,6 +23,7 @@ from kvtier_crds.manifest import RuntimeManifest
 
 QUERY_BLOCK_TOKENS = 256
 _MAX_NAME = 253
+_TAKEOVER_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
@@ -141,7 +142,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
             while (received := await _next(queue, limits.session_idle_seconds, context)) is not None:
                 try:
                     if received.refusal is None and owned is None:
-                        owned = self._claim(received.frame)
+                        owned = await self._claim(received.frame)
                     answer = await self._answer(received, owned)
                 except CoreError as error:
                     answer = _refused(received.frame, error)
@@ -154,16 +155,23 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
             reader.cancel()
             if owned is not None:
                 owned.streaming = False
+                owned.stream_ended.set()
             while not queue.empty():
                 left = queue.get_nowait()
                 if left is not None and left.refusal is None:
                     self._frames.leave()
 
-    def _claim(self, frame: attention_pb2.AttendFrame) -> Session:
-        """The session that the first frame of a stream names; one stream at a time."""
+    async def _claim(self, frame: attention_pb2.AttendFrame) -> Session:
+        """The session that the first frame of a stream names; one stream at a time. A client that lost its
+        stream comes with another before this end has noticed, so the old one is given a moment."""
         session = self._node.session(frame.session_id, frame.generation, frame.tenant)
-        if session.streaming:
-            raise CoreError(Reason.BAD_ARGUMENT, "the session has another open stream")
+        try:
+            async with asyncio.timeout(_TAKEOVER_SECONDS):
+                while session.streaming:
+                    session.stream_ended.clear()
+                    await session.stream_ended.wait()
+        except TimeoutError:
+            raise CoreError(Reason.BAD_ARGUMENT, "the session has another open stream") from None
         session.streaming = True
         return session
 

@@ -5,6 +5,7 @@ Everything here runs on the event loop except what is handed to the engine's thr
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,7 @@ class Session:
     last_answered_step: int | None = None
     stalled_upto: tuple[int, int] = (-1, -1)
     streaming: bool = False
+    stream_ended: asyncio.Event = field(default_factory=asyncio.Event)
     frames_running: int = 0
     step_errors: dict[int, float] = field(default_factory=dict)
     last_compared_step: int | None = None

@@ -24,7 +24,8 @@ _BY_STATUS = {
 
 
 class KvtierError(Exception):
-    """A typed refusal. `status` is the gRPC status name, empty when the refusal is the client's own."""
+    """A typed refusal. `status` is the gRPC status name, empty when the refusal is the client's own; `typed`:
+    the agent said why, so that the reason is its own and not read from the status."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class KvtierError(Exception):
         *,
         retry_after_ms: int = 0,
         status: str = "",
+        typed: bool = False,
     ) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason = reason
@@ -41,6 +43,7 @@ class KvtierError(Exception):
         self.facts: dict[str, str] = dict(facts or {})
         self.retry_after_ms = retry_after_ms
         self.status = status
+        self.typed = typed
 
 
 def from_detail(detail: common_pb2.ErrorDetail, status: str = "") -> KvtierError:
@@ -51,7 +54,9 @@ def from_detail(detail: common_pb2.ErrorDetail, status: str = "") -> KvtierError
     except ValueError:
         reason = Reason.INTERNAL
         facts["unknown_reason"] = str(detail.reason)
-    return KvtierError(reason, detail.message, facts, retry_after_ms=detail.retry_after_ms, status=status)
+    return KvtierError(
+        reason, detail.message, facts, retry_after_ms=detail.retry_after_ms, status=status, typed=True
+    )
 
 
 def from_rpc(error: grpc.RpcError) -> KvtierError:

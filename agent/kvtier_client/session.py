@@ -10,7 +10,7 @@ import contextlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -31,6 +31,8 @@ _ARMS: dict[str, attention_pb2.Arm] = {
 }
 _FRAME_OVERHEAD = 64 * 1024
 _MAX_RECEIPTS = 65_536
+# How often one attend goes on over a new stream when its own is lost.
+RECONNECTS = 2
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,9 @@ class AttentionSession:
 
     deadline_seconds: of each frame, at the agent; the client waits grace_seconds longer, so that the
     agent's typed answer wins over its own.
-    Not thread-safe. When an attend fails half-way through a step, the session's layers disagree about
-    the frontier: `failure` is set and every later attend raises it.
+    Not thread-safe. When the stream is lost, an attend goes on over another one. When it fails all the same
+    half-way through a step, the session's layers disagree about the frontier: `failure` is set and every
+    later attend raises it.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class AttentionSession:
         self.output_tokens = 0
         self.failure: KvtierError | None = None
         self._closed = False
+        self._reconnects_left = 0
         self._receipts: deque[StepReceipt] = deque(maxlen=_MAX_RECEIPTS)
         try:
             self.block = self._block_tokens()
@@ -171,16 +175,17 @@ class AttentionSession:
         n = q.shape[0]
         out = torch.empty(q.shape, dtype=torch.float32)
         blocks = [(lo, min(n, lo + self.block)) for lo in range(0, n, self.block)]
-        waiting: deque[tuple[int, int]] = deque()
+        waiting: deque[tuple[int, int, attention_pb2.AttendFrame]] = deque()
+        self._reconnects_left = RECONNECTS
         try:
             for lo, hi in blocks:
                 if len(waiting) == MAX_OUTSTANDING:
-                    self._collect(out, *waiting.popleft())
+                    self._collect(out, waiting)
                 frame = self._frame(step, layer, position + lo, q[lo:hi], k[lo:hi], v[lo:hi], committed)
                 self._stream.send(frame)
-                waiting.append((lo, hi))
+                waiting.append((lo, hi, frame))
             while waiting:
-                self._collect(out, *waiting.popleft())
+                self._collect(out, waiting)
         except KvtierError as error:
             self.failure = error
             raise
@@ -295,8 +300,26 @@ class AttentionSession:
             deadline_ms=max(1, int(self._deadline * 1000)),
         )
 
-    def _collect(self, out: Tensor, lo: int, hi: int) -> None:
-        answer = self._stream.receive(self._deadline + self._grace)
+    def _receive(self, frames: Sequence[attention_pb2.AttendFrame]) -> attention_pb2.AttendAnswer:
+        """The answer to the first of the frames that wait. When the stream is lost they are asked again on
+        another one: the agent knows rows that it has by their bytes, and takes each once."""
+        while True:
+            try:
+                return self._stream.receive(self._deadline + self._grace)
+            except KvtierError:
+                if not self._stream.lost or self._reconnects_left == 0:
+                    raise
+                self._reconnects_left -= 1
+                self._stream.close()
+                self._stream = self._client.attend()
+                for frame in frames:
+                    again = attention_pb2.AttendFrame()
+                    again.CopyFrom(frame)
+                    self._stream.send(again)
+
+    def _collect(self, out: Tensor, waiting: deque[tuple[int, int, attention_pb2.AttendFrame]]) -> None:
+        answer = self._receive([frame for _, _, frame in waiting])
+        lo, hi, _ = waiting.popleft()
         part = out[lo:hi]
         if len(answer.out) != part.numel() * 4:
             raise KvtierError(

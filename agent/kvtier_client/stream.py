@@ -6,9 +6,11 @@ computes.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import grpc
 
@@ -18,12 +20,28 @@ from kvtier_core.errors import Reason
 
 MAX_OUTSTANDING = 4
 _CLOSE_SECONDS = 2.0
+# How a call ends whose connection, not whose frame, was the trouble.
+_LOST = ("UNAVAILABLE", "CANCELLED")
+T = TypeVar("T")
+
+
+def put_for_sure(into: queue.Queue[T], item: T) -> None:
+    """Puts an item into a bounded queue without waiting; if it is full, the oldest gives its place. Others
+    may put and take meanwhile."""
+    while True:
+        try:
+            into.put_nowait(item)
+            return
+        except queue.Full:
+            with contextlib.suppress(queue.Empty):
+                into.get_nowait()
 
 
 class AttendStream:
     """Sends at most MAX_OUTSTANDING frames ahead of their answers, which come in the order of the frames.
 
-    Not thread-safe: one engine thread drives it. After a DEADLINE or a failed call it is `broken`.
+    Not thread-safe: one engine thread drives it. After a DEADLINE or a failed call it is `broken`; `lost`
+    says that the connection went away, so that another stream may ask again what was not answered.
     """
 
     def __init__(self, stub: attention_pb2_grpc.AttentionStub, metadata: Sequence[tuple[str, str]]) -> None:
@@ -34,9 +52,15 @@ class AttendStream:
         self._expected: list[int] = []
         self._sequence = 0
         self.broken: KvtierError | None = None
+        self._end: KvtierError | None = None
+        self._was_lost = False
         self._call = stub.Attend(self._outgoing(), metadata=tuple(metadata))
         self._reader = threading.Thread(target=self._read, name="kvtier-attend", daemon=True)
         self._reader.start()
+
+    @property
+    def lost(self) -> bool:
+        return self._was_lost and self.broken is not None and self.broken is self._end
 
     @property
     def outstanding(self) -> int:
@@ -96,27 +120,20 @@ class AttendStream:
             yield frame
 
     def _read(self) -> None:
-        end = KvtierError(Reason.SESSION_UNKNOWN, "the agent ended the stream")
+        end, lost = KvtierError(Reason.SESSION_UNKNOWN, "the agent ended the stream"), True
         try:
             for answer in self._call:
                 self._answers.put_nowait(answer)
         except queue.Full:
             self._call.cancel()
-            end = KvtierError(Reason.FRAME_INVALID, "the agent sent more answers than frames")
+            end, lost = KvtierError(Reason.FRAME_INVALID, "the agent sent more answers than frames"), False
         except grpc.RpcError as error:
             end = from_rpc(error)
-        try:
-            self._answers.put_nowait(end)
-        except queue.Full:
-            # Answers nobody asked for fill the queue; the oldest gives its place to the reason.
-            self._answers.get_nowait()
-            self._answers.put_nowait(end)
+            lost = not end.typed and end.status in _LOST
+        self._was_lost, self._end = lost, end
+        put_for_sure(self._answers, end)
 
     def _break(self, error: KvtierError) -> None:
         self.broken = error
         self._call.cancel()
-        try:
-            self._frames.put_nowait(None)
-        except queue.Full:
-            self._frames.get_nowait()
-            self._frames.put_nowait(None)
+        put_for_sure(self._frames, None)

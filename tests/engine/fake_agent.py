@@ -45,7 +45,8 @@ Misbehave = Callable[[attention_pb2.AttendFrame, attention_pb2.AttendAnswer], at
 
 
 class FakeAgent(attention_pb2_grpc.AttentionServicer):
-    """`misbehave` may change, delay or refuse each answer; `block` is the query block it asks for."""
+    """`misbehave` may change, delay or refuse each answer; `block` is the query block it asks for; of the
+    frames numbered in `lost` (from 1, over all streams) the rows are taken and the stream is cut."""
 
     def __init__(self, block: int = 256) -> None:
         self.block = block
@@ -53,6 +54,9 @@ class FakeAgent(attention_pb2_grpc.AttentionServicer):
         self.outcomes: list[attention_pb2.ReportOutcomeRequest] = []
         self.closed: list[str] = []
         self.refuse_close = False
+        self.lost: frozenset[int] = frozenset()
+        self.streams = 0
+        self.received = 0
         self.misbehave: Misbehave = lambda frame, answer: answer
 
     def DescribeCache(self, request: Any, context: Any) -> attention_pb2.DescribeCacheResponse:
@@ -71,10 +75,14 @@ class FakeAgent(attention_pb2_grpc.AttentionServicer):
         )
 
     def Attend(self, frames: Iterator[Any], context: Any) -> Iterator[attention_pb2.AttendAnswer]:
+        self.streams += 1
         for frame in frames:
+            self.received += 1
             answer = attention_pb2.AttendAnswer(sequence=frame.sequence, step=frame.step, layer=frame.layer)
             try:
                 self._attend(frame, answer)
+                if self.received in self.lost:
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
                 yield self.misbehave(frame, answer)
             except Refusal as refusal:
                 answer.ClearField("out")
@@ -100,6 +108,12 @@ class FakeAgent(attention_pb2_grpc.AttentionServicer):
         k, v = (_tensor(x, g.kv_heads, g.head_dim) for x in (f.k, f.v))
         q = _tensor(f.q, g.query_heads, g.head_dim)
         have = s.k[f.layer].shape[0]
+        new = slice(f.first_row_position, f.first_row_position + k.shape[0])
+        if f.step == s.step and k.shape[0] > 0 and new.stop <= have:
+            if not (torch.equal(s.k[f.layer][new], k) and torch.equal(s.v[f.layer][new], v)):
+                raise Refusal(common_pb2.FRONTIER_MISMATCH, "other bytes", grpc.StatusCode.ABORTED)
+            self._answer(f, answer, q)
+            return
         if f.first_row_position != have or f.committed_frontier > have:
             raise Refusal(common_pb2.FRONTIER_MISMATCH, f"rows at {have}", grpc.StatusCode.ABORTED)
         if f.step not in (s.step, s.step + 1) or f.deadline_ms <= 0:
@@ -108,6 +122,12 @@ class FakeAgent(attention_pb2_grpc.AttentionServicer):
         s.frames.append((f.step, f.layer, have, k.shape[0], f.committed_frontier))
         s.k[f.layer] = torch.cat([s.k[f.layer], k])
         s.v[f.layer] = torch.cat([s.v[f.layer], v])
+        self._answer(f, answer, q)
+
+    def _answer(
+        self, f: attention_pb2.AttendFrame, answer: attention_pb2.AttendAnswer, q: torch.Tensor
+    ) -> None:
+        s = self.sessions[f.session_id]
         keys, values = s.k[f.layer], s.v[f.layer]
         parts = [
             chunk_state(
