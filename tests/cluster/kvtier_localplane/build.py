@@ -1,7 +1,8 @@
-"""Finds or builds the control plane's binaries (etcd and kube-apiserver).
+"""Finds or builds the control plane's binaries: etcd, kube-apiserver and, on demand, kube-controller-manager.
 
 Tests and the demo need a real API server on machines where no prebuilt one can be had, so it is compiled from
 the Go module in ``tests/cluster/controlplane`` once and kept in a cache folder outside the checkout.
+Controllers are a second program of that module with a cache entry of its own: who needs none never pays.
 
 Standard library only, and runnable as a script: ``make`` starts the build with the system's Python while the
 virtual environment is still being made. It must not know what a cluster is used for.
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +31,40 @@ KUBERNETES_VERSION = "v1.36.3"
 BUILD_DEADLINE_S = 1800.0
 PROGRESS_INTERVAL_S = 10.0
 MINIMUM_GO = (1, 26)
-TOOLS = ("etcd", "kube-apiserver")
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One program of the Go module.
+
+    folder: its main package, below the module. sources: what it is compiled from beside go.mod and go.sum.
+    tools: the names it is called by. reports_version: the one of them that answers ``--version``.
+    """
+
+    name: str
+    folder: str
+    sources: tuple[str, ...]
+    tools: tuple[str, ...]
+    reports_version: str
+
+    @property
+    def program(self) -> str:
+        return self.name.replace(" ", "")
+
+    def __str__(self) -> str:
+        return " and ".join(self.tools)
+
+
+CONTROL_PLANE = Target("control plane", ".", ("main.go",), ("etcd", "kube-apiserver"), "kube-apiserver")
+CONTROLLER_MANAGER = Target(
+    "controller manager",
+    "./controllermanager",
+    ("controllermanager/main.go",),
+    ("kube-controller-manager",),
+    "kube-controller-manager",
+)
 
 
 class BuildError(RuntimeError):
@@ -41,11 +73,15 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class ControlPlaneBinaries:
-    """Paths of the two programs, and where they came from (``assets`` or ``built``)."""
+    """Paths of the programs, and where they came from (``assets`` or ``built``), all from the same place.
+
+    kube_controller_manager: None unless it was asked for.
+    """
 
     etcd: Path
     kube_apiserver: Path
     origin: str
+    kube_controller_manager: Path | None = None
 
 
 def say_to_stderr(line: str) -> None:
@@ -53,20 +89,33 @@ def say_to_stderr(line: str) -> None:
 
 
 def find_binaries(
-    environ: Mapping[str, str] | None = None, *, module_dir: Path = MODULE_DIR, say: Say = say_to_stderr
+    environ: Mapping[str, str] | None = None,
+    *,
+    controller_manager: bool = False,
+    module_dir: Path = MODULE_DIR,
+    say: Say = say_to_stderr,
 ) -> ControlPlaneBinaries:
-    """Returns the binaries of KUBEBUILDER_ASSETS when it holds both, else those built from source.
+    """Returns the binaries of KUBEBUILDER_ASSETS when it holds all that are asked for, else built ones.
 
-    Raises BuildError when KUBEBUILDER_ASSETS is not usable and Go is missing, too old, or fails.
+    The two are never mixed: a controller manager must not be newer than its API server. Raises BuildError
+    when KUBEBUILDER_ASSETS is not usable and Go is missing, too old, or fails.
     """
     env = os.environ if environ is None else environ
+    targets = (CONTROL_PLANE, CONTROLLER_MANAGER) if controller_manager else (CONTROL_PLANE,)
     if assets := env.get("KUBEBUILDER_ASSETS"):
-        etcd, apiserver = Path(assets) / "etcd", Path(assets) / "kube-apiserver"
-        if os.access(etcd, os.X_OK) and os.access(apiserver, os.X_OK):
-            return ControlPlaneBinaries(etcd, apiserver, "assets")
-        say(f"control plane: KUBEBUILDER_ASSETS={assets} lacks etcd or kube-apiserver; using the built one")
-    folder = build(cache_root(env), module_dir=module_dir, say=say)
-    return ControlPlaneBinaries(folder / "etcd", folder / "kube-apiserver", "built")
+        wanted = [tool for one in targets for tool in one.tools]
+        lacking = [tool for tool in wanted if not os.access(Path(assets) / tool, os.X_OK)]
+        if not lacking:
+            return _binaries([Path(assets)] * len(targets), "assets")
+        say(f"control plane: KUBEBUILDER_ASSETS={assets} lacks {' and '.join(lacking)}; using the built one")
+    folders = [build(cache_root(env), target=one, module_dir=module_dir, say=say) for one in targets]
+    return _binaries(folders, "built")
+
+
+def _binaries(folders: Sequence[Path], origin: str) -> ControlPlaneBinaries:
+    """folders: the control plane's and, where it was asked for, the controller manager's."""
+    manager = folders[1] / "kube-controller-manager" if len(folders) > 1 else None
+    return ControlPlaneBinaries(folders[0] / "etcd", folders[0] / "kube-apiserver", origin, manager)
 
 
 def cache_root(env: Mapping[str, str]) -> Path:
@@ -75,38 +124,41 @@ def cache_root(env: Mapping[str, str]) -> Path:
     return Path(base) / "kvtier" / "controlplane"
 
 
-def cache_key(module_dir: Path, go_version: str) -> str:
-    """Names a build by everything that shapes it: the module's files, the version stamp and the toolchain."""
+def cache_key(module_dir: Path, go_version: str, target: Target = CONTROL_PLANE) -> str:
+    """Names a build by everything that shapes it: the module's files, the target's own sources, the version
+    stamp and the toolchain. Another target's sources do not move it."""
     digest = hashlib.sha256()
-    for name in ("go.mod", "go.sum", "main.go"):
+    for name in ("go.mod", "go.sum", *target.sources):
         digest.update(name.encode() + b"\0" + (module_dir / name).read_bytes() + b"\0")
     digest.update("\0".join((KUBERNETES_VERSION, go_version)).encode())
     return digest.hexdigest()[:20]
 
 
-def build(root: Path, *, module_dir: Path = MODULE_DIR, say: Say = say_to_stderr) -> Path:
-    """Returns a folder with ``etcd`` and ``kube-apiserver``; compiles them when it is not there yet.
+def build(
+    root: Path, *, target: Target = CONTROL_PLANE, module_dir: Path = MODULE_DIR, say: Say = say_to_stderr
+) -> Path:
+    """Returns a folder with the target's tools; compiles them when it is not there yet.
 
     Two builders do not race: one holds a lock, the other waits and finds the result. The folder appears by a
     rename, so a killed build leaves nothing that looks finished.
     """
-    key = cache_key(module_dir, _go_version())
+    key = cache_key(module_dir, _go_version(), target)
     folder = root / key
-    if _complete(folder):
+    if _complete(folder, target):
         return folder
     root.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + BUILD_DEADLINE_S
-    with _lock(root / f".lock-{key}", deadline, say):
-        if _complete(folder):
+    with _lock(root / f".lock-{key}", target, deadline, say):
+        if _complete(folder, target):
             return folder
         for stale in root.glob(f".build-{key}-*"):
             shutil.rmtree(stale, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=f".build-{key}-", dir=root))
         try:
-            _compile(module_dir, staging / "controlplane", deadline, say)
-            for tool in TOOLS:
-                (staging / tool).symlink_to("controlplane")
-            _check_version(staging / "kube-apiserver")
+            _compile(module_dir, target, staging / target.program, deadline, say)
+            for tool in target.tools:
+                (staging / tool).symlink_to(target.program)
+            _check_version(staging / target.reports_version)
             shutil.rmtree(folder, ignore_errors=True)
             staging.chmod(0o755)
             staging.rename(folder)
@@ -115,8 +167,8 @@ def build(root: Path, *, module_dir: Path = MODULE_DIR, say: Say = say_to_stderr
     return folder
 
 
-def _complete(folder: Path) -> bool:
-    return all(os.access(folder / tool, os.X_OK) for tool in TOOLS)
+def _complete(folder: Path, target: Target) -> bool:
+    return all(os.access(folder / tool, os.X_OK) for tool in target.tools)
 
 
 def _go_version() -> str:
@@ -150,13 +202,17 @@ def _ldflags() -> str:
     return "-s -w " + " ".join(f"-X {package}.{name}={value}" for name, value in stamps.items())
 
 
-def _compile(module_dir: Path, target: Path, deadline: float, say: Say) -> None:
+def _compile(module_dir: Path, target: Target, program: Path, deadline: float, say: Say) -> None:
     flags = ["-trimpath", "-buildvcs=false", "-mod=readonly"]
     started = time.monotonic()
-    say(f"control plane: building etcd and kube-apiserver {KUBERNETES_VERSION} from source, once per machine")
-    _run_with_progress(["go", "mod", "download"], module_dir, deadline, say, lambda _: "fetching modules")
+
+    def tell(line: str) -> None:
+        say(f"{target.name}: {line}")
+
+    tell(f"building {target} {KUBERNETES_VERSION} from source, once per machine")
+    _run_with_progress(["go", "mod", "download"], module_dir, deadline, tell, lambda _: "fetching modules")
     listed = subprocess.run(
-        ["go", "list", "-deps", *flags, "."],
+        ["go", "list", "-deps", *flags, target.folder],
         cwd=module_dir,
         env=_go_env(),
         capture_output=True,
@@ -167,13 +223,13 @@ def _compile(module_dir: Path, target: Path, deadline: float, say: Say) -> None:
         raise BuildError(f"go list failed:\n{listed.stderr[-4000:]}")
     total = len(listed.stdout.split())
     _run_with_progress(
-        ["go", "build", "-v", *flags, "-ldflags", _ldflags(), "-o", str(target), "."],
+        ["go", "build", "-v", *flags, "-ldflags", _ldflags(), "-o", str(program), target.folder],
         module_dir,
         deadline,
-        say,
+        tell,
         lambda done: f"compiled {done} packages (of at most {total}; those in Go's cache do not count)",
     )
-    say(f"control plane: built in {time.monotonic() - started:.0f} s, {target.stat().st_size >> 20} MiB")
+    tell(f"built in {time.monotonic() - started:.0f} s, {program.stat().st_size >> 20} MiB")
 
 
 def _run_with_progress(
@@ -204,7 +260,7 @@ def _run_with_progress(
                 process.wait(PROGRESS_INTERVAL_S)
                 break
             except subprocess.TimeoutExpired:
-                say(f"control plane: {describe(count)}, {time.monotonic() - started:.0f} s")
+                say(f"{describe(count)}, {time.monotonic() - started:.0f} s")
                 if time.monotonic() > deadline:
                     raise BuildError(f"{' '.join(argv[:2])} passed its deadline") from None
     finally:
@@ -216,16 +272,14 @@ def _run_with_progress(
         raise BuildError(f"{' '.join(argv[:2])} failed ({process.returncode}):\n{''.join(lines)}")
 
 
-def _check_version(apiserver: Path) -> None:
-    out = subprocess.run([apiserver, "--version"], capture_output=True, text=True, timeout=120)
+def _check_version(tool: Path) -> None:
+    out = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=120)
     if out.stdout.strip() != f"Kubernetes {KUBERNETES_VERSION}":
-        raise BuildError(
-            f"the built kube-apiserver calls itself {out.stdout.strip()!r}: {out.stderr[-1000:]}"
-        )
+        raise BuildError(f"the built {tool.name} calls itself {out.stdout.strip()!r}: {out.stderr[-1000:]}")
 
 
 @contextlib.contextmanager
-def _lock(path: Path, deadline: float, say: Say) -> Iterator[None]:
+def _lock(path: Path, target: Target, deadline: float, say: Say) -> Iterator[None]:
     with path.open("w") as handle:
         announced = False
         while True:
@@ -234,7 +288,7 @@ def _lock(path: Path, deadline: float, say: Say) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not announced:
-                    say("control plane: another build is running; waiting for its result")
+                    say(f"{target.name}: another build is running; waiting for its result")
                     announced = True
                 if time.monotonic() > deadline:
                     raise BuildError(f"the build that holds {path} did not end in time") from None
@@ -243,17 +297,21 @@ def _lock(path: Path, deadline: float, say: Say) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Builds when needed and prints the folder of the binaries."""
+    """Builds when needed and prints the paths of the programs."""
     parser = argparse.ArgumentParser(description="Find or build etcd and kube-apiserver.")
-    parser.parse_args(argv)
+    parser.add_argument("--controller-manager", action="store_true", help="kube-controller-manager too")
+    options = parser.parse_args(argv)
     if os.environ.get("KVTIER_KUBECONFIG"):
         say_to_stderr("control plane: KVTIER_KUBECONFIG is set, so none is built")
         return 0
     try:
-        print(find_binaries().etcd.parent)
+        found = find_binaries(controller_manager=options.controller_manager)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    for program in (found.etcd, found.kube_apiserver, found.kube_controller_manager):
+        if program is not None:
+            print(program)
     return 0
 
 

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.kvtier_localplane.build import (
+    CONTROL_PLANE,
+    CONTROLLER_MANAGER,
     KUBERNETES_VERSION,
+    MODULE_DIR,
     BuildError,
     ControlPlaneBinaries,
+    Target,
     build,
     cache_key,
     find_binaries,
@@ -61,23 +65,38 @@ def toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolchain:
 @pytest.fixture
 def module(tmp_path: Path) -> Path:
     folder = tmp_path / "module"
-    folder.mkdir()
-    for name in ("go.mod", "go.sum", "main.go"):
+    (folder / "controllermanager").mkdir(parents=True)
+    for name in ("go.mod", "go.sum", "main.go", "controllermanager/main.go"):
         (folder / name).write_text(name)
     return folder
 
 
-def test_a_build_is_done_once_and_stamped(tmp_path: Path, toolchain: Toolchain, module: Path) -> None:
+@pytest.mark.parametrize(
+    "target, names, folder",
+    [
+        pytest.param(CONTROL_PLANE, {"controlplane", "etcd", "kube-apiserver"}, ".", id="control-plane"),
+        pytest.param(
+            CONTROLLER_MANAGER,
+            {"controllermanager", "kube-controller-manager"},
+            "./controllermanager",
+            id="controller-manager",
+        ),
+    ],
+)
+def test_a_build_is_done_once_and_stamped(
+    tmp_path: Path, toolchain: Toolchain, module: Path, target: Target, names: set[str], folder: str
+) -> None:
     said: list[str] = []
-    first = build(tmp_path / "cache", module_dir=module, say=said.append)
-    again = build(tmp_path / "cache", module_dir=module, say=said.append)
+    first = build(tmp_path / "cache", target=target, module_dir=module, say=said.append)
+    again = build(tmp_path / "cache", target=target, module_dir=module, say=said.append)
     assert first == again
-    assert {path.name for path in first.iterdir()} == {"controlplane", "etcd", "kube-apiserver"}
+    assert {path.name for path in first.iterdir()} == names
     assert len(toolchain.builds()) == 1
     stamped = toolchain.builds()[0]
     assert f"version.gitVersion={KUBERNETES_VERSION}" in stamped
     assert "-trimpath" in stamped
-    assert any("built in" in line for line in said)
+    assert stamped.split()[-1] == folder
+    assert any(line.startswith(f"{target.name}: built in") for line in said)
 
 
 def test_two_builders_compile_once(tmp_path: Path, toolchain: Toolchain, module: Path) -> None:
@@ -129,29 +148,85 @@ def test_a_failed_build_leaves_nothing_that_looks_finished(
     assert (build(tmp_path / "cache", module_dir=module, say=lambda _: None) / "etcd").exists()
 
 
-def test_the_key_follows_sources_and_toolchain(module: Path) -> None:
-    keys = {cache_key(module, "go1.26.8"), cache_key(module, "go1.27.0")}
-    (module / "go.sum").write_text("changed")
-    keys.add(cache_key(module, "go1.26.8"))
-    assert len(keys) == 3
+@pytest.mark.parametrize(
+    "changed, moves",
+    [
+        pytest.param("go.mod", {"control plane", "controller manager"}, id="requirements"),
+        pytest.param("go.sum", {"control plane", "controller manager"}, id="hashes"),
+        pytest.param("main.go", {"control plane"}, id="source-of-the-control-plane"),
+        pytest.param("controllermanager/main.go", {"controller manager"}, id="source-of-the-controllers"),
+    ],
+)
+def test_a_key_follows_what_its_own_target_is_compiled_from(
+    module: Path, changed: str, moves: set[str]
+) -> None:
+    targets = (CONTROL_PLANE, CONTROLLER_MANAGER)
+    before = {one.name: cache_key(module, "go1.26.8", one) for one in targets}
+    assert len(set(before.values())) == 2
+    (module / changed).write_text("changed")
+    assert {one.name for one in targets if cache_key(module, "go1.26.8", one) != before[one.name]} == moves
 
 
-def test_assets_of_the_user_come_first(tmp_path: Path, toolchain: Toolchain, module: Path) -> None:
+@pytest.mark.parametrize("target", [CONTROL_PLANE, CONTROLLER_MANAGER], ids=str)
+def test_a_key_follows_the_toolchain(module: Path, target: Target) -> None:
+    assert cache_key(module, "go1.26.8", target) != cache_key(module, "go1.27.0", target)
+
+
+def test_the_key_names_every_source_of_its_target() -> None:
+    """A file beside main.go that is not in the key would leave a stale program in the cache."""
+    for target in (CONTROL_PLANE, CONTROLLER_MANAGER):
+        files = {path.name for path in (MODULE_DIR / target.folder).glob("*.go")}
+        assert {Path(source).name for source in target.sources} == files
+
+
+def test_controllers_are_built_only_when_they_are_asked_for(
+    tmp_path: Path, toolchain: Toolchain, module: Path
+) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    without = find_binaries(environ, module_dir=module, say=lambda _: None)
+    assert without.kube_controller_manager is None
+    assert len(toolchain.builds()) == 1
+    having = find_binaries(environ, controller_manager=True, module_dir=module, say=lambda _: None)
+    assert having.kube_controller_manager is not None and having.kube_controller_manager.exists()
+    assert having.kube_apiserver == without.kube_apiserver
+    assert [line.split()[-1] for line in toolchain.builds()] == [".", "./controllermanager"]
+
+
+ALL = ("etcd", "kube-apiserver", "kube-controller-manager")
+
+
+@pytest.mark.parametrize(
+    "held, controllers, lacking",
+    [
+        pytest.param(ALL[:2], False, "", id="what-envtest-ships"),
+        pytest.param(ALL, True, "", id="controllers-too"),
+        pytest.param(ALL[1:2], False, "etcd", id="no-etcd"),
+        pytest.param((), False, "etcd and kube-apiserver", id="empty"),
+        # One plane never mixes versions, so all three are built.
+        pytest.param(ALL[:2], True, "kube-controller-manager", id="controllers-are-not-there"),
+    ],
+)
+def test_assets_of_the_user_come_first_when_they_hold_all_that_is_asked_for(
+    tmp_path: Path, toolchain: Toolchain, module: Path, held: tuple[str, ...], controllers: bool, lacking: str
+) -> None:
     assets = tmp_path / "assets"
     assets.mkdir()
-    for name in ("etcd", "kube-apiserver"):
+    for name in held:
         (assets / name).touch(mode=0o755)
     environ = {"KUBEBUILDER_ASSETS": str(assets), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    found = find_binaries(environ, module_dir=module, say=lambda _: None)
-    assert found == ControlPlaneBinaries(assets / "etcd", assets / "kube-apiserver", "assets")
-    assert toolchain.log.read_text() == ""
-
-    (assets / "etcd").unlink()
     said: list[str] = []
-    found = find_binaries(environ, module_dir=module, say=said.append)
+    found = find_binaries(environ, controller_manager=controllers, module_dir=module, say=said.append)
+    if not lacking:
+        manager = assets / "kube-controller-manager" if controllers else None
+        assert found == ControlPlaneBinaries(assets / "etcd", assets / "kube-apiserver", "assets", manager)
+        assert toolchain.log.read_text() == ""
+        return
+    assert f"lacks {lacking}; using the built" in said[0]
     assert found.origin == "built"
-    assert found.etcd.is_relative_to(tmp_path / "cache" / "kvtier" / "controlplane")
-    assert "lacks etcd or kube-apiserver" in said[0]
+    programs = [found.etcd, found.kube_apiserver]
+    programs += [found.kube_controller_manager] if found.kube_controller_manager else []
+    assert len(programs) == (3 if controllers else 2)
+    assert all(one.is_relative_to(tmp_path / "cache" / "kvtier" / "controlplane") for one in programs)
 
 
 def test_a_go_that_is_too_old_is_named(
