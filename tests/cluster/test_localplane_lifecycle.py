@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.kvtier_localplane import (
+    Cluster,
     ControlPlaneBinaries,
     LocalControlPlane,
     StartError,
@@ -23,12 +27,15 @@ from tests.cluster.kvtier_localplane import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(120)
+# A fixture may have to build a program first; that wait has its own deadline.
+pytestmark = pytest.mark.timeout(120, func_only=True)
+PLAIN = {"supervisor", "etcd", "kube-apiserver"}
+CONTROLLERS = "kube-controller-manager"
 
 _HOLDER = """
 import json, signal, sys
 from tests.cluster.kvtier_localplane import LocalControlPlane
-with LocalControlPlane() as plane:
+with LocalControlPlane(controller_manager="controllers" in sys.argv) as plane:
     print(json.dumps({"pids": plane.pids, "folder": str(plane.folder)}), flush=True)
     signal.pause()
 """
@@ -43,10 +50,15 @@ def _alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.fixture(scope="module")
+def with_controllers() -> ControlPlaneBinaries:
+    return build.find_binaries(controller_manager=True)
+
+
 @contextlib.contextmanager
-def _plane_in_another_process() -> Iterator[tuple[subprocess.Popen[str], dict[str, int], Path]]:
+def _plane_in_another_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, int], Path]]:
     holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLDER],
+        [sys.executable, "-c", _HOLDER, *options],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         text=True,
@@ -77,7 +89,7 @@ def _plane_in_another_process() -> Iterator[tuple[subprocess.Popen[str], dict[st
 )
 def test_no_process_outlives_its_user(victim: str, number: signal.Signals) -> None:
     with _plane_in_another_process() as (holder, pids, folder):
-        assert set(pids) == {"supervisor", "etcd", "kube-apiserver"}
+        assert set(pids) == PLAIN
         assert all(_alive(pid) for pid in pids.values()) and folder.is_dir()
         os.kill(holder.pid if victim == "holder" else pids[victim], number)
         eventually(lambda: not any(_alive(pid) for pid in pids.values()), 20, what="processes gone")
@@ -104,3 +116,74 @@ def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> 
         LocalControlPlane(binaries=ControlPlaneBinaries(real.etcd, broken, "assets"), ready_deadline_s=20),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        pytest.param("holder", signal.SIGKILL, id="parent-killed"),
+        pytest.param("supervisor", signal.SIGKILL, id="supervisor-killed"),
+        pytest.param(CONTROLLERS, signal.SIGKILL, id="controllers-killed"),
+    ],
+)
+def test_controllers_end_with_their_plane_and_the_plane_with_them(
+    with_controllers: ControlPlaneBinaries, victim: str, number: signal.Signals
+) -> None:
+    with _plane_in_another_process("controllers") as (holder, pids, _):
+        assert set(pids) == PLAIN | {CONTROLLERS}
+        assert all(_alive(pid) for pid in pids.values())
+        os.kill(holder.pid if victim == "holder" else pids[victim], number)
+        eventually(lambda: not any(_alive(pid) for pid in pids.values()), 20, what="processes gone")
+
+
+def test_controllers_run_as_their_own_user_on_loopback_only(with_controllers: ControlPlaneBinaries) -> None:
+    seen: list[str] = []
+
+    def before(cluster: Cluster) -> None:
+        seen.append(cluster.kubectl("get", "--raw", "/readyz").stdout)
+
+    with LocalControlPlane(
+        binaries=with_controllers, controller_manager=True, before_controllers=before
+    ) as plane:
+        assert seen == ["ok"]
+        kubeconfig = plane.folder / f"{CONTROLLERS}.kubeconfig"
+        who = plane.kubectl("auth", "whoami", "-o", "json", kubeconfig=kubeconfig).stdout
+        user = json.loads(who)["status"]["userInfo"]
+        assert user["username"] == f"system:{CONTROLLERS}"
+        assert "system:masters" not in user["groups"]
+        listens = _listening(plane.pids[CONTROLLERS])
+        assert {address for address, _ in listens} == {"127.0.0.1"}
+        [(_, port)] = listens
+        context = ssl.create_default_context(cafile=str(plane.ca_file))
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)
+        connection.request("GET", "/metrics")
+        assert connection.getresponse().status in (401, 403)
+        connection.close()
+
+
+def test_controllers_that_cannot_start_are_reported_with_their_log(tmp_path: Path) -> None:
+    broken = tmp_path / CONTROLLERS
+    broken.write_text("#!/bin/sh\necho no controllers today\nexit 4\n")
+    broken.chmod(0o755)
+    real = build.find_binaries()
+    given = ControlPlaneBinaries(real.etcd, real.kube_apiserver, "assets", broken)
+    with (
+        pytest.raises(StartError, match=r"(?s)kube-controller-manager ended with 4.*no controllers today"),
+        LocalControlPlane(binaries=given, controller_manager=True, ready_deadline_s=60),
+    ):
+        pass
+
+
+def test_binaries_without_controllers_are_refused_before_anything_starts() -> None:
+    given = ControlPlaneBinaries(Path("etcd"), Path("kube-apiserver"), "assets")
+    with pytest.raises(StartError, match="hold no kube-controller-manager"):
+        LocalControlPlane(binaries=given, controller_manager=True).start()
+
+
+def _listening(pid: int) -> set[tuple[str, int]]:
+    """Addresses and ports on which the process accepts TCP connections."""
+    return {
+        (one.laddr.ip, one.laddr.port)
+        for one in psutil.Process(pid).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    }

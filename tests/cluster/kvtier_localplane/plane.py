@@ -1,14 +1,14 @@
-"""Starts and stops a real control plane: etcd and kube-apiserver on loopback, for one test run or demo.
+"""Starts and stops a real control plane on loopback, for one test run or demo: etcd and kube-apiserver, and
+kube-controller-manager when it is asked for.
 
-etcd listens on Unix sockets in a private folder only. The API server's port is held by a socket of ours from
-before its start (SO_REUSEPORT), so nobody can take it in between. A supervisor process ends both when this
-process goes away, however it goes. It must not know our resources.
+A port is held by a socket of ours from before the start of its server (SO_REUSEPORT), so nobody can take it
+in between. A supervisor process ends all processes when this one goes away, however it goes. It must not know
+our resources.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import socket
@@ -17,40 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from .build import ControlPlaneBinaries, Say, find_binaries, say_to_stderr
-from .cluster import (
-    Cluster,
-    certificate_user,
-    existing_cluster,
-    remove_folder,
-    write_kubeconfig,
-)
-from .pki import CertificateAuthority, service_account_key
+from .cluster import Cluster, existing_cluster, remove_folder
+from .controllers import NAME as CONTROLLERS_NAME
+from .controllers import ask, controllers_argv
+from .programs import apiserver_argv, etcd_argv, prepare
 
 READY_DEADLINE_S = 120.0
 ATTEMPTS = 3
 EXTERNAL_VARIABLE = "KVTIER_KUBECONFIG"
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _LONGEST_SOCKET_PATH = 100
-_ISSUER = "https://kubernetes.default.svc"
-
-# Requests that the API server sends to itself say nothing about us, so they are left out.
-_AUDIT_POLICY = {
-    "apiVersion": "audit.k8s.io/v1",
-    "kind": "Policy",
-    "omitStages": ["RequestReceived"],
-    "rules": [
-        {"level": "None", "users": ["system:apiserver", "system:anonymous"]},
-        {"level": "None", "nonResourceURLs": ["/healthz*", "/livez*", "/readyz*", "/openapi*", "/version"]},
-        {"level": "Metadata"},
-    ],
-}
 
 
 class StartError(RuntimeError):
@@ -63,26 +46,37 @@ class PortTaken(StartError):
 
 @dataclass
 class _Running:
+    """ports: bound sockets by the name of the process that listens there."""
+
     supervisor: subprocess.Popen[bytes]
-    port_holder: socket.socket
+    ports: dict[str, socket.socket]
     folder: Path
     pids: dict[str, int]
+
+    def port(self, name: str) -> int:
+        return int(self.ports[name].getsockname()[1])
 
 
 class LocalControlPlane:
     """Context manager around one control plane; inside it, `cluster` and what a `Cluster` has are valid.
 
-    Not thread-safe; usable once. `ready_after_s` is the time from start to /readyz.
+    Not thread-safe; usable once. `ready_after_s` is the time from start to /readyz and, with
+    `controller_manager`, to that one's /healthz. `before_controllers` is called in between: the garbage
+    collector knows kinds that are there by then at once, and looks for others every 30 s only.
     """
 
     def __init__(
         self,
         *,
         binaries: ControlPlaneBinaries | None = None,
+        controller_manager: bool = False,
+        before_controllers: Callable[[Cluster], None] | None = None,
         say: Say = say_to_stderr,
         ready_deadline_s: float = READY_DEADLINE_S,
     ) -> None:
         self._binaries = binaries
+        self._controller_manager = controller_manager
+        self._before_controllers = before_controllers
         self._say = say
         self._ready_deadline_s = ready_deadline_s
         self._running: _Running | None = None
@@ -116,7 +110,9 @@ class LocalControlPlane:
         self.stop()
 
     def start(self) -> None:
-        binaries = self._binaries or find_binaries(say=self._say)
+        binaries = self._binaries or find_binaries(controller_manager=self._controller_manager, say=self._say)
+        if self._controller_manager and binaries.kube_controller_manager is None:
+            raise StartError("the binaries given hold no kube-controller-manager")
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self._start_once(binaries)
@@ -130,42 +126,37 @@ class LocalControlPlane:
                 raise
 
     def stop(self) -> None:
-        """Ends both processes and removes their folder. Safe to call twice."""
+        """Ends all processes and removes their folder. Safe to call twice."""
         running, self._running, self._cluster = self._running, None, None
         if running is None:
             return
         assert running.supervisor.stdin is not None and running.supervisor.stdout is not None
-        running.supervisor.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            running.supervisor.stdin.close()
         try:
             running.supervisor.wait(15)
         except subprocess.TimeoutExpired:
             running.supervisor.kill()
             running.supervisor.wait(15)
         running.supervisor.stdout.close()
-        running.port_holder.close()
+        for holder in running.ports.values():
+            holder.close()
         remove_folder(running.folder)
 
     def log_tail(self, name: str, lines: int = 20) -> str:
-        """The last lines of the log of ``etcd`` or ``kube-apiserver``."""
+        """The last lines of the log of ``etcd``, ``kube-apiserver`` or ``kube-controller-manager``."""
         return _tail(self.cluster.folder / f"{name}.log", lines)
 
     def _start_once(self, binaries: ControlPlaneBinaries) -> None:
         started = time.monotonic()
         folder = _private_folder()
-        holder = _held_port()
-        port = holder.getsockname()[1]
+        ports = {"kube-apiserver": _held_port()}
+        if self._controller_manager:
+            ports[CONTROLLERS_NAME] = _held_port()
         try:
-            cluster = _prepare(folder, port)
-            spec = {
-                "parent": os.getpid(),
-                "remove": str(folder),
-                "children": [
-                    _child("etcd", _etcd_argv(binaries, folder), folder),
-                    _child("kube-apiserver", _apiserver_argv(binaries, folder, port), folder),
-                ],
-            }
+            cluster = prepare(folder, ports["kube-apiserver"].getsockname()[1], self._controller_manager)
             spec_file = folder / "supervisor.json"
-            spec_file.write_text(json.dumps(spec))
+            spec_file.write_text(json.dumps(_spec(binaries, cluster, ports)))
             supervisor = subprocess.Popen(
                 [sys.executable, "-I", str(_SUPERVISOR), str(spec_file)],
                 stdin=subprocess.PIPE,
@@ -175,71 +166,103 @@ class LocalControlPlane:
                 start_new_session=True,
             )
         except BaseException:
-            holder.close()
+            for holder in ports.values():
+                holder.close()
             remove_folder(folder)
             raise
-        self._running = _Running(supervisor, holder, folder, {"supervisor": supervisor.pid})
+        self._running = _Running(supervisor, ports, folder, {"supervisor": supervisor.pid})
         try:
-            self._read_pids()
-            self._wait_until_ready(cluster, started)
+            self._read_pids("etcd", "kube-apiserver")
+            self._wait_until_ready("kube-apiserver", "/readyz", cluster)
+            if self._controller_manager:
+                self._start_controllers(cluster)
         except BaseException:
             self.stop()
             raise
         self._cluster = cluster
         self.ready_after_s = time.monotonic() - started
 
-    def _read_pids(self) -> None:
-        """The supervisor's first two lines; it writes them at once, or its output ends."""
+    def _start_controllers(self, cluster: Cluster) -> None:
+        """After the API server: it waits for that one for a few seconds only."""
+        assert self._running is not None and self._running.supervisor.stdin is not None
+        if self._before_controllers is not None:
+            self._before_controllers(cluster)
+        # One that has ended says so in what is read next.
+        with contextlib.suppress(BrokenPipeError):
+            self._running.supervisor.stdin.write(b"go on\n")
+            self._running.supervisor.stdin.flush()
+        self._read_pids(CONTROLLERS_NAME)
+        self._wait_until_ready(CONTROLLERS_NAME, "/healthz", cluster)
+
+    def _read_pids(self, *names: str) -> None:
+        """One line of the supervisor for each; it writes them at once, or that a process has ended."""
         assert self._running is not None and self._running.supervisor.stdout is not None
-        for _ in range(2):
+        for _ in names:
             line = self._running.supervisor.stdout.readline()
             if not line:
                 raise StartError("the supervisor ended at once")
             event = json.loads(line)
+            if event["event"] != "started":
+                raise self._ended_early(event)
             self._running.pids[event["name"]] = event["pid"]
 
-    def _ended_early(self, port: int) -> StartError:
+    def _ended_early(self, event: dict[str, Any] | None = None) -> StartError:
         assert self._running is not None and self._running.supervisor.stdout is not None
-        line = self._running.supervisor.stdout.readline()
-        event: dict[str, Any] = {"name": "the supervisor", "rc": None, "log": ""}
-        if line:
-            event = json.loads(line)
-        if "address already in use" in event["log"]:
-            return PortTaken(f"port {port} is taken")
-        return StartError(f"{event['name']} ended with {event['rc']} while it started:\n{event['log']}")
+        if event is None:
+            line = self._running.supervisor.stdout.readline()
+            event = json.loads(line) if line else {"name": "the supervisor", "rc": None, "log": ""}
+        name = event["name"]
+        if "address already in use" in event["log"] and name in self._running.ports:
+            return PortTaken(f"port {self._running.port(name)} is taken")
+        return StartError(f"{name} ended with {event['rc']} while it started:\n{event['log']}")
 
-    def _wait_until_ready(self, cluster: Cluster, started: float) -> None:
+    def _wait_until_ready(self, name: str, path: str, cluster: Cluster) -> None:
         assert self._running is not None
-        folder = self._running.folder
+        started = time.monotonic()
         context = ssl.create_default_context(cafile=str(cluster.ca_file))
-        port = self._running.port_holder.getsockname()[1]
         answer = "no answer yet"
         while time.monotonic() - started < self._ready_deadline_s:
             if self._running.supervisor.poll() is not None:
-                raise self._ended_early(port)
-            answer = _readyz(port, context)
+                raise self._ended_early()
+            answer = ask(self._running.port(name), path, context)
             if answer == "ok":
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._running.supervisor.wait(0.05)
         logs = "\n".join(
-            f"--- {one}\n{_tail(folder / f'{one}.log', 15)}" for one in ("etcd", "kube-apiserver")
+            f"--- {one}\n{_tail(self._running.folder / f'{one}.log', 15)}"
+            for one in self._running.pids
+            if one != "supervisor"
         )
-        raise StartError(f"not ready after {self._ready_deadline_s:g} s: {answer}\n{logs}")
+        raise StartError(f"{name} is not ready after {self._ready_deadline_s:g} s: {answer}\n{logs}")
 
 
 @contextlib.contextmanager
-def open_cluster(kubeconfig: str | None = None, *, say: Say = say_to_stderr) -> Iterator[Cluster]:
-    """The cluster to work on: the user's own when named (argument or KVTIER_KUBECONFIG), else a local one."""
+def open_cluster(
+    kubeconfig: str | None = None,
+    *,
+    controller_manager: bool = False,
+    before_controllers: Callable[[Cluster], None] | None = None,
+    say: Say = say_to_stderr,
+) -> Iterator[Cluster]:
+    """The cluster to work on: the user's own when named (argument or KVTIER_KUBECONFIG), else a local one.
+
+    The user's own is taken to have its controllers.
+    """
     named = kubeconfig or os.environ.get(EXTERNAL_VARIABLE)
     if named:
         folder = _private_folder()
         try:
-            yield existing_cluster(Path(named).expanduser(), folder)
+            cluster = existing_cluster(Path(named).expanduser(), folder)
+            if before_controllers is not None:
+                before_controllers(cluster)
+            yield cluster
         finally:
             remove_folder(folder)
     else:
-        with LocalControlPlane(say=say) as plane:
+        with LocalControlPlane(
+            controller_manager=controller_manager, before_controllers=before_controllers, say=say
+        ) as plane:
             yield plane.cluster
 
 
@@ -268,76 +291,31 @@ def _child(name: str, argv: list[str], folder: Path) -> dict[str, object]:
     return {"name": name, "argv": argv, "cwd": str(folder), "log": str(folder / f"{name}.log")}
 
 
-def _prepare(folder: Path, port: int) -> Cluster:
-    pki = folder / "pki"
-    authority = CertificateAuthority("kvtier-local-ca", pki)
-    # Users authenticate by another CA than the one of servers, or an agent's certificate would be a user's.
-    users = CertificateAuthority("kvtier-user-ca", pki)
-    authority.issue(
-        "kube-apiserver",
-        pki,
-        client=False,
-        san_dns=["localhost", "kubernetes", "kubernetes.default.svc"],
-        san_ip=["127.0.0.1", "10.0.0.1"],
-    )
-    admin = users.issue("kvtier-admin", pki, server=False, organizations=["system:masters"])
-    service_account_key(pki)
-    (folder / "audit-policy.json").write_text(json.dumps(_AUDIT_POLICY))
-    url = f"https://127.0.0.1:{port}"
-    kubeconfig = folder / "admin.kubeconfig"
-    write_kubeconfig(kubeconfig, url, authority.ca_file, certificate_user(admin), user="admin")
-    return Cluster(url, authority.ca_file, kubeconfig, folder, authority, folder / "audit.log")
-
-
-def _etcd_argv(binaries: ControlPlaneBinaries, folder: Path) -> list[str]:
-    # etcd wants host:port in what it advertises, and takes it for a file name in its folder.
-    return [
-        str(binaries.etcd),
-        "--name=local",
-        f"--data-dir={folder / 'etcd'}",
-        f"--listen-client-urls=unix://{folder / 'etcd.sock'}",
-        "--advertise-client-urls=unix://localhost:2",
-        "--listen-peer-urls=unix://localhost:1",
-        "--initial-advertise-peer-urls=unix://localhost:1",
-        "--initial-cluster=local=unix://localhost:1",
-        "--unsafe-no-fsync=true",
-        "--log-level=warn",
-    ]
-
-
-def _apiserver_argv(binaries: ControlPlaneBinaries, folder: Path, port: int) -> list[str]:
-    pki = folder / "pki"
-    return [
-        str(binaries.kube_apiserver),
-        "--bind-address=127.0.0.1",
-        f"--secure-port={port}",
-        "--permit-port-sharing=true",
-        "--endpoint-reconciler-type=none",
-        f"--etcd-servers=unix://{folder / 'etcd.sock'}",
-        f"--tls-cert-file={pki / 'kube-apiserver.crt'}",
-        f"--tls-private-key-file={pki / 'kube-apiserver.key'}",
-        f"--client-ca-file={pki / 'kvtier-user-ca.crt'}",
-        "--authorization-mode=Node,RBAC",
-        f"--service-account-issuer={_ISSUER}",
-        f"--service-account-key-file={pki / 'service-account.pub'}",
-        f"--service-account-signing-key-file={pki / 'service-account.key'}",
-        "--service-cluster-ip-range=10.0.0.0/24",
-        "--allow-privileged=true",
-        "--profiling=false",
-        f"--audit-policy-file={folder / 'audit-policy.json'}",
-        f"--audit-log-path={folder / 'audit.log'}",
-    ]
-
-
-def _readyz(port: int, context: ssl.SSLContext) -> str:
-    connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=5, context=context)
-    try:
-        connection.request("GET", "/readyz")
-        return connection.getresponse().read(4096).decode(errors="replace").strip()
-    except (OSError, http.client.HTTPException) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        connection.close()
+def _spec(
+    binaries: ControlPlaneBinaries, cluster: Cluster, ports: dict[str, socket.socket]
+) -> dict[str, object]:
+    """What the supervisor runs: `children` at once, `later` when it is told to go on."""
+    folder = cluster.folder
+    numbers = {name: int(holder.getsockname()[1]) for name, holder in ports.items()}
+    later = []
+    if binaries.kube_controller_manager is not None and CONTROLLERS_NAME in numbers:
+        argv = controllers_argv(
+            binaries.kube_controller_manager, folder, numbers[CONTROLLERS_NAME], cluster.ca_file
+        )
+        later.append(_child(CONTROLLERS_NAME, argv, folder))
+    return {
+        "parent": os.getpid(),
+        "remove": str(folder),
+        "children": [
+            _child("etcd", etcd_argv(binaries.etcd, folder), folder),
+            _child(
+                "kube-apiserver",
+                apiserver_argv(binaries.kube_apiserver, folder, numbers["kube-apiserver"]),
+                folder,
+            ),
+        ],
+        "later": later,
+    }
 
 
 def _tail(path: Path, lines: int) -> str:

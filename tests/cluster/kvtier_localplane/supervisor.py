@@ -6,7 +6,8 @@ is another process than at start, one child ends, or it is told to stop. Each ch
 PR_SET_PDEATHSIG, so that not even SIGKILL of the supervisor leaves one behind.
 
 Standard library only. It must not know what the children are.
-SPEC is a JSON file: {"parent": pid, "remove": folder, "children": [{"name", "argv", "cwd", "log"}]}.
+SPEC is a JSON file: {"parent": pid, "remove": folder, "children": [{"name", "argv", "cwd", "log"}],
+"later": [...]}. Those of `later` are started by the first line on standard input.
 It writes one JSON line per event to standard output: started (with pid) and ended (with rc
 and the end of its log).
 """
@@ -41,11 +42,11 @@ def _tell(**event: Any) -> None:
         print(json.dumps(event), flush=True)
 
 
-def _start(spec: dict[str, Any]) -> list[tuple[str, subprocess.Popen[bytes]]]:
+def _start(wanted: list[dict[str, Any]], children: list[tuple[str, subprocess.Popen[bytes]]]) -> None:
+    """Appends to `children` one by one, so that what has started is known also when the next one fails."""
     libc = ctypes.CDLL(None)
     me = os.getpid()
-    children = []
-    for child in spec["children"]:
+    for child in wanted:
         with open(child["log"], "ab") as log:
             process = subprocess.Popen(
                 child["argv"],
@@ -57,7 +58,6 @@ def _start(spec: dict[str, Any]) -> list[tuple[str, subprocess.Popen[bytes]]]:
             )
         children.append((child["name"], process))
         _tell(event="started", name=child["name"], pid=process.pid)
-    return children
 
 
 def _tail(log: str) -> str:
@@ -70,6 +70,7 @@ def _tail(log: str) -> str:
 def _watch(
     parent: int,
     children: list[tuple[str, subprocess.Popen[bytes]]],
+    later: list[dict[str, Any]],
     logs: dict[str, str],
     stopping: list[int],
 ) -> None:
@@ -77,6 +78,9 @@ def _watch(
         readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
         if readable and not os.read(sys.stdin.fileno(), 4096):
             return
+        if readable:
+            _start(later, children)
+            later = []
         for name, process in children:
             if process.poll() is not None:
                 _tell(event="ended", name=name, rc=process.returncode, log=_tail(logs[name]))
@@ -103,8 +107,9 @@ def main(path: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     children: list[tuple[str, subprocess.Popen[bytes]]] = []
     try:
-        children = _start(spec)
-        _watch(spec["parent"], children, {one["name"]: one["log"] for one in spec["children"]}, stopping)
+        _start(spec["children"], children)
+        logs = {one["name"]: one["log"] for one in spec["children"] + spec["later"]}
+        _watch(spec["parent"], children, spec["later"], logs, stopping)
     finally:
         _end(children)
         if spec["remove"]:
