@@ -1,0 +1,143 @@
+"""What only a cluster with controllers shows: owned objects go with their owner, namespaces end, Pods appear.
+
+A plane of its own: on the other suites' plane controllers would race the tests that play their part. There is
+no kubelet here either, so Pods that are bound to a Node are ended by the test.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.kvtier_localplane import Cluster, eventually, open_cluster
+from tests.cluster.operator_harness import (
+    RunningOperator,
+    agent_pool,
+    apply,
+    install,
+    operator,
+    tier_class,
+)
+
+# The fixture may have to build a program first; that wait has its own deadline.
+pytestmark = pytest.mark.timeout(120, func_only=True)
+POLICIES = Path(__file__).resolve().parents[2] / "charts" / "kvtier" / "rbac" / "policies.yaml"
+
+
+@dataclass(frozen=True)
+class World:
+    cluster: Cluster
+    operator: RunningOperator
+    folder: Path
+
+    def names(self, resource: str, namespace: str) -> list[str]:
+        return self.cluster.kubectl("get", resource, "-n", namespace, "-o", "name").stdout.split()
+
+    def pool(self, namespace: str) -> str:
+        """A pool in a new namespace of the same name, and the namespace itself."""
+        self.cluster.ensure_namespace(namespace)
+        apply(self.cluster, agent_pool(namespace, namespace))
+        return namespace
+
+    def node(self, name: str, pool: str) -> None:
+        """Without the taint that a Node has until its kubelet reports: no DaemonSet would use it."""
+        metadata = {"name": name, "labels": {"kvtier.dev/test-pool": pool}}
+        apply(self.cluster, {"apiVersion": "v1", "kind": "Node", "metadata": metadata})
+        self.cluster.kubectl("patch", "node", name, "--type=merge", '-p={"spec": {"taints": null}}')
+
+
+@pytest.fixture(scope="module")
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("controllers")
+    named = request.config.getoption("--kubeconfig")
+    with open_cluster(named, controller_manager=True, before_controllers=install) as cluster:
+        apply(cluster, tier_class("gpu-sim", "gpu"), tier_class("cpu-dram", "cpu"))
+        with operator(cluster, folder, "controllers") as running:
+            yield World(cluster, running, folder)
+
+
+def test_a_namespace_gets_its_account_and_the_clusters_ca(world: World) -> None:
+    """By these two, Pods of a real cluster find and trust the API server."""
+    world.cluster.ensure_namespace("accounts")
+    eventually(lambda: "serviceaccount/default" in world.names("serviceaccounts", "accounts"), 20)
+    eventually(lambda: "configmap/kube-root-ca.crt" in world.names("configmaps", "accounts"), 20)
+    ca = world.cluster.get("configmap", "kube-root-ca.crt", "-n", "accounts")["data"]["ca.crt"]
+    assert ca.strip() in world.cluster.ca_file.read_text()
+
+
+def test_a_token_secret_is_filled_and_is_that_account(world: World, tmp_path: Path) -> None:
+    world.cluster.ensure_namespace("accounts")
+    eventually(lambda: "serviceaccount/default" in world.names("serviceaccounts", "accounts"), 20)
+    annotations = {"kubernetes.io/service-account.name": "default"}
+    secret: dict[str, Any] = {"apiVersion": "v1", "kind": "Secret"}
+    secret["metadata"] = {"name": "legacy", "namespace": "accounts", "annotations": annotations}
+    secret["type"] = "kubernetes.io/service-account-token"
+    apply(world.cluster, secret)
+    token = eventually(
+        lambda: world.cluster.get("secret", "legacy", "-n", "accounts").get("data", {}).get("token"), 20
+    )
+    config = json.loads(world.cluster.admin_kubeconfig.read_text())
+    config["users"][0]["user"] = {"tokenFile": str(tmp_path / "token")}
+    (tmp_path / "token").write_bytes(base64.b64decode(token))
+    (tmp_path / "config").write_text(json.dumps(config))
+    asked = world.cluster.kubectl("auth", "whoami", "-o", "json", kubeconfig=tmp_path / "config").stdout
+    assert json.loads(asked)["status"]["userInfo"]["username"] == "system:serviceaccount:accounts:default"
+
+
+def test_the_shipped_admission_policies_type_check(world: World) -> None:
+    """The API server takes an expression that can never be evaluated; the controller says so."""
+    names = [
+        one["metadata"]["name"]
+        for one in yaml.safe_load_all(POLICIES.read_text())
+        if one and one["kind"] == "ValidatingAdmissionPolicy"
+    ]
+    assert names
+
+    def status(name: str) -> dict[str, Any]:
+        found = world.cluster.get("validatingadmissionpolicy", name)
+        seen = found.get("status") or {}
+        return dict(seen) if seen.get("observedGeneration") == found["metadata"]["generation"] else {}
+
+    for name in names:
+        checked = eventually(lambda name=name: status(name), 30, what=f"{name} is checked")
+        assert checked.get("typeChecking", {}).get("expressionWarnings", []) == []
+
+
+def test_the_pods_of_a_pool_are_made_and_counted(world: World) -> None:
+    """The DaemonSet's template passes admission, and what its controller reports is in the pool's status."""
+    namespace = world.pool("ctl-pods")
+    world.node("ctl-pods-a", namespace)
+    [pod] = eventually(lambda: world.names("pods", namespace), 30)
+    assert pod.startswith(f"pod/kvtier-agent-{namespace}-")
+    eventually(
+        lambda: world.cluster.get("agentpool", namespace, "-n", namespace)["status"].get("updated") == 1,
+        20,
+        what="the pool's status has what the DaemonSet controller reported",
+    )
+
+
+def test_a_deleted_pool_takes_all_that_it_became_with_it(world: World) -> None:
+    namespace = world.pool("ctl-pool")
+    world.node("ctl-pool-a", namespace)
+    name = f"kvtier-agent-{namespace}"
+    owned = {
+        f"daemonset.apps/{name}",
+        f"serviceaccount/{name}",
+        f"service/{name}",
+        f"rolebinding.rbac.authorization.k8s.io/{name}",
+    }
+    kinds = "daemonsets,serviceaccounts,services,rolebindings"
+    eventually(lambda: owned <= set(world.names(kinds, namespace)), 20, what="the pool's objects")
+    eventually(lambda: world.names("pods", namespace), 20, what="the DaemonSet's Pod")
+    world.cluster.kubectl("delete", "agentpool", namespace, "-n", namespace, "--timeout=30s")
+    eventually(lambda: not owned & set(world.names(kinds, namespace)), 30, what="the objects are collected")
+    eventually(lambda: not world.names("pods", namespace), 20, what="its Pod is collected")
+    eventually(world.operator.idle, 20)
+    assert not owned & set(world.names(kinds, namespace)), "the operator made them again"
