@@ -20,6 +20,7 @@ _RETRY_AFTER_MS = {
     Reason.NO_DESTINATION_CAPACITY: 1000,
     Reason.FENCE_NOT_DURABLE: 1000,
     Reason.STORAGE_UNAVAILABLE: 1000,
+    Reason.WRITE_BUDGET: 60_000,
 }
 
 _STATUS = {
@@ -64,6 +65,7 @@ _STATUS = {
         Reason.SCHEDULE_VIOLATION,
         Reason.PEAK_INCOMPLETE,
         Reason.STAGING_TOO_SMALL,
+        Reason.KEY_UNAVAILABLE,
     ),
     grpc.StatusCode.ABORTED: (
         Reason.FENCE_CONFLICT,
@@ -100,6 +102,7 @@ _STATUS = {
         Reason.QUOTA_EXCEEDED,
         Reason.WOULD_EVICT_PINNED,
         Reason.ADMISSION_PINNED,
+        Reason.WRITE_BUDGET,
     ),
     grpc.StatusCode.DEADLINE_EXCEEDED: (
         Reason.DEADLINE,
@@ -111,6 +114,7 @@ _STATUS = {
         Reason.STORAGE_UNAVAILABLE,
         Reason.FENCE_NOT_DURABLE,
         Reason.TRANSFER_FAILED,
+        Reason.STORAGE_LOCKED,
     ),
     grpc.StatusCode.DATA_LOSS: (
         Reason.CHECKSUM_MISMATCH,

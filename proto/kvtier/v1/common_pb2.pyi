@@ -122,6 +122,9 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STAGING_TOO_SMALL: _ClassVar[Reason]
     ADMISSION_PINNED: _ClassVar[Reason]
     READ_AMPLIFICATION: _ClassVar[Reason]
+    WRITE_BUDGET: _ClassVar[Reason]
+    STORAGE_LOCKED: _ClassVar[Reason]
+    KEY_UNAVAILABLE: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 FENCE_STALE: Reason
 FENCE_CONFLICT: Reason
@@ -235,6 +238,9 @@ LATENCY_LEDGER: Reason
 STAGING_TOO_SMALL: Reason
 ADMISSION_PINNED: Reason
 READ_AMPLIFICATION: Reason
+WRITE_BUDGET: Reason
+STORAGE_LOCKED: Reason
+KEY_UNAVAILABLE: Reason
 
 class CacheRef(_message.Message):
     __slots__ = ("namespace", "name", "uid")
