@@ -16,9 +16,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import LAYOUT_ID
-from kvtier_crds.manifest import Geometry, Model, RuntimeManifest, model_fingerprint
+from kvtier_crds.canonical import canonical_json
+from kvtier_crds.manifest import Geometry, Rope, RuntimeManifest
 
 Field = str | int | bytes | Sequence[int] | NDArray[np.int64]
 
@@ -29,15 +29,24 @@ def digest(domain: str, fields: Sequence[tuple[str, Field]]) -> bytes:
     `"M55/1" | len16 domain | domain | n16 | per field: len16 name | name | type | len32 payload | payload`,
     types S utf-8, I int64, B bytes, L int64s; integers big-endian.
     """
-    name_of_domain = domain.encode()
-    hasher = hashlib.sha256(b"M55/1" + struct.pack(">H", len(name_of_domain)) + name_of_domain)
-    hasher.update(struct.pack(">H", len(fields)))
+    hasher = hashlib.sha256(encode_domain(domain, len(fields)))
     for name, value in fields:
         kind, payload = _encode(value)
-        encoded = name.encode()
-        hasher.update(struct.pack(">H", len(encoded)) + encoded + kind + struct.pack(">I", len(payload)))
+        hasher.update(encode_header(name, kind, len(payload)))
         hasher.update(payload)
     return hasher.digest()
+
+
+def encode_domain(domain: str, fields: int) -> bytes:
+    """What stands before the fields: with `encode_header`, `digest` for those who lay out many at once."""
+    encoded = domain.encode()
+    return b"M55/1" + struct.pack(">H", len(encoded)) + encoded + struct.pack(">H", fields)
+
+
+def encode_header(name: str, kind: bytes, length: int) -> bytes:
+    """What stands before a field's payload of `length` bytes."""
+    encoded = name.encode()
+    return struct.pack(">H", len(encoded)) + encoded + kind + struct.pack(">I", length)
 
 
 def _encode(value: Field) -> tuple[bytes, bytes]:
@@ -79,41 +88,66 @@ class SourceBinding:
         return digest("source", [(name, getattr(self, name)) for name in self.__slots__])
 
 
+def tenancy_name(*parts: str) -> str:
+    """One name for a path of names, such that no two paths share one, whatever their characters."""
+    return "".join(f"{len(part)}:{part}" for part in parts)
+
+
+def cache_abi(*, numerics: str, device_kind: str, geometry: Geometry) -> bytes:
+    """What two caches must share for the bits of a row to mean the same."""
+    return digest(
+        "cache_abi",
+        [
+            ("numerics", numerics),
+            ("device_kind", device_kind),
+            ("layers", geometry.layers),
+            ("query_heads", geometry.query_heads),
+            ("kv_heads", geometry.kv_heads),
+            ("head_dim", geometry.head_dim),
+            ("dtype", geometry.dtype.value),
+        ],
+    )
+
+
+def layout_manifest(layout: str, block_tokens: int) -> bytes:
+    return digest("layout", [("layout", layout), ("chunk_tokens", block_tokens)])
+
+
+def visibility_policy(mask: str = "causal", support: str = "all") -> bytes:
+    return digest("visibility", [("mask", mask), ("support", support)])
+
+
+def adapter_set(adapters: Sequence[tuple[str, str]]) -> bytes:
+    """Over (name, digest of the content) in the order in which they apply; none is the model alone."""
+    return digest("adapters", adapters)
+
+
+def position_contract(contract: str) -> bytes:
+    return digest("position_contract", [("contract", contract)])
+
+
+def rope_config(rope: Rope) -> bytes:
+    return digest("rope", [("config", canonical_json(rope))])
+
+
 def source_binding(
     manifest: RuntimeManifest, *, tenant: str, session_id: str, request_generation: int, cache_generation: int
 ) -> SourceBinding:
     """Binds one session of a cache to everything that shaped its rows; frontier 0."""
     model = manifest.model
-    geometry = model.geometry
-    scaling = model.rope.scaling
-    rope: list[tuple[str, Field]] = [
-        ("theta", model.rope.theta),
-        ("interleaved", int(model.rope.interleaved)),
-    ]
-    rope.append(("scaling", "" if scaling is None else scaling.model_dump_json()))
-    abi: list[tuple[str, Field]] = [
-        ("numerics", manifest.numerics_version),
-        ("device_kind", manifest.device_kind),
-        ("layers", geometry.layers),
-        ("query_heads", geometry.query_heads),
-        ("kv_heads", geometry.kv_heads),
-        ("head_dim", geometry.head_dim),
-        ("dtype", geometry.dtype.value),
-    ]
-    adapters: list[tuple[str, Field]] = [(adapter.name, adapter.digest) for adapter in model.adapters]
     return SourceBinding(
-        logical_cache_abi_sha256=digest("cache_abi", abi),
-        cache_layout_manifest_sha256=digest(
-            "layout", [("layout", LAYOUT_ID), ("chunk_tokens", manifest.chunk_tokens)]
+        logical_cache_abi_sha256=cache_abi(
+            numerics=manifest.numerics_version, device_kind=manifest.device_kind, geometry=model.geometry
         ),
-        visibility_policy_manifest_sha256=digest("visibility", [("mask", "causal"), ("support", "all")]),
+        cache_layout_manifest_sha256=layout_manifest(LAYOUT_ID, manifest.chunk_tokens),
+        visibility_policy_manifest_sha256=visibility_policy(),
         model_artifact_sha256=model.artifact_digest,
         checkpoint_generation=model.checkpoint,
-        adapter_set_sha256=digest("adapters", adapters),
-        position_contract_sha256=digest("position_contract", [("contract", model.position_contract.value)]),
-        rope_config_sha256=digest("rope", rope),
-        tenant_namespace="\x1f".join(
-            (manifest.tenancy.namespace, manifest.tenancy.cache_uid, tenant, session_id)
+        adapter_set_sha256=adapter_set([(adapter.name, adapter.digest) for adapter in model.adapters]),
+        position_contract_sha256=position_contract(model.position_contract.value),
+        rope_config_sha256=rope_config(model.rope),
+        tenant_namespace=tenancy_name(
+            manifest.tenancy.namespace, manifest.tenancy.cache_uid, tenant, session_id
         ),
         namespace_generation=0,
         request_generation=request_generation,
@@ -214,27 +248,3 @@ def selected_support_digest(frontier: int, per_head: Sequence[NDArray[np.int64]]
     fields: list[tuple[str, Field]] = [("scope", "kv_head")]
     fields += [(f"head{head}", positions) for head, positions in enumerate(per_head)]
     return "sha256:" + digest("support", fields).hex()
-
-
-def check_identity(
-    manifest: RuntimeManifest, *, fingerprint: str, geometry: Geometry | None, tenant: str, score_scale: float
-) -> None:
-    """Refuses a client of another model, geometry or without a tenant: MODEL_MISMATCH, GEOMETRY_MISMATCH,
-    TENANT_MISMATCH, BAD_ARGUMENT. Geometry is compared first, since its message is the more useful one."""
-    model: Model = manifest.model
-    if geometry is not None and geometry != model.geometry:
-        theirs, ours = geometry.model_dump(mode="json"), model.geometry.model_dump(mode="json")
-        wrong = {name: f"{theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]}
-        listed = "; ".join(f"{name} {what}" for name, what in wrong.items())
-        raise CoreError(Reason.GEOMETRY_MISMATCH, f"the cache has another geometry: {listed}", wrong)
-    expected = model_fingerprint(model)
-    if fingerprint != expected:
-        raise CoreError(
-            Reason.MODEL_MISMATCH,
-            "model_fingerprint does not name this cache's model, adapters, RoPE and position contract",
-            {"expected": expected, "got": fingerprint},
-        )
-    if not tenant:
-        raise CoreError(Reason.TENANT_MISMATCH, "a session needs a tenant")
-    if not 0.0 < score_scale < float("inf"):
-        raise CoreError(Reason.BAD_ARGUMENT, f"score_scale must be positive and finite, not {score_scale}")

@@ -7,9 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import (
-    check_identity,
     chunk_digest,
     digest,
     full_support_digest,
@@ -17,8 +15,8 @@ from kvtier_core.identity import (
     row_digest,
     selected_support_digest,
     source_binding,
+    tenancy_name,
 )
-from kvtier_crds.manifest import model_fingerprint
 from tests.unit.core.builders import gpu, manifest
 
 ROW = {
@@ -121,29 +119,10 @@ def test_support_digests_name_positions_per_kv_head() -> None:
     assert len(expected) == hashlib.sha256().digest_size
 
 
-def test_a_client_of_another_model_geometry_or_tenant_is_refused() -> None:
-    base = manifest([gpu(8)])
-    geometry = base.model.geometry
-    right = {
-        "fingerprint": model_fingerprint(base.model),
-        "geometry": geometry,
-        "tenant": "a",
-        "score_scale": 0.25,
-    }
-    check_identity(base, **right)  # type: ignore[arg-type]
-    wrong = [
-        ({"fingerprint": "sha256:" + "0" * 64}, Reason.MODEL_MISMATCH, "model_fingerprint"),
-        (
-            {"geometry": geometry.model_copy(update={"layers": 3})},
-            Reason.GEOMETRY_MISMATCH,
-            "layers 3, not 2",
-        ),
-        ({"tenant": ""}, Reason.TENANT_MISMATCH, "tenant"),
-        ({"score_scale": float("nan")}, Reason.BAD_ARGUMENT, "score_scale"),
-        ({"score_scale": 0.0}, Reason.BAD_ARGUMENT, "score_scale"),
-    ]
-    for change, reason, text in wrong:
-        with pytest.raises(CoreError) as refused:
-            check_identity(base, **{**right, **change})  # type: ignore[arg-type]
-        assert refused.value.reason is reason
-        assert text in refused.value.message
+NAMES = ["", "a", "1:a", "a1:", "\x1f", "a\x1fb"]
+
+
+def test_no_two_paths_of_tenants_and_sessions_share_a_name() -> None:
+    paths = [(tenant, session) for tenant in NAMES for session in NAMES]
+    assert len({tenancy_name("ns", "uid", *path) for path in paths}) == len(paths)
+    assert tenancy_name("a", "bc") != tenancy_name("ab", "c")
