@@ -28,6 +28,7 @@ from kvtier_operator.rollout.inputs import Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
 from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.status import as_written
 from kvtier_operator.rollout.vocabulary import Phase, Stage
 from kvtier_operator.telemetry import trace_context
 
@@ -129,7 +130,9 @@ class KVRolloutReconciler:
         kept.schedule = plan.state.schedule
         if not plan.urgent:
             waited = self._deps.clock.monotonic() - kept.written_at
-            numbers_moved = _numbers(plan.state) != _numbers(facts.state)
+            deadline = facts.spec.progress_deadline if facts.spec else 0.0
+            written = as_written(plan.state, deadline)
+            numbers_moved = _without_looks(written) != _without_looks(facts.state)
             quiet = AUDIT_WRITE_SECONDS if plan.state.phase is Phase.COMPLETED else QUIET_WRITE_SECONDS
             if not numbers_moved or waited < quiet:
                 return False
@@ -222,9 +225,10 @@ class KVRolloutReconciler:
         self._feed.forget(uid)
 
 
-def _numbers(state: RolloutState) -> object:
-    """What telemetry has too, without the time of the look."""
-    return tuple(replace(gate, at=0.0) for gate in state.gates), state.carry
+def _without_looks(state: RolloutState) -> RolloutState:
+    """All but the times of looks."""
+    gates = tuple(replace(gate, at=0.0) for gate in state.gates)
+    return replace(state, gates=gates, schedule=None)
 
 
 def _mark(rpc: Rpc, state: RolloutState) -> tuple[str, int, str]:

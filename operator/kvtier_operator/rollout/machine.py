@@ -21,6 +21,7 @@ from kvtier_operator.rollout.moves import advance, roll_back
 from kvtier_operator.rollout.returning import end_unbegun, new_attempt, plan_return, plan_without_cache
 from kvtier_operator.rollout.spec import Intent
 from kvtier_operator.rollout.state import Rollback, RolloutState
+from kvtier_operator.rollout.status import SHOWN_NODES, as_written
 from kvtier_operator.rollout.vocabulary import (
     FINISHED,
     Cause,
@@ -37,7 +38,7 @@ def next_plan(state: RolloutState, inputs: Inputs) -> Plan:
     plan = _plan(state, inputs)
     settled = replace(plan.state, observed_generation=inputs.generation)
     settled = with_conditions(settled, inputs)
-    urgent = plan.urgent or _worth_writing(state, settled)
+    urgent = plan.urgent or _worth_writing(state, settled, inputs)
     return replace(plan, state=settled, urgent=urgent)
 
 
@@ -139,12 +140,28 @@ def _obey(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
     return promote(state, inputs, inputs.spec, why, overridden)
 
 
-def _worth_writing(old: RolloutState, new: RolloutState) -> bool:
-    """Whether the change is more than numbers that moved with time."""
-    return _settled(old) != _settled(new)
+def _worth_writing(old: RolloutState, new: RolloutState, inputs: Inputs) -> bool:
+    """Whether the change is more than numbers and texts that move with time, or that a full status has no
+    room for: compared is what would be read back."""
+    written = as_written(new, inputs.spec.progress_deadline if inputs.spec else 0.0)
+    return _settled(old) != _settled(written)
 
 
 def _settled(state: RolloutState) -> RolloutState:
-    gates = tuple(replace(gate, value="", bound="", n=0, expected_n=0, k="", at=0.0) for gate in state.gates)
+    gates = tuple(
+        replace(gate, value="", bound="", limit="", n=0, expected_n=0, k="", basis="", at=0.0)
+        for gate in state.gates
+    )
     conditions = tuple(replace(condition, message="") for condition in state.conditions)
-    return replace(state, gates=gates, carry=Carry(), schedule=None, conditions=conditions)
+    rollback = state.rollback
+    if rollback is not None:
+        rollback = replace(rollback, message="", missing=rollback.missing[:SHOWN_NODES])
+    return replace(
+        state,
+        gates=gates,
+        carry=Carry(),
+        schedule=None,
+        conditions=conditions,
+        rollback=rollback,
+        lost=state.lost[:SHOWN_NODES],
+    )

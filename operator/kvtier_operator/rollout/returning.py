@@ -92,7 +92,6 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
     waiting = bool(missing or not gone) and not release
     return Plan(
         state=target,
-        urgent=target != state,
         rpcs=() if release else tuple(Revoke(node, rollback.cause) for node in unproved),
         withdraw=approved,
         notices=notices,

@@ -43,6 +43,8 @@ from kvtier_operator.rollout.vocabulary import (
 
 Json = dict[str, Any]
 MESSAGE_LIMIT = 240
+SHOWN_NODES = 4
+"""Names of nodes that even a full status has room for, unless it is an extreme one."""
 _BLOCKERS = {str(blocker): blocker for blocker in Blocker}
 
 
@@ -82,6 +84,11 @@ def to_status(state: RolloutState, *, deadline_seconds: float = 0.0) -> Json:
     return status
 
 
+def as_written(state: RolloutState, deadline_seconds: float = 0.0) -> RolloutState:
+    """What will be read of it: times to the millisecond, numbers as printed, lists as far as room goes."""
+    return from_status(to_status(state, deadline_seconds=deadline_seconds))
+
+
 def _slimmed(state: RolloutState, level: int) -> RolloutState:
     if level == 0:
         return state
@@ -92,9 +99,9 @@ def _slimmed(state: RolloutState, level: int) -> RolloutState:
         return state
     rollback = state.rollback
     if rollback is not None:
-        rollback = replace(rollback, missing=rollback.missing[:4], message=rollback.message[:120])
+        rollback = replace(rollback, missing=rollback.missing[:SHOWN_NODES], message=rollback.message[:120])
     gates = tuple(replace(gate, value="", bound="", limit="", at=0.0) for gate in state.gates)
-    state = replace(state, gates=gates, rollback=rollback, lost=state.lost[:4])
+    state = replace(state, gates=gates, rollback=rollback, lost=state.lost[:SHOWN_NODES])
     return state if level == 2 else _cut(state, *_CUTS[level - 3])
 
 

@@ -95,7 +95,6 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
         notices = (Notice(phase is Phase.INVALID, str(blocker), message),) if changed else ()
         return Plan(
             target,
-            urgent=target != state,
             notices=notices,
             requeue_after=0.0 if invalid else min(WAIT_SECONDS, left),
         )

@@ -371,15 +371,6 @@ async def test_finished_rollout_goes_after_its_time() -> None:
     assert world.rollout not in world.api.objects
 
 
-async def test_quiet_rollout_is_not_written() -> None:
-    world = World(stages=[{"name": "Shadow", "minDuration": "1h"}, {"name": "Full", "soak": "1h"}])
-    await world.until("Progressing", "Shadow")
-    await world.run(30)
-    before = world.api.writes
-    await world.run(120)
-    assert world.api.writes == before
-
-
 async def test_status_stays_under_8_kib() -> None:
     import json
 

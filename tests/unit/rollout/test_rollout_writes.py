@@ -1,0 +1,77 @@
+"""What the operator writes of a rollout in which nothing happens: nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvtier_operator.rollout.feed import Reading
+from kvtier_operator.rollout.inputs import Look
+from kvtier_operator.rollout.spec import RolloutSpec
+from kvtier_operator.rollout.state import RolloutState
+from tests.unit.rollout.rollout_world import World
+
+
+def slimmed(world: World) -> bool:
+    """Whether the status had no room for all that there was to say."""
+    return len(world.status.get("gates") or []) > 0 and "at" not in world.status["gates"][0]
+
+
+async def test_quiet_rollout_is_not_written() -> None:
+    world = World(stages=[{"name": "Shadow", "minDuration": "1h"}, {"name": "Full", "soak": "1h"}])
+    await world.until("Progressing", "Shadow")
+    await world.run(30)
+    before = world.api.writes
+    await world.run(120)
+    assert world.api.writes == before
+
+
+@pytest.mark.parametrize("phase", ["Progressing", "RollingBack", "Pending"])
+async def test_quiet_rollout_whose_status_has_no_room_is_not_written(phase: str) -> None:
+    """What is left out for room is missing in what is read back; that is no reason to write it again."""
+    gates = [
+        {"name": f"output-{index}-{'x' * 55}", "metric": "outputRelativeError", "quantile": 99, "max": "0.05"}
+        for index in range(14)
+    ]
+    template = World()
+    declared = [*template.api.objects[template.rollout]["spec"]["gates"], *gates]
+    stages = [{"name": "Shadow", "minDuration": "9h"}, {"name": "Full", "soak": "1h"}]
+    world = World(nodes=0, gates=declared, stages=stages, leaseTTL="100s")
+    for index in range(20):
+        world.add_node(f"node-{index:02d}-{'n' * 240}")
+    await world.until("Progressing", "Shadow")
+    if phase == "Progressing":
+        for sim in list(world.sims.values())[:12]:
+            sim.cut_off = True
+    if phase == "RollingBack":
+        for sim in world.sims.values():
+            sim.lie_about_baseline = "sha256:" + "0" * 64
+        world.intent("Abort", 1)
+    if phase == "Pending":
+        world.intent("Abort", 1)
+        await world.until("RolledBack")
+        world.sims.clear()
+        world.intent("Retry", 2, stage="ExactBaseline")
+    await world.run(40)
+    assert world.where[0] == phase
+    assert slimmed(world) == (phase != "Pending")
+    before = world.api.writes
+    await world.run(120)
+    assert world.api.writes == before
+
+
+async def test_numbers_that_move_are_written_now_and_then() -> None:
+    world = World(stages=[{"name": "Shadow", "minDuration": "9h"}, {"name": "Full", "soak": "1h"}])
+    await world.until("Progressing", "Shadow")
+    await world.run(15)
+    before = world.api.writes
+    look = world.feed.look
+
+    async def moving(reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
+        found = await look(reading, state, spec, now)
+        return replace(found, verdicts=tuple(replace(one, n=int(now) % 10_000) for one in found.verdicts))
+
+    world.feed.look = moving  # type: ignore[method-assign]
+    await world.run(100)
+    assert 8 <= world.api.writes - before <= 11
