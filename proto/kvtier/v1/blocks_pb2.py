@@ -22,27 +22,77 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvtier.v1 import attention_pb2 as kvtier_dot_v1_dot_attention__pb2
+from kvtier.v1 import common_pb2 as kvtier_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/blocks.proto\x12\tkvtier.v1\"l\n\x08\x42lockRef\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1a\n\x12session_generation\x18\x02 \x01(\x03\x12\r\n\x05layer\x18\x03 \x01(\x05\x12\r\n\x05\x63hunk\x18\x04 \x01(\x05\x12\x12\n\ngeneration\x18\x05 \x01(\x03\"\x99\x01\n\tBlockInfo\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.BlockRef\x12\x12\n\ntier_class\x18\x02 \x01(\t\x12\x0c\n\x04rows\x18\x03 \x01(\x05\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\x12\x17\n\x0fproducer_digest\x18\x06 \x01(\t\x12\x0e\n\x06sealed\x18\x07 \x01(\x08\"\x83\x01\n\x11ListBlocksRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1a\n\x12session_generation\x18\x02 \x01(\x03\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\r\n\x05limit\x18\x05 \x01(\x05\x12\x0e\n\x06offset\x18\x06 \x01(\x05\"H\n\x12ListBlocksResponse\x12$\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x14.kvtier.v1.BlockInfo\x12\x0c\n\x04more\x18\x02 \x01(\x08\"U\n\x10ReadBlockRequest\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.BlockRef\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\"I\n\tBlockPart\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\x12\x0c\n\x04last\x18\x04 \x01(\x08\x32\x8a\x01\n\x06\x42locks\x12\x43\n\x04List\x12\x1c.kvtier.v1.ListBlocksRequest\x1a\x1d.kvtier.v1.ListBlocksResponse\x12;\n\x04Read\x12\x1b.kvtier.v1.ReadBlockRequest\x1a\x14.kvtier.v1.BlockPart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/blocks.proto\x12\tkvtier.v1\x1a\x19kvtier/v1/attention.proto\x1a\x16kvtier/v1/common.proto\"l\n\x08\x42lockRef\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1a\n\x12session_generation\x18\x02 \x01(\x03\x12\r\n\x05layer\x18\x03 \x01(\x05\x12\r\n\x05\x63hunk\x18\x04 \x01(\x05\x12\x12\n\ngeneration\x18\x05 \x01(\x03\"\x99\x01\n\tBlockInfo\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.BlockRef\x12\x12\n\ntier_class\x18\x02 \x01(\t\x12\x0c\n\x04rows\x18\x03 \x01(\x05\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\x12\x17\n\x0fproducer_digest\x18\x06 \x01(\t\x12\x0e\n\x06sealed\x18\x07 \x01(\x08\"\x83\x01\n\x11ListBlocksRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x1a\n\x12session_generation\x18\x02 \x01(\x03\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\r\n\x05limit\x18\x05 \x01(\x05\x12\x0e\n\x06offset\x18\x06 \x01(\x05\"H\n\x12ListBlocksResponse\x12$\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x14.kvtier.v1.BlockInfo\x12\x0c\n\x04more\x18\x02 \x01(\x08\"U\n\x10ReadBlockRequest\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.BlockRef\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\"I\n\tBlockPart\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\t\x12\x0c\n\x04last\x18\x04 \x01(\x08\"\xf0\x04\n\x0b\x42lockSource\x12\x1d\n\x15model_artifact_digest\x18\x01 \x01(\t\x12\x12\n\ncheckpoint\x18\x02 \x01(\t\x12\'\n\x08\x61\x64\x61pters\x18\x03 \x01(\x0b\x32\x15.kvtier.v1.AdapterSet\x12%\n\x08geometry\x18\x04 \x01(\x0b\x32\x13.kvtier.v1.Geometry\x12\x18\n\x10numerics_version\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x65vice_kind\x18\x06 \x01(\t\x12#\n\x04rope\x18\x07 \x01(\x0b\x32\x15.kvtier.v1.RopeConfig\x12\x19\n\x11position_contract\x18\x08 \x01(\t\x12\x17\n\x0fvisibility_mask\x18\t \x01(\t\x12\x1a\n\x12visibility_support\x18\n \x01(\t\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\r\n\x05\x63odec\x18\x0c \x01(\t\x12\x0e\n\x06layout\x18\r \x01(\t\x12\x10\n\x08producer\x18\x0e \x01(\t\x12\x18\n\x0b\x66irst_layer\x18\x0f \x01(\x05H\x00\x88\x01\x01\x12\x16\n\tend_layer\x18\x10 \x01(\x05H\x01\x88\x01\x01\x12\x1a\n\rfirst_kv_head\x18\x11 \x01(\x05H\x02\x88\x01\x01\x12\x18\n\x0b\x65nd_kv_head\x18\x12 \x01(\x05H\x03\x88\x01\x01\x12\x14\n\x0c\x62lock_tokens\x18\x13 \x01(\x05\x12\x14\n\x0chash_version\x18\x14 \x01(\x05\x12&\n\x06\x62ranch\x18\x15 \x01(\x0b\x32\x16.kvtier.v1.BlockBranchB\x0e\n\x0c_first_layerB\x0c\n\n_end_layerB\x10\n\x0e_first_kv_headB\x0e\n\x0c_end_kv_head\"5\n\nAdapterSet\x12\'\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.AdapterRef\"*\n\nAdapterRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"V\n\nRopeConfig\x12\r\n\x05theta\x18\x01 \x01(\t\x12\x18\n\x0binterleaved\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x0f\n\x07scaling\x18\x03 \x01(\tB\x0e\n\x0c_interleaved\"7\n\x0b\x42lockBranch\x12\x0c\n\x04path\x18\x01 \x03(\t\x12\x1a\n\x12request_generation\x18\x02 \x01(\x03\"\xc2\x01\n\nBlockScope\x12\"\n\x05\x63\x61\x63he\x18\x01 \x01(\x0b\x32\x13.kvtier.v1.CacheRef\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x1d\n\x10\x63\x61\x63he_generation\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\x03\x12&\n\x06source\x18\x06 \x01(\x0b\x32\x16.kvtier.v1.BlockSourceB\x13\n\x11_cache_generation\"c\n\tBlockSpan\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x03\x12\x12\n\nparent_key\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x0f\n\x07\x63ontent\x18\x04 \x03(\x0c\x12\x0c\n\x04keys\x18\x05 \x03(\x0c\"\x84\x01\n\x0fStoreBlocksPart\x12$\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.StoreBegin\x12\r\n\x05\x62lock\x18\x02 \x01(\x05\x12\x0e\n\x06offset\x18\x03 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"\xb5\x01\n\nStoreBegin\x12$\n\x05scope\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.BlockScope\x12\"\n\x04span\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.BlockSpan\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x03\x12\x1a\n\x12\x63ommitted_frontier\x18\x04 \x01(\x03\x12\x19\n\x11recompute_seconds\x18\x05 \x01(\x01\x12\x11\n\tdroppable\x18\x06 \x01(\x08\"h\n\x13StoreBlocksResponse\x12&\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.StoredBlock\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x18\n\x10\x63\x61\x63he_generation\x18\x03 \x01(\x03\"f\n\x0bStoredBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x0f\n\x07\x65xisted\x18\x03 \x01(\x08\x12%\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x16.kvtier.v1.ErrorDetail\"o\n\x13LookupBlocksRequest\x12$\n\x05scope\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.BlockScope\x12\"\n\x04span\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.BlockSpan\x12\x0e\n\x06pin_ms\x18\x03 \x01(\x03\"x\n\x14LookupBlocksResponse\x12%\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.FoundBlock\x12\x0e\n\x06pin_id\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x18\n\x10\x63\x61\x63he_generation\x18\x04 \x01(\x03\"b\n\nFoundBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x12\n\ntier_class\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\"\x82\x01\n\x11LoadBlocksRequest\x12$\n\x05scope\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.BlockScope\x12\"\n\x04span\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.BlockSpan\x12\x0e\n\x06pin_id\x18\x03 \x01(\t\x12\x13\n\x0bgenerations\x18\x04 \x03(\x03\"\x98\x01\n\x0eLoadBlocksPart\x12\r\n\x05\x62lock\x18\x01 \x01(\x05\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x03\x12%\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x16.kvtier.v1.ErrorDetail\"\x84\x01\n\x13\x44\x65leteBlocksRequest\x12$\n\x05scope\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.BlockScope\x12$\n\x04span\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.BlockSpanH\x00\x12\x19\n\x0fwhole_namespace\x18\x03 \x01(\x08H\x00\x42\x06\n\x04what\"\x81\x01\n\x14\x44\x65leteBlocksResponse\x12\x12\n\ntombstoned\x18\x01 \x01(\x03\x12\x0f\n\x07pending\x18\x02 \x01(\x03\x12\x1c\n\x14tombstone_generation\x18\x03 \x01(\x03\x12&\n\x05tiers\x18\x04 \x03(\x0b\x32\x17.kvtier.v1.TierDeletion\"R\n\x0cTierDeletion\x12\x12\n\ntier_class\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x03\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0f\n\x07\x64urable\x18\x04 \x01(\x08\"_\n\x13\x45xplainBlockRequest\x12$\n\x05scope\x18\x01 \x01(\x0b\x32\x15.kvtier.v1.BlockScope\x12\"\n\x04span\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.BlockSpan\"\xfa\x01\n\x14\x45xplainBlockResponse\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\t\x12)\n\x08replicas\x18\x03 \x03(\x0b\x32\x17.kvtier.v1.BlockReplica\x12!\n\x06reason\x18\x04 \x01(\x0e\x32\x11.kvtier.v1.Reason\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x39\n\x05\x66\x61\x63ts\x18\x06 \x03(\x0b\x32*.kvtier.v1.ExplainBlockResponse.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x86\x01\n\x0c\x42lockReplica\x12\x12\n\ntier_class\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\x17\n\x0fslot_generation\x18\x03 \x01(\x03\x12\x0f\n\x07readers\x18\x04 \x01(\x05\x12\x11\n\tauthority\x18\x05 \x01(\x08\x12\x11\n\tpublished\x18\x06 \x01(\x08\x32\x93\x04\n\x06\x42locks\x12\x43\n\x04List\x12\x1c.kvtier.v1.ListBlocksRequest\x1a\x1d.kvtier.v1.ListBlocksResponse\x12;\n\x04Read\x12\x1b.kvtier.v1.ReadBlockRequest\x1a\x14.kvtier.v1.BlockPart0\x01\x12K\n\x0bStoreBlocks\x12\x1a.kvtier.v1.StoreBlocksPart\x1a\x1e.kvtier.v1.StoreBlocksResponse(\x01\x12O\n\x0cLookupBlocks\x12\x1e.kvtier.v1.LookupBlocksRequest\x1a\x1f.kvtier.v1.LookupBlocksResponse\x12G\n\nLoadBlocks\x12\x1c.kvtier.v1.LoadBlocksRequest\x1a\x19.kvtier.v1.LoadBlocksPart0\x01\x12O\n\x0c\x44\x65leteBlocks\x12\x1e.kvtier.v1.DeleteBlocksRequest\x1a\x1f.kvtier.v1.DeleteBlocksResponse\x12O\n\x0c\x45xplainBlock\x12\x1e.kvtier.v1.ExplainBlockRequest\x1a\x1f.kvtier.v1.ExplainBlockResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.blocks_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKREF']._serialized_start=37
-  _globals['_BLOCKREF']._serialized_end=145
-  _globals['_BLOCKINFO']._serialized_start=148
-  _globals['_BLOCKINFO']._serialized_end=301
-  _globals['_LISTBLOCKSREQUEST']._serialized_start=304
-  _globals['_LISTBLOCKSREQUEST']._serialized_end=435
-  _globals['_LISTBLOCKSRESPONSE']._serialized_start=437
-  _globals['_LISTBLOCKSRESPONSE']._serialized_end=509
-  _globals['_READBLOCKREQUEST']._serialized_start=511
-  _globals['_READBLOCKREQUEST']._serialized_end=596
-  _globals['_BLOCKPART']._serialized_start=598
-  _globals['_BLOCKPART']._serialized_end=671
-  _globals['_BLOCKS']._serialized_start=674
-  _globals['_BLOCKS']._serialized_end=812
+  _globals['_EXPLAINBLOCKRESPONSE_FACTSENTRY']._loaded_options = None
+  _globals['_EXPLAINBLOCKRESPONSE_FACTSENTRY']._serialized_options = b'8\001'
+  _globals['_BLOCKREF']._serialized_start=88
+  _globals['_BLOCKREF']._serialized_end=196
+  _globals['_BLOCKINFO']._serialized_start=199
+  _globals['_BLOCKINFO']._serialized_end=352
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=355
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=486
+  _globals['_LISTBLOCKSRESPONSE']._serialized_start=488
+  _globals['_LISTBLOCKSRESPONSE']._serialized_end=560
+  _globals['_READBLOCKREQUEST']._serialized_start=562
+  _globals['_READBLOCKREQUEST']._serialized_end=647
+  _globals['_BLOCKPART']._serialized_start=649
+  _globals['_BLOCKPART']._serialized_end=722
+  _globals['_BLOCKSOURCE']._serialized_start=725
+  _globals['_BLOCKSOURCE']._serialized_end=1349
+  _globals['_ADAPTERSET']._serialized_start=1351
+  _globals['_ADAPTERSET']._serialized_end=1404
+  _globals['_ADAPTERREF']._serialized_start=1406
+  _globals['_ADAPTERREF']._serialized_end=1448
+  _globals['_ROPECONFIG']._serialized_start=1450
+  _globals['_ROPECONFIG']._serialized_end=1536
+  _globals['_BLOCKBRANCH']._serialized_start=1538
+  _globals['_BLOCKBRANCH']._serialized_end=1593
+  _globals['_BLOCKSCOPE']._serialized_start=1596
+  _globals['_BLOCKSCOPE']._serialized_end=1790
+  _globals['_BLOCKSPAN']._serialized_start=1792
+  _globals['_BLOCKSPAN']._serialized_end=1891
+  _globals['_STOREBLOCKSPART']._serialized_start=1894
+  _globals['_STOREBLOCKSPART']._serialized_end=2026
+  _globals['_STOREBEGIN']._serialized_start=2029
+  _globals['_STOREBEGIN']._serialized_end=2210
+  _globals['_STOREBLOCKSRESPONSE']._serialized_start=2212
+  _globals['_STOREBLOCKSRESPONSE']._serialized_end=2316
+  _globals['_STOREDBLOCK']._serialized_start=2318
+  _globals['_STOREDBLOCK']._serialized_end=2420
+  _globals['_LOOKUPBLOCKSREQUEST']._serialized_start=2422
+  _globals['_LOOKUPBLOCKSREQUEST']._serialized_end=2533
+  _globals['_LOOKUPBLOCKSRESPONSE']._serialized_start=2535
+  _globals['_LOOKUPBLOCKSRESPONSE']._serialized_end=2655
+  _globals['_FOUNDBLOCK']._serialized_start=2657
+  _globals['_FOUNDBLOCK']._serialized_end=2755
+  _globals['_LOADBLOCKSREQUEST']._serialized_start=2758
+  _globals['_LOADBLOCKSREQUEST']._serialized_end=2888
+  _globals['_LOADBLOCKSPART']._serialized_start=2891
+  _globals['_LOADBLOCKSPART']._serialized_end=3043
+  _globals['_DELETEBLOCKSREQUEST']._serialized_start=3046
+  _globals['_DELETEBLOCKSREQUEST']._serialized_end=3178
+  _globals['_DELETEBLOCKSRESPONSE']._serialized_start=3181
+  _globals['_DELETEBLOCKSRESPONSE']._serialized_end=3310
+  _globals['_TIERDELETION']._serialized_start=3312
+  _globals['_TIERDELETION']._serialized_end=3394
+  _globals['_EXPLAINBLOCKREQUEST']._serialized_start=3396
+  _globals['_EXPLAINBLOCKREQUEST']._serialized_end=3491
+  _globals['_EXPLAINBLOCKRESPONSE']._serialized_start=3494
+  _globals['_EXPLAINBLOCKRESPONSE']._serialized_end=3744
+  _globals['_EXPLAINBLOCKRESPONSE_FACTSENTRY']._serialized_start=3700
+  _globals['_EXPLAINBLOCKRESPONSE_FACTSENTRY']._serialized_end=3744
+  _globals['_BLOCKREPLICA']._serialized_start=3747
+  _globals['_BLOCKREPLICA']._serialized_end=3881
+  _globals['_BLOCKS']._serialized_start=3884
+  _globals['_BLOCKS']._serialized_end=4415
 # @@protoc_insertion_point(module_scope)

@@ -44,6 +44,31 @@ class BlocksStub:
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.ReadBlockRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_blocks__pb2.BlockPart.FromString,
                 _registered_method=True)
+        self.StoreBlocks = channel.stream_unary(
+                '/kvtier.v1.Blocks/StoreBlocks',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.StoreBlocksPart.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.StoreBlocksResponse.FromString,
+                _registered_method=True)
+        self.LookupBlocks = channel.unary_unary(
+                '/kvtier.v1.Blocks/LookupBlocks',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.LookupBlocksRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.LookupBlocksResponse.FromString,
+                _registered_method=True)
+        self.LoadBlocks = channel.unary_stream(
+                '/kvtier.v1.Blocks/LoadBlocks',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.LoadBlocksRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.LoadBlocksPart.FromString,
+                _registered_method=True)
+        self.DeleteBlocks = channel.unary_unary(
+                '/kvtier.v1.Blocks/DeleteBlocks',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.DeleteBlocksRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.DeleteBlocksResponse.FromString,
+                _registered_method=True)
+        self.ExplainBlock = channel.unary_unary(
+                '/kvtier.v1.Blocks/ExplainBlock',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.ExplainBlockRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.ExplainBlockResponse.FromString,
+                _registered_method=True)
 
 
 class BlocksServicer:
@@ -61,6 +86,42 @@ class BlocksServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StoreBlocks(self, request_iterator, context):
+        """The first message names the blocks, the others carry their bytes in order.
+        Each block is published or refused by itself, and only as a whole.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LookupBlocks(self, request, context):
+        """How many leading blocks of a chain are published, and where.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadBlocks(self, request, context):
+        """A block that cannot be read is an error of that block, not of the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteBlocks(self, request, context):
+        """Returns when the blocks are unfindable; `pending` counts what still drains.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainBlock(self, request, context):
+        """Where one block is, or why it is not: for people.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlocksServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,6 +134,31 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Read,
                     request_deserializer=kvtier_dot_v1_dot_blocks__pb2.ReadBlockRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_blocks__pb2.BlockPart.SerializeToString,
+            ),
+            'StoreBlocks': grpc.stream_unary_rpc_method_handler(
+                    servicer.StoreBlocks,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.StoreBlocksPart.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.StoreBlocksResponse.SerializeToString,
+            ),
+            'LookupBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookupBlocks,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.LookupBlocksRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.LookupBlocksResponse.SerializeToString,
+            ),
+            'LoadBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.LoadBlocks,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.LoadBlocksRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.LoadBlocksPart.SerializeToString,
+            ),
+            'DeleteBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteBlocks,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.DeleteBlocksRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.DeleteBlocksResponse.SerializeToString,
+            ),
+            'ExplainBlock': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainBlock,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.ExplainBlockRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.ExplainBlockResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,6 +215,141 @@ class Blocks:
             '/kvtier.v1.Blocks/Read',
             kvtier_dot_v1_dot_blocks__pb2.ReadBlockRequest.SerializeToString,
             kvtier_dot_v1_dot_blocks__pb2.BlockPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreBlocks(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvtier.v1.Blocks/StoreBlocks',
+            kvtier_dot_v1_dot_blocks__pb2.StoreBlocksPart.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.StoreBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookupBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/LookupBlocks',
+            kvtier_dot_v1_dot_blocks__pb2.LookupBlocksRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.LookupBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvtier.v1.Blocks/LoadBlocks',
+            kvtier_dot_v1_dot_blocks__pb2.LoadBlocksRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.LoadBlocksPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/DeleteBlocks',
+            kvtier_dot_v1_dot_blocks__pb2.DeleteBlocksRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.DeleteBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainBlock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/ExplainBlock',
+            kvtier_dot_v1_dot_blocks__pb2.ExplainBlockRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.ExplainBlockResponse.FromString,
             options,
             channel_credentials,
             insecure,
