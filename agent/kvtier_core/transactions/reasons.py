@@ -76,31 +76,12 @@ class MoveReason(StrEnum):
     NO_DELETE_RECEIPT = "NO_DELETE_RECEIPT"
 
 
+# Reasons that the wire spells otherwise; every other name is the wire's own.
 _WIRE: dict[MoveReason, Reason] = {
-    MoveReason.MISS: Reason.SUPPORT_GAP,
     MoveReason.TOMBSTONED: Reason.NOT_VISIBLE,
-    MoveReason.UNCOMMITTED_ROWS: Reason.NOT_VISIBLE,
-    MoveReason.WRITE_TXN_BUSY: Reason.QUEUE_FULL,
-    MoveReason.NO_STAGING: Reason.NO_DESTINATION_CAPACITY,
-    MoveReason.CANCELLED: Reason.GENERATION_STALE,
-    MoveReason.TRANSFER_STALE: Reason.GENERATION_STALE,
-    MoveReason.TRANSFER_FAILED: Reason.STORAGE_UNAVAILABLE,
-    MoveReason.TRANSFER_TIMEOUT: Reason.DEADLINE,
-    MoveReason.FETCH_LATE: Reason.DEADLINE,
-    MoveReason.CODEC_OR_LAYOUT_MISMATCH: Reason.TIER_INCAPABLE,
-    MoveReason.REQUEST_STALE: Reason.GENERATION_STALE,
-    MoveReason.STALE_AUTHORITY_EPOCH: Reason.GENERATION_STALE,
-    MoveReason.LEASES_HELD: Reason.NOT_VISIBLE,
-    MoveReason.SURVIVAL_VIOLATION: Reason.INTERNAL,
-    MoveReason.WOULD_EVICT_PINNED: Reason.NO_DESTINATION_CAPACITY,
-    MoveReason.GENERATION_NOT_OWNED: Reason.GENERATION_STALE,
     MoveReason.VALIDATION_FAILED: Reason.IDENTITY_MISMATCH,
     MoveReason.DEPENDENCY_UNPUBLISHED: Reason.NOT_VISIBLE,
-    MoveReason.COALESCE_KEY_MISMATCH: Reason.IDENTITY_MISMATCH,
-    MoveReason.LOOKUP_IN_FLIGHT: Reason.NOT_VISIBLE,
-    MoveReason.NO_TOMBSTONE: Reason.NOT_VISIBLE,
-    MoveReason.NO_DELETE_RECEIPT: Reason.NOT_VISIBLE,
-    MoveReason.QUOTA_EXCEEDED: Reason.CREDIT_PRESSURE,
+    MoveReason.LOOKUP_IN_FLIGHT: Reason.LEASES_HELD,
 }
 
 
@@ -108,8 +89,7 @@ class MoveRefused(CoreError):
     """A guard failed. `code` is the specification's reason, `reason` the wire's."""
 
     def __init__(self, code: MoveReason, message: str, facts: Mapping[str, object] | None = None) -> None:
-        named = Reason.__members__.get(code.value)
-        reason = named or _WIRE.get(code) or Reason.INTERNAL
+        reason = _WIRE.get(code) or Reason(code.value)
         super().__init__(reason, message, {"move": code.value, **(facts or {})})
         self.code = code
 
