@@ -1,5 +1,5 @@
 """`kvtier-agent`: reads the command line and starts one agent; exits 2 naming the flag at fault, 3 when its
-Node cannot be read, 4 when something would not end."""
+Node's uid cannot be learnt, 4 when something would not end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--node-name", required=True, help="name of the Kubernetes Node and of the KVNode")
-    add("--node-uid", default="", help="names this agent's folder in each tier; empty: the Node is asked")
+    add(
+        "--node-uid",
+        default="",
+        help="names this agent's folder in each tier; empty: asked by the Pod's token",
+    )
     add("--pool", required=True, metavar="NAMESPACE/NAME", help="the AgentPool of this agent")
     add("--state-dir", default="/var/lib/kvtier", help="durable manifests and fences")
     add("--run-dir", default="/run/kvtier", help="engine sockets: RUN_DIR/NODE/engine.sock")

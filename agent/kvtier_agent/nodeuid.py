@@ -1,7 +1,9 @@
 """The uid of this agent's own Node, asked of the API server before anything is claimed under it.
 
-The downward API tells a pod its Node's name but not the uid. A uid names this agent's folder in each tier and
-owns its KVNode, so an agent that cannot learn it does not start. It must not know KVNodes, tiers or sockets.
+The downward API tells a pod its Node's name but not the uid. A token that is bound to a Pod names both, and
+its bearer may ask what it names (SelfSubjectReview) without a right to read any Node. A uid names this
+agent's folder in each tier and owns its KVNode, so an agent that cannot learn it does not start. It must not
+know KVNodes, tiers or sockets.
 """
 
 from __future__ import annotations
@@ -12,18 +14,24 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
+from typing import Any
 
 from kvtier_agent.config import UID
-from kvtier_agent.registration import REQUEST_SECONDS, KubeError, KubeTransport
+from kvtier_agent.registration import REQUEST_SECONDS, Json, KubeError, KubeTransport
 
 log = logging.getLogger(__name__)
 
 LOOKUP_SECONDS = 60.0
 MAX_PAUSE_SECONDS = 5.0
+REVIEW_PATH = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
+REVIEW = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+NODE_NAME = "authentication.kubernetes.io/node-name"
+NODE_UID = "authentication.kubernetes.io/node-uid"
 
 
 class NodeUidReason(StrEnum):
-    NODE_MISSING = "NodeMissing"
+    TOKEN_UNBOUND = "TokenUnbound"
+    OTHER_NODE = "OtherNode"
     NOT_ALLOWED = "NotAllowed"
     ANSWER_INVALID = "AnswerInvalid"
     API_UNREACHABLE = "APIUnreachable"
@@ -46,17 +54,17 @@ async def find_node_uid(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     jitter: Callable[[], float] = random.random,
 ) -> str:
-    """metadata.uid of the Node, within `seconds`. Retries a server that is away or overloaded, with backoff
-    from half a second to five; a refusal is final. Raises NodeUidError."""
+    """The uid of the Node that this process's token is bound to, within `seconds`. Retries a server that is
+    away or overloaded, with backoff from half a second to five; a refusal is final. Raises NodeUidError."""
     end = monotonic() + seconds
     attempt = 0
     while True:
         try:
             async with asyncio.timeout(2 * REQUEST_SECONDS):
-                found = await transport.get(f"/api/v1/nodes/{node_name}")
+                review = await transport.create(REVIEW_PATH, REVIEW)
             break
         except (KubeError, TimeoutError) as error:
-            final = _final(node_name, error)
+            final = _final(error)
             if final is not None:
                 raise final from error
             pause = min(MAX_PAUSE_SECONDS, 0.5 * 2.0 ** min(attempt, 10)) * (0.5 + 0.5 * jitter())
@@ -64,26 +72,45 @@ async def find_node_uid(
             if monotonic() + pause >= end:
                 raise NodeUidError(
                     NodeUidReason.API_UNREACHABLE,
-                    f"Node {node_name} could not be read in {seconds:g} s and {attempt} attempts: {error}",
+                    f"who this agent is could not be asked in {seconds:g} s and {attempt} attempts: {error}",
                 ) from error
-            log.warning("Node %s not read: %s", node_name, error)
+            log.warning("the API server does not say who this agent is: %s", error)
             await sleep(pause)
-    metadata = found.get("metadata")
-    uid = metadata.get("uid") if isinstance(metadata, dict) else None
-    if not isinstance(uid, str) or not UID.fullmatch(uid):
+    return _uid_of(review, node_name)
+
+
+def _uid_of(review: Json, node_name: str) -> str:
+    bound, uid = _extra(review, NODE_NAME), _extra(review, NODE_UID)
+    if not bound or not uid:
+        raise NodeUidError(
+            NodeUidReason.TOKEN_UNBOUND,
+            f"the token names no Node with a uid (node-name {bound!r}, node-uid {uid!r}): it must be "
+            "bound to a Pod that runs on an existing Node, or pass --node-uid",
+        )
+    if bound != node_name:
+        message = f"the token is bound to a Pod on Node {bound}, not {node_name}; see --node-name"
+        raise NodeUidError(NodeUidReason.OTHER_NODE, message)
+    if not UID.fullmatch(uid):
         raise NodeUidError(NodeUidReason.ANSWER_INVALID, f"Node {node_name} has no usable uid: {uid!r}")
     return uid
 
 
-def _final(node_name: str, error: KubeError | TimeoutError) -> NodeUidError | None:
+def _extra(review: Json, key: str) -> str:
+    """The one value of a user extra; empty when there is none."""
+    found: Any = review
+    for name in ("status", "userInfo", "extra", key):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found[0] if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str) else ""
+
+
+def _final(error: KubeError | TimeoutError) -> NodeUidError | None:
     """None: it may be otherwise in a moment."""
     if not isinstance(error, KubeError) or error.status in (0, 429) or error.status >= 500:
         return None
-    if error.status == 404:
-        return NodeUidError(NodeUidReason.NODE_MISSING, f"there is no Node {node_name}; see --node-name")
     if error.status in (401, 403):
         return NodeUidError(
             NodeUidReason.NOT_ALLOWED,
-            f"Node {node_name} may not be read ({error}); grant `get` on nodes or pass --node-uid",
+            f"a SelfSubjectReview is refused ({error}); every authenticated account may make one by default "
+            "(system:basic-user); or pass --node-uid",
         )
-    return NodeUidError(NodeUidReason.ANSWER_INVALID, f"Node {node_name}: {error}")
+    return NodeUidError(NodeUidReason.ANSWER_INVALID, f"SelfSubjectReview: {error}")

@@ -48,12 +48,15 @@ class KubeError(Exception):
 
 
 class KubeTransport(Protocol):
-    """The two verbs that registration needs."""
+    """The verbs that an agent needs."""
 
     async def apply(self, path: str, body: Json) -> Json:
         """Forced server-side apply; raises KubeError."""
 
     async def get(self, path: str) -> Json:
+        """Raises KubeError."""
+
+    async def create(self, path: str, body: Json) -> Json:
         """Raises KubeError."""
 
     async def close(self) -> None: ...
@@ -73,18 +76,28 @@ class KubernetesTransport:
     async def get(self, path: str) -> Json:
         return await self._request("GET", path, None, [])
 
+    async def create(self, path: str, body: Json) -> Json:
+        return await self._request("POST", path, body, [], "application/json")
+
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
 
-    async def _request(self, method: str, path: str, body: Json | None, query: list[tuple[str, str]]) -> Json:
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Json | None,
+        query: list[tuple[str, str]],
+        content_type: str = _APPLY,
+    ) -> Json:
         try:
             client = await self._connected()
             _, url, headers, payload, _ = await client.param_serialize(
                 method=method,
                 resource_path=path,
                 query_params=query,
-                header_params={"Accept": "application/json", "Content-Type": _APPLY},
+                header_params={"Accept": "application/json", "Content-Type": content_type},
                 body=body,
                 auth_settings=["BearerToken"],
             )

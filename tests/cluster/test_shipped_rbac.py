@@ -161,8 +161,8 @@ def test_a_write_to_what_is_not_ones_own_is_refused(
     assert message in done.stderr
 
 
-def test_an_agent_reads_its_node_for_the_uid(installed: Installed) -> None:
-    assert installed.can("agent-a", "get", f"nodes/{NODE_A}")
+def test_an_agents_token_tells_its_nodes_uid_without_a_right_to_read_nodes(installed: Installed) -> None:
+    assert installed.can("agent-a", "create", "selfsubjectreviews.authentication.k8s.io")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,7 @@ def test_an_agent_reads_its_node_for_the_uid(installed: Installed) -> None:
         pytest.param("agent-a", "get", "kvcaches", POOL_NAMESPACE, id="agent-caches"),
         pytest.param("agent-a", "get", "leases", "kvtier-system", id="agent-leases-elsewhere"),
         pytest.param("agent-a", "delete", "kvnodes", POOL_NAMESPACE, id="agent-deletes-a-kvnode"),
+        pytest.param("agent-a", "get", f"nodes/{NODE_A}", POOL_NAMESPACE, id="agent-reads-its-node"),
         pytest.param("agent-a", "list", "nodes", POOL_NAMESPACE, id="agent-lists-nodes"),
         pytest.param("agent-a", "patch", "nodes", POOL_NAMESPACE, id="agent-patches-a-node"),
     ],

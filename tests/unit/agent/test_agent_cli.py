@@ -92,17 +92,17 @@ def test_a_name_is_no_uid_where_it_would_own_something(
     assert "--node-uid 'node-a' is the node's name; leave it out" in capsys.readouterr().err
 
 
-def test_without_a_uid_nothing_is_claimed_before_the_node_was_read(
+def test_without_a_uid_nothing_is_claimed_before_it_is_known(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def nobody(transport: object, node_name: str) -> str:
-        raise NodeUidError(NodeUidReason.NODE_MISSING, f"there is no Node {node_name}")
+        raise NodeUidError(NodeUidReason.TOKEN_UNBOUND, f"no Node {node_name}")
 
     monkeypatch.setattr("kvtier_agent.nodeuid.find_node_uid", nobody)
     arguments.remove("--no-kubernetes")
     tier = {"className": "n", "medium": "nvme", "capacity": "1Mi", "device": {"path": str(tmp_path / "n")}}
     assert main([*arguments, "--node-uid", "", "--tier", json.dumps(tier)]) == 3
-    assert "kvtier-agent: NodeMissing: there is no Node node-a" in capsys.readouterr().err
+    assert "kvtier-agent: TokenUnbound: no Node node-a" in capsys.readouterr().err
     assert not (tmp_path / "n").exists() and not (tmp_path / "s").exists()
 
 

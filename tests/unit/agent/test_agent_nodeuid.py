@@ -21,12 +21,16 @@ class Api:
         self.pauses: list[float] = []
         self.now = 100.0
 
-    async def get(self, path: str) -> dict[str, Any]:
+    async def create(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        assert body == {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
         self.paths.append(path)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    async def get(self, path: str) -> dict[str, Any]:
+        raise AssertionError("nothing is read")
 
     async def apply(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         raise AssertionError("nothing is written")
@@ -48,14 +52,21 @@ class Api:
         )
 
 
-def node(uid: object = UID) -> dict[str, Any]:
-    return {"metadata": {"name": "node-a", "uid": uid}}
+def review(uid: object = UID, name: object = "node-a") -> dict[str, Any]:
+    """A SelfSubjectReview's answer; None leaves the extra out."""
+    extra = {
+        "authentication.kubernetes.io/pod-name": ["pod"],
+        "authentication.kubernetes.io/node-name": [name],
+        "authentication.kubernetes.io/node-uid": [uid],
+    }
+    kept = {key: values for key, values in extra.items() if values != [None]}
+    return {"status": {"userInfo": {"username": "system:serviceaccount:a:b", "extra": kept}}}
 
 
-async def test_the_uid_is_the_nodes() -> None:
-    api = Api(node())
+async def test_the_uid_is_that_of_the_node_the_token_is_bound_to() -> None:
+    api = Api(review())
     assert await api.find() == UID
-    assert (api.paths, api.pauses) == (["/api/v1/nodes/node-a"], [])
+    assert (api.paths, api.pauses) == (["/apis/authentication.k8s.io/v1/selfsubjectreviews"], [])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +75,7 @@ async def test_the_uid_is_the_nodes() -> None:
     ids=["no-answer", "overloaded", "starting", "hangs"],
 )
 async def test_a_server_that_comes_back_is_asked_again(away: Exception) -> None:
-    api = Api(away, away, away, node())
+    api = Api(away, away, away, review())
     assert await api.find() == UID
     assert api.pauses == [0.5, 1.0, 2.0]
 
@@ -81,15 +92,29 @@ async def test_a_server_that_stays_away_is_given_up_in_time() -> None:
 @pytest.mark.parametrize(
     ("answer", "reason", "says"),
     [
-        (KubeError(404, "x"), NodeUidReason.NODE_MISSING, "there is no Node node-a; see --node-name"),
-        (KubeError(403, "x"), NodeUidReason.NOT_ALLOWED, "grant `get` on nodes or pass --node-uid"),
-        (KubeError(401, "x"), NodeUidReason.NOT_ALLOWED, "may not be read"),
-        (KubeError(400, "odd"), NodeUidReason.ANSWER_INVALID, "odd"),
-        (node(uid="../../etc"), NodeUidReason.ANSWER_INVALID, "'../../etc'"),
-        (node(uid=""), NodeUidReason.ANSWER_INVALID, "no usable uid"),
-        ({}, NodeUidReason.ANSWER_INVALID, "no usable uid"),
+        (KubeError(403, "x"), NodeUidReason.NOT_ALLOWED, "or pass --node-uid"),
+        (KubeError(401, "x"), NodeUidReason.NOT_ALLOWED, "is refused"),
+        (KubeError(404, "odd"), NodeUidReason.ANSWER_INVALID, "odd"),
+        (review(uid=None, name=None), NodeUidReason.TOKEN_UNBOUND, "bound to a Pod that runs"),
+        (review(uid=None), NodeUidReason.TOKEN_UNBOUND, "node-name 'node-a', node-uid ''"),
+        (review(name="node-b"), NodeUidReason.OTHER_NODE, "on Node node-b, not node-a; see --node-name"),
+        (review(uid="../../etc"), NodeUidReason.ANSWER_INVALID, "'../../etc'"),
+        (review(uid=7), NodeUidReason.TOKEN_UNBOUND, "node-uid ''"),
+        ({"status": {"userInfo": {"username": "admin"}}}, NodeUidReason.TOKEN_UNBOUND, "node-name ''"),
+        ({}, NodeUidReason.TOKEN_UNBOUND, "names no Node"),
     ],
-    ids=["missing", "forbidden", "unauthorized", "bad-request", "a-path", "empty", "no-metadata"],
+    ids=[
+        "forbidden",
+        "unauthorized",
+        "no-such-api",
+        "not-bound",
+        "no-such-node",
+        "another-node",
+        "a-path",
+        "no-text",
+        "no-extra",
+        "empty",
+    ],
 )
 async def test_an_answer_that_will_not_change_ends_it_at_once(
     answer: dict[str, Any] | Exception, reason: NodeUidReason, says: str

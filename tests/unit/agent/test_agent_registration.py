@@ -47,6 +47,9 @@ class FakeApi:
         self.objects[path] = {**body, "metadata": {**body["metadata"], "generation": 1}}
         return self.objects[path]
 
+    async def create(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError("a registration creates by apply")
+
     async def get(self, path: str) -> dict[str, Any]:
         if self.down:
             raise KubeError(0, "connection refused")

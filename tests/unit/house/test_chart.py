@@ -75,9 +75,8 @@ def test_an_agent_may_do_what_its_registration_does_and_no_more() -> None:
         ("kvtier-agent-node", "create", "kvnodes"),
         ("kvtier-agent-node", "patch", "kvnodes"),
         ("kvtier-agent-node", "patch", "kvnodes/status"),
-        # Whether somebody deleted it; and the uid of its own Node, once.
+        # Whether somebody deleted it.
         ("kvtier-agent-node", "get", "kvnodes"),
-        ("kvtier-agent-node", "get", "nodes"),
     }
 
 
