@@ -32,7 +32,7 @@ async def test_quiet_rollout_is_not_written() -> None:
 async def test_quiet_rollout_whose_status_has_no_room_is_not_written(phase: str) -> None:
     """What is left out for room is missing in what is read back; that is no reason to write it again."""
     gates = [
-        {"name": f"output-{index}-{'x' * 55}", "metric": "outputRelativeError", "quantile": 99, "max": "0.05"}
+        {"name": f"output-{index}-{'x' * 57}", "metric": "outputRelativeError", "quantile": 99, "max": "0.05"}
         for index in range(14)
     ]
     template = World()
