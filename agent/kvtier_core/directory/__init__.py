@@ -1,0 +1,34 @@
+"""Which block lives where: arrays of lines, an index of 32-byte keys, replicas by tier."""
+
+from kvtier_core.directory.authority import Directory
+from kvtier_core.directory.ids import (
+    KEY_BYTES,
+    NO_LINE,
+    NO_NAMESPACE,
+    NO_PRODUCER,
+    NO_TIER,
+    ChunkState,
+    ReplicaState,
+    block_id,
+    is_block_id,
+    logical_id,
+    recency_key,
+)
+from kvtier_core.directory.replicas import Replica, ReplicaTable
+
+__all__ = [
+    "KEY_BYTES",
+    "NO_LINE",
+    "NO_NAMESPACE",
+    "NO_PRODUCER",
+    "NO_TIER",
+    "ChunkState",
+    "Directory",
+    "Replica",
+    "ReplicaState",
+    "ReplicaTable",
+    "block_id",
+    "is_block_id",
+    "logical_id",
+    "recency_key",
+]

@@ -1,0 +1,59 @@
+"""Columns in reserved address space: an array has its full length at once, and memory where it was written.
+
+Why it exists: a directory that doubles its arrays holds old and new at the same time, just when memory is
+short, and stops everyone while it copies. Here growth is a page fault. It must not know what the columns
+mean.
+
+Anonymous private mappings; untouched pages cost nothing and read as zero, so zero means "absent" in every
+column.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier_core.errors import CoreError, Reason
+
+# Linux's value; Python 3.11 does not name it. The reservation must not count as memory in use.
+_MAP_NORESERVE = 0x4000
+
+_FORMATS: dict[str, str] = {
+    "int8": "b",
+    "uint8": "B",
+    "uint16": "H",
+    "int32": "i",
+    "uint32": "I",
+    "int64": "q",
+    "uint64": "Q",
+    "float32": "f",
+}
+
+
+class Column:
+    """`length` numbers of one type. array: for whole-column work. cells: for single numbers, several times
+    faster there than numpy's scalars; assigning what does not fit raises ValueError. raw: the same memory as
+    bytes."""
+
+    __slots__ = ("array", "cells", "raw")
+
+    def __init__(self, length: int, dtype: str) -> None:
+        size = max(1, length * np.dtype(dtype).itemsize)
+        self.raw = reserve(size)
+        self.array: NDArray[Any] = np.frombuffer(self.raw, dtype=dtype, count=length)
+        used: Any = memoryview(self.raw)[: length * np.dtype(dtype).itemsize]
+        self.cells: memoryview[Any] = used.cast(_FORMATS[dtype])
+
+
+def reserve(size: int) -> mmap.mmap:
+    """`size` bytes of zeroed address space without memory behind it. NO_DESTINATION_CAPACITY when the system
+    refuses (strict overcommit, an address space limit)."""
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError as error:
+        raise CoreError(
+            Reason.NO_DESTINATION_CAPACITY, f"{size} bytes of address space are refused: {error}"
+        ) from error
