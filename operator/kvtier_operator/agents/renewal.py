@@ -28,7 +28,8 @@ from kvtier_operator.ports import (
 )
 from kvtier_operator.rollout.grants import cache_ref, fence_of
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL
-from kvtier_operator.rollout.status import from_status
+from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.status import StatusUnreadable, from_status
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class LeaseRenewer:
     def __init__(self, deps: Deps) -> None:
         self._deps = deps
         self._due: dict[str, float] = {}
+        self._unreadable: dict[str, str] = {}
         self._reads = asyncio.Semaphore(MAX_READS)
 
     async def run(self) -> None:
@@ -79,7 +81,10 @@ class LeaseRenewer:
             self._due.clear()
             return IDLE_SECONDS
         now = self._deps.clock.monotonic()
-        rollouts = [obj for obj in self._deps.store.list_all(Kind.KV_ROLLOUT) if _may_hold(obj)]
+        seen = self._deps.store.list_all(Kind.KV_ROLLOUT)
+        known = {obj["metadata"]["uid"] for obj in seen}
+        self._unreadable = {uid: version for uid, version in self._unreadable.items() if uid in known}
+        rollouts = [obj for obj in seen if self._may_hold(obj)]
         uids = {obj["metadata"]["uid"] for obj in rollouts}
         self._due = {uid: due for uid, due in self._due.items() if uid in uids}
         ready = [obj for obj in rollouts if self._due.get(obj["metadata"]["uid"], 0.0) <= now]
@@ -105,7 +110,9 @@ class LeaseRenewer:
             _log.warning("lease not renewed", extra={"rollout": str(key), "error": str(error)})
             self._schedule(metadata["uid"], started, ttl, share=RETRY_SHARE)
             return None
-        state = from_status(rollout.get("status") or {})
+        state = self._state(rollout)
+        if state is None:
+            return None
         agreed = (cache.get("status") or {}).get("fence") == state.fence
         deleting = "deletionTimestamp" in rollout["metadata"] or "deletionTimestamp" in cache["metadata"]
         same = rollout["metadata"]["uid"] == metadata["uid"]
@@ -158,6 +165,27 @@ class LeaseRenewer:
         ]
         self._wake(refused)
 
+    def _may_hold(self, seen: JsonObject) -> bool:
+        """By the read cache, which may be behind: the server is asked before anything is renewed."""
+        metadata = seen["metadata"]
+        if self._unreadable.get(metadata["uid"]) == metadata.get("resourceVersion"):
+            return False
+        state = self._state(seen)
+        return state is not None and state.holds_candidate
+
+    def _state(self, rollout: JsonObject) -> RolloutState | None:
+        """None when the status cannot be read: its leases end, the others do not. It is read again when it
+        has changed; the reconcile, which is woken once, tells people."""
+        metadata = rollout["metadata"]
+        try:
+            return from_status(rollout.get("status") or {})
+        except StatusUnreadable as error:
+            key = ObjectKey(Kind.KV_ROLLOUT, metadata["namespace"], metadata["name"])
+            _log.warning("leases not renewed", extra={"rollout": str(key), "error": str(error)})
+            self._unreadable[metadata["uid"]] = str(metadata.get("resourceVersion"))
+            self._deps.wake(key)
+            return None
+
     def _schedule(self, uid: str, now: float, ttl: float, *, share: float = PERIOD_SHARE) -> None:
         jitter = 1.0 - JITTER_SHARE * self._deps.randomness()
         self._due[uid] = now + ttl * share * jitter
@@ -172,12 +200,6 @@ class LeaseRenewer:
     def _wake(self, leases: Iterable[HeldLease]) -> None:
         for lease in leases:
             self._deps.wake(lease.key)
-
-
-def _may_hold(rollout: JsonObject) -> bool:
-    """By the read cache, which may be behind: the server is asked before anything is renewed."""
-    status = rollout.get("status") or {}
-    return bool(status.get("phase")) and from_status(status).holds_candidate
 
 
 def _ttl(rollout: JsonObject) -> float:

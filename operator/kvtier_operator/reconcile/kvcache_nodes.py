@@ -173,8 +173,7 @@ class CacheNodes:
         return {view.target.name: reason for view, reason in zip(views, results, strict=True) if reason}
 
     async def _remove(self, view: NodeView, cache: common.CacheRef, fence: int) -> str:
-        if not view.live:
-            return "its Lease has ended"
+        """Asks a node without a Lease too: when a namespace is deleted, Leases go before caches do."""
         try:
             state = await self._deps.agents.get_state(view.target)
             if not any(held.cache.uid == cache.uid for held in state.caches):
@@ -188,7 +187,7 @@ class CacheNodes:
         except AgentError as error:
             return "" if error.reason == "CACHE_UNKNOWN" else _short(error)
         except AgentUnreachable as error:
-            return _short(error)
+            return _short(error) if view.live else "its Lease has ended"
         return ""
 
 

@@ -14,6 +14,7 @@ from kvtier_operator.ports import (
     Deps,
     Done,
     EventType,
+    JsonObject,
     Kind,
     NotFound,
     ObjectKey,
@@ -28,7 +29,7 @@ from kvtier_operator.rollout.inputs import Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
 from kvtier_operator.rollout.state import RolloutState
-from kvtier_operator.rollout.status import as_written
+from kvtier_operator.rollout.status import StatusUnreadable, as_written
 from kvtier_operator.rollout.vocabulary import Phase, Stage
 from kvtier_operator.telemetry import trace_context
 
@@ -66,7 +67,11 @@ class KVRolloutReconciler:
             return Done()
         uid = rollout["metadata"]["uid"]
         kept = self._kept.setdefault(uid, Kept(written_at=self._deps.clock.monotonic()))
-        facts = await self._gatherer.gather(key, rollout, kept, run)
+        try:
+            facts = await self._gatherer.gather(key, rollout, kept, run)
+        except StatusUnreadable as error:
+            await self._tell_unreadable(rollout, kept, error)
+            raise
         plan = next_plan(facts.state, facts.inputs)
         if not plan.release and ROLLOUT_FINALIZER not in (rollout["metadata"].get("finalizers") or []):
             if facts.inputs.deleting:
@@ -106,6 +111,19 @@ class KVRolloutReconciler:
         if plan.requeue_after <= 0:
             return Done()
         return Requeue(plan.requeue_after, str(plan.state.stage))
+
+    async def _tell_unreadable(self, rollout: JsonObject, kept: Kept, error: StatusUnreadable) -> None:
+        """Once for each version of the object; the queue's backoff keeps the attempts apart."""
+        version = str(rollout["metadata"].get("resourceVersion"))
+        if kept.unreadable == version:
+            return
+        await self._deps.api.event(
+            rollout,
+            EventType.WARNING,
+            "StatusUnreadable",
+            f"nothing is granted, renewed or revoked for it until its status is mended: {error}"[:1000],
+        )
+        kept.unreadable = version
 
     # --- writing -----------------------------------------------------------------------------------------
 

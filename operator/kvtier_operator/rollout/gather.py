@@ -45,6 +45,7 @@ class Kept:
     compiled: tuple[object, Compiled] | None = None
     parsed: tuple[object, tuple[RolloutSpec | None, str]] | None = None
     written_at: float = 0.0
+    unreadable: str = ""
 
 
 @dataclass(frozen=True)

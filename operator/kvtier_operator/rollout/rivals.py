@@ -47,9 +47,10 @@ def _name(rollout: JsonObject) -> str:
 
 
 def _unfinished(rollout: JsonObject) -> bool:
+    """A phase that this version does not know is none that leaves the cache free."""
     phase = (rollout.get("status") or {}).get("phase") or Phase.PENDING
     leaving = "deletionTimestamp" in rollout["metadata"]
-    return Phase(phase) not in FINISHED and not (leaving and not _begun(rollout))
+    return phase not in FINISHED and not (leaving and not _begun(rollout))
 
 
 def _begun(rollout: JsonObject) -> bool:

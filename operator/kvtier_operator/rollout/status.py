@@ -274,10 +274,19 @@ def _condition(condition: Condition) -> Json:
     }
 
 
+class StatusUnreadable(ValueError):
+    """Somebody else, or another version, has written this status. Nothing may be decided on it."""
+
+
 def from_status(status: Mapping[str, Any]) -> RolloutState:
-    """The state that a former pass wrote; the first state when there is none."""
-    if not status.get("phase"):
-        return RolloutState()
+    """The state that a former pass wrote; the first state when there is none. Raises StatusUnreadable."""
+    try:
+        return _read(status) if status.get("phase") else RolloutState()
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise StatusUnreadable(f"{type(error).__name__}: {error}") from error
+
+
+def _read(status: Mapping[str, Any]) -> RolloutState:
     schedule = status.get("schedule") or {}
     candidate_hash, _, window_hash = str(status.get("specDigest") or "").partition(".")
     blocker, message = _blocker(status)

@@ -10,6 +10,7 @@ from kvtier.v1 import common_pb2 as common
 from kvtier_operator.agents.errors import ERROR_KEY, error_for
 from kvtier_operator.agents.renewal import LeaseRenewer
 from kvtier_operator.ports import AgentError, AgentUnreachable, NotLeader
+from kvtier_operator.rollout.status import StatusUnreadable
 from tests.unit.rollout.rollout_world import World, held
 
 
@@ -83,6 +84,47 @@ async def test_silent_agent_is_tried_again_before_its_lease_ends() -> None:
     world.sims["node-0"].cut_off = False
     await beat(world, renewer, 20)
     assert held(world) == ["node-0", "node-1"]
+
+
+async def test_unreadable_status_ends_its_own_leases_and_nobody_elses() -> None:
+    """Of another version, or edited by hand: the loop and the other rollouts go on, and it is told once."""
+    world = await granted()
+    broken = world.add_rollout("broken")
+    world.api.objects[broken]["status"] = {"phase": "Hovering", "stage": "Canary", "fence": 9}
+    woken: list[object] = []
+    object.__setattr__(world.deps, "wake", woken.append)
+    renewer = LeaseRenewer(world.deps)
+    await beat(world, renewer, 30)
+    assert held(world) == ["node-0", "node-1"]
+    assert woken == [broken]
+
+
+async def test_status_that_becomes_unreadable_is_not_renewed_until_it_is_mended() -> None:
+    world = await granted()
+    kept = world.status.get("carry")
+    renewer = LeaseRenewer(world.deps)
+    await beat(world, renewer, 5)
+    world.status["carry"] = {"cells": [{"gate": "output"}]}
+    world.api.objects[world.rollout]["metadata"]["resourceVersion"] = "900"
+    await beat(world, renewer, 11)
+    assert held(world) == []
+    world.status["carry"] = kept
+    world.api.objects[world.rollout]["metadata"]["resourceVersion"] = "901"
+    await world.until("Progressing", "Canary", limit=30)
+    await world.pass_()
+    await beat(world, renewer, 30)
+    assert held(world) == ["node-0", "node-1"]
+
+
+async def test_reconcile_tells_once_of_an_unreadable_status_and_fails() -> None:
+    world = await granted()
+    world.status["carry"] = {"cells": [{"gate": "output"}]}
+    for _ in range(3):
+        with pytest.raises(StatusUnreadable):
+            await world.operator.reconcile(world.rollout)
+    told = [text for reason, text in world.api.events if reason == "StatusUnreadable"]
+    assert len(told) == 1
+    assert "window" in told[0]
 
 
 async def test_who_does_not_lead_renews_nothing() -> None:

@@ -38,6 +38,7 @@ ME = rollout("me", 5, "Pending")
         pytest.param(rollout("older", 1, "RolledBack", "ExactBaseline"), "", id="returned"),
         pytest.param(rollout("older", 1, "Completed", "Full"), "", id="completed"),
         pytest.param(rollout("older", 1, "Invalid"), "", id="invalid"),
+        pytest.param(rollout("younger", 9, "Hovering", "Canary"), "younger", id="unknown-phase"),
         pytest.param(rollout("older", 1, "Progressing", "Canary", cache="other"), "", id="other-cache"),
     ],
 )
