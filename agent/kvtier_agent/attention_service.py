@@ -37,13 +37,11 @@ class _Received:
 
 
 class FrameCount:
-    """Attention frames of this agent that are queued or running; bounded, and awaited by a drain."""
+    """Attention frames of this agent that are queued or running; bounded, and looked at by a drain."""
 
     def __init__(self, bound: int, metrics: Metrics) -> None:
         self._bound = bound
         self._metrics = metrics
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.count = 0
 
     def enter(self) -> CoreError | None:
@@ -55,18 +53,12 @@ class FrameCount:
                 {"bound": str(self._bound)},
             )
         self.count += 1
-        self._idle.clear()
         self._metrics.frames_in_flight.set(self.count)
         return None
 
     def leave(self) -> None:
         self.count -= 1
         self._metrics.frames_in_flight.set(self.count)
-        if self.count == 0:
-            self._idle.set()
-
-    async def idle(self) -> None:
-        await self._idle.wait()
 
 
 class AttentionService(attention_pb2_grpc.AttentionServicer):

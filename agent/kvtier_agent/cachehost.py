@@ -45,7 +45,6 @@ _COUNTER_OF = {
     Reason.STALE_CACHE_GENERATION: REPLAY_FAILURES,
     Reason.SUPPORT_GAP: REPLAY_FAILURES,
 }
-_ALWAYS_ALLOWED_FALLBACKS = frozenset({"exactFetch", "reject"})
 
 
 @dataclass(frozen=True)
@@ -303,21 +302,13 @@ class CacheHost:
         return total
 
     def _check_fallback(self, session: Session, result: FrameResult) -> None:
-        """An approximate answer without permission, or a fallback the contract forbids, is counted."""
-        terms, window = session.assignment.terms, session.window
-        if terms is None or window is None:
+        """An approximate answer in a session that no candidate may serve is counted. A fallback of the core
+        is an exact fetch, which every contract allows."""
+        window = session.window
+        if session.assignment.terms is None or window is None:
             return
-        receipt = result.receipt
-        forbidden = (
-            bool(receipt.fallback)
-            and receipt.fallback not in terms.allowed_fallbacks | _ALWAYS_ALLOWED_FALLBACKS
-            and result.from_candidate
-        )
-        unpermitted = (
-            receipt.exactness is ExactnessClass.APPROXIMATE
-            and session.assignment.arm is not ServedArm.CANDIDATE
-        )
-        if forbidden or unpermitted:
+        approximate = result.receipt.exactness is ExactnessClass.APPROXIMATE
+        if approximate and session.assignment.arm is not ServedArm.CANDIDATE:
             self.evidence.zero_tolerance(window, ILLEGAL_FALLBACKS)
 
     def _count_refusal(self, window: WindowKey | None, assignment: Assignment, error: CoreError) -> None:

@@ -85,7 +85,6 @@ def grant_terms(request: control_pb2.GrantRequest, candidate: RuntimeManifest) -
             frozenset(request.blast_radius.tenants), frozenset(request.blast_radius.request_classes)
         ),
         selector=candidate.selector,
-        allowed_fallbacks=frozenset(fallback.value for fallback in candidate.contract.allowed_fallbacks),
         approved=request.approved,
     )
     terms.check()

@@ -160,11 +160,6 @@ class CacheEngine:
             del self._contexts[session_id]
             return self._store.drop(session)
 
-    def session_tenant(self, session_id: str, generation: int) -> str:
-        """Whose session it is. SESSION_UNKNOWN, GENERATION_STALE."""
-        with self._lock:
-            return self._session(session_id, generation).spec.tenant
-
     def _session(self, session_id: str, generation: int) -> Session:
         session = self._sessions.get(session_id)
         if session is None:

@@ -17,7 +17,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.fences import Judgement
-from kvtier_core.release.leases import NANOS_PER_MS, FenceToken, GrantTerms, Lease
+from kvtier_core.release.leases import NANOS_PER_MS, GrantTerms, Lease
 from kvtier_evidence import assignment
 
 Clock = Callable[[], int]
@@ -233,10 +233,6 @@ class CacheEnforcement:
         finally:
             with self._lock:
                 self._in_flight -= 1
-
-    def fence(self) -> FenceToken | None:
-        held = self.lease()
-        return None if held is None else held.terms.fence
 
     def _lease_of(self, session: Assignment) -> Lease | None:
         held = self.lease()

@@ -51,7 +51,6 @@ class GrantTerms:
     sample_fraction: Decimal
     blast_radius: BlastRadius
     selector: Any
-    allowed_fallbacks: frozenset[str] = frozenset()
     approved: bool = False
 
     def check(self) -> None:
