@@ -211,6 +211,21 @@ async def test_deletion_raises_the_fence_then_empties_every_agent_then_lets_go()
     assert UID not in bench.agents.caches["b"]
 
 
+async def test_deletion_empties_a_node_that_has_lost_its_lease_but_answers() -> None:
+    """As all do whose namespace is deleted: Leases go at once, caches wait for their finalizer."""
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    await settle(bench, reconciler)
+    bench.clock.advance(3600)
+    bench.api.mark_deleted(KEY, bench.clock.now())
+    bench.renew("a")
+    assert [view.live for view in bench.deps.fleet.members("serving", "default")] == [True, False]
+    await reconciler.reconcile(KEY)
+    assert KEY not in bench.api.objects
+    assert UID not in bench.agents.caches["a"]
+    assert UID not in bench.agents.caches["b"]
+
+
 async def test_deletion_does_not_wait_for_ever_for_a_node_that_is_gone() -> None:
     bench = bench_with()
     reconciler = KVCacheReconciler(bench.deps)
