@@ -7,7 +7,9 @@ no kubelet here either, so Pods that are bound to a Node are ended by the test.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +24,16 @@ from tests.cluster.operator_harness import (
     agent_pool,
     apply,
     install,
+    kv_cache,
     operator,
     tier_class,
+    wait_condition,
 )
+from tests.cluster.rollout_fake_agent import RolloutFakeAgent
 
 # The fixture may have to build a program first; that wait has its own deadline.
 pytestmark = pytest.mark.timeout(120, func_only=True)
+PLAN = json.dumps({"prompts": [{"digest": "a"}, {"digest": "b"}]})
 POLICIES = Path(__file__).resolve().parents[2] / "charts" / "kvtier" / "rbac" / "policies.yaml"
 
 
@@ -51,6 +57,61 @@ class World:
         metadata = {"name": name, "labels": {"kvtier.dev/test-pool": pool}}
         apply(self.cluster, {"apiVersion": "v1", "kind": "Node", "metadata": metadata})
         self.cluster.kubectl("patch", "node", name, "--type=merge", '-p={"spec": {"taints": null}}')
+
+
+@dataclass(frozen=True)
+class Served:
+    """A cache that is served in a namespace, and the agent that serves it."""
+
+    namespace: str
+    uid: str
+    agent: RolloutFakeAgent
+
+
+def probes(namespace: str) -> dict[str, Any]:
+    metadata = {"name": "golden", "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"plan.json": PLAN}}
+
+
+def selector(namespace: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "kvtier.dev/v1alpha1",
+        "kind": "KVSelector",
+        "metadata": {"name": "quest-64", "namespace": namespace},
+        "spec": {
+            "family": "quest",
+            "quest": {},
+            "budget": {"tokens": 64, "capPolicy": "truncate"},
+            "persistentRows": {"sink": 4, "recent": 8},
+        },
+    }
+
+
+def long_rollout(namespace: str) -> dict[str, Any]:
+    """It stays in its first stage for as long as a test may last."""
+    output = {"name": "output", "metric": "outputRelativeError", "max": "0.5", "quantile": 75}
+    quality = {"name": "quality", "metric": "taskScoreDrop", "max": "0.25", "probeRef": {"name": "golden"}}
+    return {
+        "apiVersion": "kvtier.dev/v1alpha1",
+        "kind": "KVRollout",
+        "metadata": {"name": "rollout", "namespace": namespace},
+        "spec": {
+            "cacheRef": {"name": "cache"},
+            "candidate": {"selectorRef": {"name": "quest-64"}},
+            "stages": [
+                {"name": "Shadow", "minDuration": "10m", "sampleFraction": "100%", "minSamples": 30},
+                {"name": "Canary", "trafficFraction": "50%", "minDuration": "1s", "minSamples": 30},
+                {"name": "Full", "soak": "1s", "holdback": "50%", "minSamples": 30},
+            ],
+            "gates": [
+                {**output, "minSamples": 30, "designEffect": "1"},
+                {**quality, "scope": "ProbeSet"},
+            ],
+            "evidence": {"settle": "1s", "warmup": "0s"},
+            "leaseTTL": "12s",
+            "progressDeadline": "30m",
+        },
+    }
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +202,64 @@ def test_a_deleted_pool_takes_all_that_it_became_with_it(world: World) -> None:
     eventually(lambda: not world.names("pods", namespace), 20, what="its Pod is collected")
     eventually(world.operator.idle, 20)
     assert not owned & set(world.names(kinds, namespace)), "the operator made them again"
+
+
+@pytest.fixture
+def served(world: World) -> Iterator[Served]:
+    """A namespace with a pool, one agent, a ready cache and a rollout that holds a candidate in Shadow."""
+    namespace = world.pool(f"ctl-served-{uuid.uuid4().hex[:6]}")
+    agent = RolloutFakeAgent(
+        world.cluster,
+        world.folder,
+        f"{namespace}-a",
+        namespace=namespace,
+        pool=namespace,
+        lease_seconds=600,
+        probe_digest=f"sha256:{hashlib.sha256(PLAN.encode()).hexdigest()}",
+    )
+    try:
+        agent.start()
+        apply(world.cluster, selector(namespace), probes(namespace))
+        apply(world.cluster, kv_cache("cache", namespace, namespace, contract={"exactness": "approximate"}))
+        cache = wait_condition(world.cluster, "kvcache/cache", namespace, "Ready", "True", timeout=30)
+        uid = cache["metadata"]["uid"]
+        apply(world.cluster, long_rollout(namespace))
+        eventually(lambda: agent.state.candidate(uid), 30, what="the agent holds the candidate")
+        yield Served(namespace, uid, agent)
+    finally:
+        # Its Lease is not given back: a test may have deleted the namespace and with it the agent's identity.
+        agent.stop(release=False)
+        agent.cleanup()
+
+
+def test_revisions_go_with_their_cache(world: World, served: Served) -> None:
+    world.cluster.kubectl("delete", "kvrollout", "rollout", "-n", served.namespace, "--timeout=30s")
+
+    def revisions() -> list[str]:
+        listed = world.cluster.get("controllerrevisions", "-n", served.namespace)["items"]
+        return [
+            one["metadata"]["name"]
+            for one in listed
+            if any(owner["uid"] == served.uid for owner in one["metadata"].get("ownerReferences", []))
+        ]
+
+    assert len(revisions()) == 2, "the baseline's and the candidate's"
+    world.cluster.kubectl("delete", "kvcache", "cache", "-n", served.namespace, "--timeout=30s")
+    eventually(lambda: not revisions(), 30, what="the revisions are collected")
+    assert served.uid in served.agent.state.removed
+
+
+def test_a_namespace_ends_while_its_cache_is_served(world: World, served: Served) -> None:
+    """All its objects are deleted at once, in no order; the operator releases what has a finalizer."""
+    world.cluster.kubectl("delete", "namespace", served.namespace, "--wait=false")
+    # A kubelet's part: without one the agent's Pod stays.
+    world.cluster.kubectl("delete", "pod", "--all", "-n", served.namespace, "--force", "--grace-period=0")
+
+    def explain() -> str:
+        kinds = "kvcaches,kvrollouts,agentpools,daemonsets,pods,leases"
+        left = world.cluster.kubectl("get", kinds, "-n", served.namespace, "-o", "yaml", check=False).stdout
+        return world.cluster.kubectl("get", "namespace", served.namespace, "-o", "yaml").stdout + left
+
+    gone = ("get", "namespace", served.namespace, "--ignore-not-found", "-o", "name")
+    eventually(lambda: not world.cluster.kubectl(*gone).stdout, 90, on_failure=explain)
+    assert served.uid in served.agent.state.removed
