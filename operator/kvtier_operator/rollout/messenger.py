@@ -23,6 +23,7 @@ from kvtier_operator.rollout.vocabulary import LEASE_GRACE
 _log = logging.getLogger(__name__)
 
 MIN_GRANT_SECONDS, MAX_GRANT_SECONDS = 1.0, 5.0
+REVOKE_SECONDS = 5.0
 REBOOTED = "BOOT_ID_MISMATCH"
 
 
@@ -54,7 +55,12 @@ class Messenger:
     async def send(
         self, sent: Sent, rpc: Rpc, target: AgentTarget, view: AgentView, memory: Memory
     ) -> AgentView:
-        """Never raises for what an agent may answer; NotLeader passes through."""
+        """Never raises for what an agent may answer; NotLeader passes through. One deadline for all of it: a
+        grant that arrives later than the grace would begin a lease that is said to have ended."""
+        budget = REVOKE_SECONDS
+        if isinstance(rpc, Grant) and sent.spec is not None:
+            budget = grant_deadline(sent.spec.lease_ttl)
+        until = self._deps.clock.monotonic() + budget
         uid, attempt = sent.uid, sent.state.attempt
         attributes: dict[str, str | int | float | bool] = {
             "kvtier.node": target.name,
@@ -63,7 +69,7 @@ class Messenger:
         kind = "grant" if isinstance(rpc, Grant) else "revoke"
         with self._deps.telemetry.span(f"rollout.{kind}", attributes, uid=uid, attempt=attempt):
             try:
-                return await self._once(sent, rpc, target, view, memory)
+                return await self._once(sent, rpc, target, view, memory, budget)
             except AgentError as error:
                 if error.reason != REBOOTED or not error.facts.get("boot_id"):
                     return await self._refused(sent, rpc, view, error)
@@ -72,21 +78,26 @@ class Messenger:
                 memory.boots[target.name] = target.boot_id
             except AgentUnreachable as error:
                 return self._silent(view, error)
+            left = until - self._deps.clock.monotonic()
+            if left <= 0:
+                return self._silent(view, AgentUnreachable(target.name, "DEADLINE_EXCEEDED", "it restarted"))
             try:
-                return await self._once(sent, rpc, target, view, memory)
+                return await self._once(sent, rpc, target, view, memory, left)
             except AgentError as error:
                 return await self._refused(sent, rpc, view, error)
             except AgentUnreachable as error:
                 return self._silent(view, error)
 
     async def _once(
-        self, sent: Sent, rpc: Rpc, target: AgentTarget, view: AgentView, memory: Memory
+        self, sent: Sent, rpc: Rpc, target: AgentTarget, view: AgentView, memory: Memory, seconds: float
     ) -> AgentView:
         if isinstance(rpc, Grant):
-            return await self._grant(sent, target, view, memory)
-        return await self._revoke(sent, rpc, target, view, memory)
+            return await self._grant(sent, target, view, memory, seconds)
+        return await self._revoke(sent, rpc, target, view, memory, seconds)
 
-    async def _grant(self, sent: Sent, target: AgentTarget, view: AgentView, memory: Memory) -> AgentView:
+    async def _grant(
+        self, sent: Sent, target: AgentTarget, view: AgentView, memory: Memory, seconds: float
+    ) -> AgentView:
         if sent.spec is None:
             return view
         request = grant_request(
@@ -98,10 +109,9 @@ class Messenger:
             boot_id=target.boot_id,
             nonce=self._deps.nonce(),
         )
-        deadline = grant_deadline(sent.spec.lease_ttl)
         # Noted before it is sent: an answer that is lost may still have granted.
         memory.held.add(target.name)
-        answer = await self._deps.agents.grant(target, request, deadline_seconds=deadline)
+        answer = await self._deps.agents.grant(target, request, deadline_seconds=seconds)
         memory.boots[target.name] = answer.boot_id
         return replace(
             view,
@@ -117,7 +127,7 @@ class Messenger:
         )
 
     async def _revoke(
-        self, sent: Sent, rpc: Revoke, target: AgentTarget, view: AgentView, memory: Memory
+        self, sent: Sent, rpc: Revoke, target: AgentTarget, view: AgentView, memory: Memory, seconds: float
     ) -> AgentView:
         nonce = self._deps.nonce()
         request = revoke_request(
@@ -128,7 +138,7 @@ class Messenger:
             boot_id=target.boot_id,
             nonce=nonce,
         )
-        answer = await self._deps.agents.revoke(target, request)
+        answer = await self._deps.agents.revoke(target, request, deadline_seconds=seconds)
         proof = checked(answer.proof, nonce, target.boot_id)
         memory.boots[target.name] = answer.proof.boot_id
         memory.proofs[target.name] = proof

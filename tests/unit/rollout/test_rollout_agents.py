@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from kvtier_operator.ports import AgentError
 from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import Look
+from kvtier_operator.rollout.messenger import REVOKE_SECONDS, grant_deadline
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
@@ -66,6 +70,37 @@ async def test_restarted_agent_is_granted_again_under_the_same_evidence() -> Non
     assert held(world) == ["node-0", "node-1"]
     assert world.status["window"] == window
     assert "resumes" not in world.status or world.status["resumes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("took", "tries"), [pytest.param(0.4, 2, id="time-left"), pytest.param(1.0, 1, id="no-time-left")]
+)
+@pytest.mark.parametrize("verb", ["grant", "revoke"])
+async def test_command_that_met_a_restarted_agent_has_one_deadline(
+    verb: str, took: float, tries: int
+) -> None:
+    """A grant is on its way for at most the grace that expiry allows for, however often it is sent."""
+    world = World(nodes=1, leaseTTL="30s")
+    await to_canary(world)
+    sent: list[float] = []
+    original = getattr(world.deps.agents, verb)
+
+    async def slow(node: Any, request: Any, *, deadline_seconds: float) -> Any:
+        sent.append(deadline_seconds)
+        if len(sent) == 1:
+            world.clock.seconds += took * deadline_seconds
+            raise AgentError(node.name, "BOOT_ID_MISMATCH", "restarted", 0.0, {"boot_id": node.boot_id})
+        return await original(node, request, deadline_seconds=deadline_seconds)
+
+    setattr(world.deps.agents, verb, slow)
+    if verb == "grant":
+        world.sims["node-0"].boot()
+    else:
+        world.intent("Abort", 1)
+    await world.pass_()
+    whole = sent[0]
+    assert sent[1:2] == [pytest.approx(whole * (1 - took))][: tries - 1]
+    assert whole == (grant_deadline(30.0) if verb == "grant" else REVOKE_SECONDS)
 
 
 async def test_silent_agent_is_said_and_holds_the_step() -> None:
