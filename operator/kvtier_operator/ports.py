@@ -11,7 +11,7 @@ leader, telemetry, metrics)`, which is an `Agents`, with `tls: AgentTls`; and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -399,6 +399,9 @@ class Agents(Protocol):
         *,
         deadline_seconds: float | None = None,
     ) -> control.ReadEvidenceResponse: ...
+
+    def retain(self, names: Container[str]) -> None:
+        """Closes the channels of all agents but these. A call to another one connects anew."""
 
     async def close(self) -> None: ...
 

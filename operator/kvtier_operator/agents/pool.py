@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -156,6 +156,10 @@ class GrpcAgents:
     ) -> control.ReadEvidenceResponse:
         return await self._call(node, "ReadEvidence", request, control.ReadEvidenceResponse, deadline_seconds)
 
+    def retain(self, names: Container[str]) -> None:
+        for name in [name for name in self._connections if name not in names]:
+            self._retire(name, self._connections.pop(name))
+
     async def close(self) -> None:
         connections, self._connections = list(self._connections.values()), {}
         for connection in connections:
@@ -251,7 +255,11 @@ class GrpcAgents:
         fresh = _Connection(node.address, channel, stub, asyncio.Semaphore(MAX_PER_NODE))
         self._connections[node.name] = fresh
         if known is not None:
-            task = asyncio.create_task(known.channel.close(CLOSE_GRACE_SECONDS), name=f"close-{node.name}")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._retire(node.name, known)
         return fresh
+
+    def _retire(self, name: str, connection: _Connection) -> None:
+        """Calls that are under way get a moment to end."""
+        task = asyncio.create_task(connection.channel.close(CLOSE_GRACE_SECONDS), name=f"close-{name}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

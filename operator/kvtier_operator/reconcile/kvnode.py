@@ -95,6 +95,8 @@ class KVNodeReconciler:
         if node is None:
             self._liveness.pop(key.name, None)
             self._boots.pop(key.name, None)
+            # All that are left, not only this one's: a deletion that was missed is made up for.
+            deps.agents.retain({node["metadata"]["name"] for node in deps.store.list_all(Kind.KV_NODE)})
             return Done()
         namespace, pool = pool_of(node)
         view = next((v for v in deps.fleet.members(namespace, pool) if v.target.name == key.name), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -221,6 +221,7 @@ class FakeAgents:
         self.down: set[str] = set()
         self.calls: list[str] = []
         self.used: dict[str, int] = {}
+        self.retained: Container[str] | None = None
 
     def _node(self, node: AgentTarget) -> dict[str, list[Any]]:
         if node.name in self.down:
@@ -298,6 +299,9 @@ class FakeAgents:
         raise AssertionError("a KVCache grants nothing")
 
     renew = revoke = read_evidence = grant
+
+    def retain(self, names: Container[str]) -> None:
+        self.retained = names
 
     async def close(self) -> None:
         return None

@@ -136,6 +136,17 @@ async def test_calls_that_hang_do_not_hold_up_renewals() -> None:
     await asyncio.gather(*slow, return_exceptions=True)
 
 
+async def test_channels_of_agents_that_are_gone_are_closed() -> None:
+    bench = Bench()
+    for name in ("a", "b", "c"):
+        await bench.agents.get_state(node(name))
+    bench.agents.retain({"a", "d"})
+    await bench.agents.get_state(node("a"))
+    await bench.agents.get_state(node("b", "b:2"))
+    await bench.agents.close()
+    assert sorted(bench.wire.closed) == ["a:1", "b:1", "b:2", "c:1"]
+
+
 async def test_an_agent_at_another_address_is_connected_anew() -> None:
     bench = Bench()
     await bench.agents.get_state(node("a", "here:1"))

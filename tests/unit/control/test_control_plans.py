@@ -233,6 +233,15 @@ def test_a_released_lease_is_not_alive() -> None:
     assert not StoreFleet(bench.store, bench.clock).members("serving", "default")[0].live
 
 
+async def test_channels_are_kept_for_the_nodes_that_are_left() -> None:
+    bench = Bench()
+    bench.add_node("a")
+    bench.add_node("b")
+    bench.store.remove(ObjectKey(Kind.KV_NODE, "", "b"))
+    await kvnode.KVNodeReconciler(bench.deps).reconcile(ObjectKey(Kind.KV_NODE, "", "b"))
+    assert bench.agents.retained == {"a"}
+
+
 # --- Selectors and classes -------------------------------------------------------------------------------
 
 

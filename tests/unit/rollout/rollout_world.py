@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -405,6 +405,9 @@ class Agents:
         raise AssertionError("the KVCache's reconcile applies baselines")
 
     remove_cache = prove = read_evidence = apply_baseline
+
+    def retain(self, names: Container[str]) -> None:
+        return None
 
     async def close(self) -> None:
         return None
