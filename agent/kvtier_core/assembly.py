@@ -15,7 +15,15 @@ import torch
 from kvtier_core.checksums import SUPPORTED
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import CODEC_IDENTITY, ChunkLayout
-from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, Tier, TierCapability, TierMount, slots_for
+from kvtier_core.tiers.base import (
+    DEFAULT_CAPABILITY,
+    MediumKind,
+    Tier,
+    TierCapability,
+    TierMount,
+    slot_stride,
+    slots_for,
+)
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.fileops import FileOps
 from kvtier_core.tiers.gpu import GpuTier
@@ -174,11 +182,11 @@ def _build(
                 f"the manifest is of device kind {manifest.device_kind}, tier {name} runs on {kind}",
                 {"tier_class": name},
             )
-        slots = slots_for(entry.budget_bytes, layout.payload_bytes)
+        slots = slots_for(entry.budget_bytes, slot_stride(layout))
         return GpuTier(name, layout, slots, device=device, capability=capability)
     if mount.medium is MediumKind.CPU:
         return CpuTier(
-            name, layout, slots_for(entry.budget_bytes, layout.payload_bytes), capability=capability
+            name, layout, slots_for(entry.budget_bytes, slot_stride(layout)), capability=capability
         )
     if mount.folder is None:
         raise CoreError(Reason.STORAGE_UNAVAILABLE, f"tier {name} has no folder on this node")

@@ -7,6 +7,7 @@ sessions, layers or attention.
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +22,13 @@ from torch import Tensor
 
 from kvtier_core.checksums import checksum
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.layout import CODEC_IDENTITY, LAYOUT_ID, ChunkLayout
+from kvtier_core.layout import CODEC_IDENTITY, FLOAT_BYTES, LAYOUT_ID, ChunkLayout
 from kvtier_core.tiers.slots import BlockIdentity as BlockIdentity
 from kvtier_core.tiers.slots import SlotRef as SlotRef
 from kvtier_core.tiers.slots import SlotState as SlotState
 from kvtier_core.tiers.slots import SlotTable as SlotTable
-from kvtier_core.tiers.staging import StagingBuffer
-from kvtier_core.tiers.transfer import Landing, TransferItem, TransferSink
+from kvtier_core.tiers.staging import PAGE, StagingBuffer
+from kvtier_core.tiers.transfer import Landing, TransferItem, TransferSink, move_bytes
 
 
 class MediumKind(StrEnum):
@@ -127,9 +128,15 @@ class Tier(ABC):
     def used_bytes(self) -> int:
         return self.slots.used * self.slot_bytes
 
-    def reserve(self, owner: int) -> SlotRef:
-        """A slot that nobody can read yet. NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE."""
-        return self.slots.reserve(owner)
+    def reserve(self, owner: int, namespace: bytes = b"") -> SlotRef:
+        """A slot that nobody can read yet, with memory that no other namespace ever sees.
+        NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE."""
+        return self.slots.reserve(owner, namespace)
+
+    def poll(self) -> int:
+        """Reports batches that the device has ended, or whose deadline came, to their sinks; returns how many
+        items are still in flight. Tiers that report from threads of their own have nothing to do here."""
+        return 0
 
     @abstractmethod
     def write(
@@ -173,9 +180,8 @@ class Tier(ABC):
         QUEUE_FULL is raised before anything starts, and the sink hears nothing then. Every other error,
         DEADLINE included, is an item's: what `read` raises, told through the sink. This default runs
         inline, in order."""
-        buffer = StagingBuffer(self.layout)
         for index, item in enumerate(items):
-            settle(sink, index, partial(self._read_into, item, deadline, buffer))
+            settle(sink, index, partial(self._read_item, item, deadline))
 
     def submit_write(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
         """Starts writing landings into reserved slots. `done(index, None)`: all bytes arrived and the slot is
@@ -184,7 +190,7 @@ class Tier(ABC):
         QUEUE_FULL is raised before anything starts. Every other error is an item's, told through the sink;
         after one, the slot is in no state to publish. This default runs inline, in order."""
         for index, item in enumerate(items):
-            settle(sink, index, partial(self._write_from, item, deadline))
+            settle(sink, index, partial(self._write_item, item, deadline))
 
     def landing(self, ref: SlotRef) -> Landing:
         """Where the slot's payload lies: `body` is exactly `layout.payload_bytes`, its address a multiple of
@@ -200,13 +206,19 @@ class Tier(ABC):
         TIER_INCAPABLE, RECYCLED_DESTINATION, NOT_VISIBLE."""
         raise CoreError(Reason.TIER_INCAPABLE, f"tier {self.name} has no memory to land in")
 
-    def _read_into(self, item: TransferItem, deadline: float, scratch: StagingBuffer | None) -> None:
-        buffer = scratch or StagingBuffer(self.layout)
+    def _read_item(self, item: TransferItem, deadline: float) -> None:
+        buffer = StagingBuffer(self.layout)
         self.read(item.ref, item.identity, buffer, deadline)
-        item.landing.body[:] = buffer.body
+        move_bytes(item.landing.body, buffer.body)
 
-    def _write_from(self, item: TransferItem, deadline: float) -> None:
-        done = self.write(item.ref, self._payload_at(item.landing), item.identity, deadline)
+    def _write_item(self, item: TransferItem, deadline: float) -> None:
+        body = item.landing.body
+        if len(body) != self.layout.payload_bytes:
+            raise CoreError(
+                Reason.SHORT_COPY, f"{len(body)} bytes are no payload of {self.layout.payload_bytes}"
+            )
+        payload = torch.frombuffer(body, dtype=torch.float32).view(self.layout.shape)
+        done = self.write(item.ref, payload, item.identity, deadline)
         if done != item.identity.length:
             raise CoreError(
                 Reason.SHORT_COPY,
@@ -214,15 +226,6 @@ class Tier(ABC):
                 {"tier": self.name, "slot": item.ref.slot},
             )
         self.validate(item.ref, item.identity, deadline)
-
-    def _payload_at(self, landing: Landing) -> Tensor:
-        """The landing's bytes as a payload, without a copy. SHORT_COPY when they are not one payload."""
-        if len(landing.body) != self.layout.payload_bytes:
-            raise CoreError(
-                Reason.SHORT_COPY,
-                f"a landing of {len(landing.body)} bytes is no payload of {self.layout.payload_bytes}",
-            )
-        return torch.frombuffer(landing.body, dtype=torch.float32).view(self.layout.shape)
 
     # Tiers that attention reads in place.
 
@@ -257,29 +260,27 @@ def settle(sink: TransferSink, index: int, work: Callable[[], None]) -> None:
 
 
 class PoolTier(Tier):
-    """Slots as one tensor [slots, 2, Hk, C, d]: the common part of GPU and CPU tiers."""
+    """Slots in memory that kernels read in place: the common part of GPU and CPU tiers. A subclass says
+    where a slot's payload lies; it sets `pool` when that is one tensor [slots, 2, Hk, C, d]."""
 
-    def __init__(
-        self,
-        name: str,
-        layout: ChunkLayout,
-        capability: TierCapability,
-        slots: int,
-        pool: Tensor,
-        clock: Callable[[], float] | None = None,
-    ) -> None:
-        super().__init__(name, layout, capability, slots, clock)
-        self.pool = pool
+    pool: Tensor
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one slot to the next."""
+        return slot_stride(self.layout)
 
     @property
     def slot_bytes(self) -> int:
-        return self.layout.payload_bytes
+        return self.stride
 
-    def reserve(self, owner: int) -> SlotRef:
-        ref = super().reserve(owner)
-        # A former owner's rows must neither leak nor meet a kernel as NaN in padding.
-        self.pool[ref.slot].zero_()
-        return ref
+    def payload(self, slot: int) -> Tensor:
+        """The payload [2, Hk, C, d] at `slot` in place, whatever its state."""
+        return self.pool[slot]
+
+    def body(self, slot: int) -> memoryview:
+        """The payload's bytes: in place in host memory, else a copy of them."""
+        return tensor_bytes(self.payload(slot))
 
     def append(self, ref: SlotRef, first_row: int, k: Tensor, v: Tensor) -> None:
         if not self.capability.appendable:
@@ -287,19 +288,19 @@ class PoolTier(Tier):
         self.slots.check(ref, SlotState.PUBLISHED)
         if first_row < 0 or first_row + k.shape[0] > self.layout.chunk_tokens:
             raise CoreError(Reason.FRAME_INVALID, f"rows {first_row}+{k.shape[0]} leave the chunk")
-        self.layout.write_rows(self.pool[ref.slot], first_row, k, v)
+        self.layout.write_rows(self.payload(ref.slot), first_row, k, v)
 
     def view(self, ref: SlotRef) -> Tensor:
         if not self.capability.kernel_readable:
             return super().view(ref)
         self.slots.check(ref, SlotState.PUBLISHED)
-        return self.pool[ref.slot]
+        return self.payload(ref.slot)
 
     def landing(self, ref: SlotRef) -> Landing:
         if not self.host_memory:
             return super().landing(ref)
         self.slots.check(ref, SlotState.RESERVED, SlotState.WRITTEN, SlotState.VALIDATED, SlotState.PUBLISHED)
-        return Landing(tensor_bytes(self.pool[ref.slot]))
+        return Landing(self.body(ref.slot))
 
     def filled(self, ref: SlotRef) -> None:
         if not self.host_memory:
@@ -309,55 +310,84 @@ class PoolTier(Tier):
     def write(
         self, ref: SlotRef, payload: Tensor, identity: BlockIdentity, deadline: float | None = None
     ) -> int:
+        """One copy into the slot. The whole payload is overwritten, so that nothing of a former owner
+        stays."""
         self.slots.check(ref, SlotState.RESERVED)
         self.check_deadline(deadline)
-        self.pool[ref.slot].copy_(payload)
+        self.payload(ref.slot).copy_(payload)
         self.slots.advance(ref, SlotState.WRITTEN, SlotState.RESERVED)
         return self.layout.payload_bytes
+
+    def _read_item(self, item: TransferItem, deadline: float) -> None:
+        """One memmove into the landing, verified there."""
+        if not self.host_memory:
+            super()._read_item(item, deadline)
+            return
+        self.slots.check(item.ref, SlotState.PUBLISHED)
+        self.check_deadline(deadline)
+        move_bytes(item.landing.body, self.body(item.ref.slot))
+        self.verify(item.landing.body, item.identity)
+
+    def _write_item(self, item: TransferItem, deadline: float) -> None:
+        """One memmove into the slot, verified there."""
+        if not self.host_memory:
+            super()._write_item(item, deadline)
+            return
+        self.slots.check(item.ref, SlotState.RESERVED)
+        self.check_deadline(deadline)
+        move_bytes(self.body(item.ref.slot), item.landing.body)
+        self.slots.advance(item.ref, SlotState.WRITTEN, SlotState.RESERVED)
+        self.validate(item.ref, item.identity, deadline)
 
     def validate(self, ref: SlotRef, identity: BlockIdentity, deadline: float | None = None) -> None:
         self.slots.check(ref, SlotState.WRITTEN)
         self.check_deadline(deadline)
-        self._verify(self.pool[ref.slot], identity)
+        self.verify(self.body(ref.slot), identity)
         self.slots.advance(ref, SlotState.VALIDATED, SlotState.WRITTEN)
 
     def read(
         self, ref: SlotRef, identity: BlockIdentity, buffer: StagingBuffer, deadline: float | None = None
     ) -> None:
-        self._read_payload(ref, identity, buffer.payload, deadline)
-
-    def _read_into(self, item: TransferItem, deadline: float, scratch: StagingBuffer | None) -> None:
-        self._read_payload(item.ref, item.identity, self._payload_at(item.landing), deadline)
-
-    def submit_read(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
-        """Inline, one copy a block: straight into the landing."""
-        for index, item in enumerate(items):
-            settle(sink, index, partial(self._read_into, item, deadline, None))
-
-    def _read_payload(
-        self, ref: SlotRef, identity: BlockIdentity, target: Tensor, deadline: float | None
-    ) -> None:
         self.slots.check(ref, SlotState.PUBLISHED)
         self.check_deadline(deadline)
-        target.copy_(self.pool[ref.slot])
-        self._verify(target, identity)
+        buffer.payload.copy_(self.payload(ref.slot))
+        self.verify(buffer.body, identity)
 
     def adopt(self, ref: SlotRef) -> None:
         """Publishes a slot for an open chunk: rows appear in it under the directory's row count, and since it
-        is filled in place there is no copy to validate."""
+        is filled in place there is no copy to validate. Zeroed first: a former owner's rows must neither leak
+        nor meet a kernel as NaN in padding."""
+        self.slots.check(ref, SlotState.RESERVED)
+        self.payload(ref.slot).zero_()
         self.slots.advance(ref, SlotState.PUBLISHED, SlotState.RESERVED)
 
-    def _verify(self, payload: Tensor, identity: BlockIdentity) -> None:
-        if identity.length != self.layout.payload_bytes:
-            raise CoreError(
-                Reason.SHORT_COPY, f"{self.layout.payload_bytes} bytes arrived, {identity.length} expected"
-            )
+    def verify(self, body: memoryview, identity: BlockIdentity) -> None:
+        """Compares bytes with `identity`: SHORT_COPY, CHECKSUM_MISMATCH."""
+        if identity.length != self.layout.payload_bytes or len(body) != identity.length:
+            raise CoreError(Reason.SHORT_COPY, f"{len(body)} bytes arrived, {identity.length} expected")
         if self.capability.checksum == "none":
             return
-        if seal_checksum(payload) != identity.checksum:
+        if checksum("xxh3", body) != identity.checksum:
             raise CoreError(
                 Reason.CHECKSUM_MISMATCH, f"chunk {identity.logical:#x} in tier {self.name} changed its bytes"
             )
+
+
+def slot_stride(layout: ChunkLayout) -> int:
+    """A payload's bytes rounded up to whole pages: what a slot of a memory tier takes of its budget."""
+    return -(-layout.payload_bytes // PAGE) * PAGE
+
+
+def device_pool(layout: ChunkLayout, slots: int, device: torch.device) -> Tensor:
+    """Slots as one tensor [slots, 2, Hk, C, d], each contiguous and `slot_stride` bytes after the last; on
+    the CPU device page-aligned, so that storage reads straight into them."""
+    floats = slot_stride(layout) // FLOAT_BYTES
+    if device.type == "cpu" and slots:
+        memory = mmap.mmap(-1, slots * slot_stride(layout))
+        flat = torch.frombuffer(memory, dtype=torch.float32).view(slots, floats)
+    else:
+        flat = torch.empty((slots, floats), dtype=torch.float32, device=device)
+    return flat[:, : layout.floats].view(slots, *layout.shape)
 
 
 def seal_checksum(payload: Tensor) -> int:

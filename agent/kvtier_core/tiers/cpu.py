@@ -1,46 +1,110 @@
-"""The CPU tier: one preallocated arena in host memory, aligned to a page.
+"""The CPU tier: host memory in sealed segments, one arena a namespace, every slot on whole pages.
 
-Why it exists: rows in host memory are attended where they lie, and one arena cannot fragment. It must not
-know devices or files. Memory is reserved as address space at start and committed as slots are first used.
+Why it exists: rows in host memory are attended where they lie, storage reads straight into them, and a
+client may map them instead of asking for a copy. It must not know devices or files. Memory is committed as
+segments are first used.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.layout import ChunkLayout
-from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, PoolTier, TierCapability
+from kvtier_core.layout import FLOAT_BYTES, ChunkLayout
+from kvtier_core.tiers.arena import Arena, ArenaOptions, ArenaSlots, SharedSegment, SharedSlot
+from kvtier_core.tiers.base import (
+    DEFAULT_CAPABILITY,
+    MediumKind,
+    PoolTier,
+    SlotRef,
+    SlotState,
+    TierCapability,
+    slot_stride,
+)
+from kvtier_core.tiers.hostmemory import HostMemory, LinuxHostMemory
+
+MAP_NORESERVE = 0x4000
 
 
 class CpuTier(PoolTier):
     medium = MediumKind.CPU
 
     def __init__(
-        self, name: str, layout: ChunkLayout, slots: int, *, capability: TierCapability | None = None
+        self,
+        name: str,
+        layout: ChunkLayout,
+        slots: int,
+        *,
+        capability: TierCapability | None = None,
+        clock: Callable[[], float] | None = None,
+        host: HostMemory | None = None,
+        options: ArenaOptions | None = None,
     ) -> None:
-        size = max(1, slots * layout.payload_bytes)
+        """NO_DESTINATION_CAPACITY when the address space for `slots` slots cannot be had."""
+        size = max(1, slots * slot_stride(layout))
         try:
-            # An anonymous map is page-aligned, which 64-byte kernels and O_DIRECT both need.
-            self._arena: mmap.mmap | None = mmap.mmap(-1, size)
-        except (OSError, OverflowError) as error:
+            # Segments are mapped as they are claimed; a budget that can never be is refused now.
+            mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | MAP_NORESERVE).close()
+        except (OSError, OverflowError, ValueError) as error:
             raise CoreError(
                 Reason.NO_DESTINATION_CAPACITY,
                 f"tier {name}: {size} bytes of host memory cannot be mapped: {error}",
                 {"bytes": size},
             ) from error
-        if slots:
-            floats = torch.frombuffer(self._arena, dtype=torch.float32, count=slots * layout.floats)
-            pool = floats.view(slots, *layout.shape)
-        else:
-            pool = torch.empty((0, *layout.shape), dtype=torch.float32)
-        super().__init__(name, layout, capability or DEFAULT_CAPABILITY[MediumKind.CPU], slots, pool)
-        self.measured.probes["arena_aligned"] = str(pool.data_ptr() % 64 == 0).lower()
+        super().__init__(name, layout, capability or DEFAULT_CAPABILITY[MediumKind.CPU], slots, clock)
+        self._views: dict[int, tuple[Tensor, memoryview]] = {}
+        self.arena = Arena(
+            name,
+            slots,
+            slot_stride(layout),
+            host or LinuxHostMemory(),
+            options or ArenaOptions(),
+            self._mapped,
+        )
+        self.slots = ArenaSlots(self.arena)
+        self.measured.probes = self.arena.probes
+
+    def _mapped(self, segment: int) -> None:
+        """Views of a segment's new memory; views of its former memory keep that alive, out of anyone's
+        reach."""
+        memory = self.arena.memory(segment)
+        size = len(memory) // self.stride
+        floats = self.stride // FLOAT_BYTES
+        # A frame may run in inference mode, whose tensors nobody could write afterwards.
+        with torch.inference_mode(mode=False):
+            flat = torch.frombuffer(memory, dtype=torch.float32, count=size * floats).view(size, floats)
+            payloads = flat[:, : self.layout.floats].view(size, *self.layout.shape)
+        self._views[segment] = (payloads, memoryview(memory))
+        self.measured.probes["arena_aligned"] = str(payloads.data_ptr() % 4096 == 0).lower()
+
+    def payload(self, slot: int) -> Tensor:
+        segment, index = divmod(slot, self.arena.segment_slots)
+        return self._views[segment][0][index]
+
+    def body(self, slot: int) -> memoryview:
+        segment, index = divmod(slot, self.arena.segment_slots)
+        first = index * self.stride
+        return self._views[segment][1][first : first + self.layout.payload_bytes]
+
+    def share(self, ref: SlotRef) -> SharedSlot:
+        """Where a client that mapped the segment finds a published slot's payload, without a copy. Its bytes
+        stay while the caller holds a pin; afterwards `slot_generation` has moved on. NOT_VISIBLE,
+        RECYCLED_DESTINATION."""
+        self.slots.check(ref, SlotState.PUBLISHED)
+        segment, index = divmod(ref.slot, self.arena.segment_slots)
+        return SharedSlot(
+            self.arena.shared(segment), index * self.stride, self.layout.payload_bytes, ref.generation
+        )
+
+    def shared_segments(self, namespace: bytes) -> tuple[SharedSegment, ...]:
+        """The arena of `namespace`: what a client maps once, before it asks for slots."""
+        return self.arena.segments_of(namespace)
 
     def close(self) -> None:
         super().close()
-        # The map goes with its last tensor; closing it earlier would leave views of freed memory.
-        self.pool = torch.empty((0, *self.layout.shape), dtype=torch.float32)
-        self._arena = None
+        self._views.clear()
+        self.arena.close()

@@ -11,7 +11,7 @@ import torch
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import ChunkLayout
-from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, PoolTier, TierCapability
+from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, PoolTier, TierCapability, device_pool
 
 
 class GpuTier(PoolTier):
@@ -31,14 +31,15 @@ class GpuTier(PoolTier):
                 Reason.TIER_INCAPABLE, f"a GPU tier needs a cuda or cpu device, not {device.type}"
             )
         try:
-            pool = torch.empty((slots, *layout.shape), dtype=torch.float32, device=device)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
+            pool = device_pool(layout, slots, device)
+        except (RuntimeError, OSError, OverflowError, torch.OutOfMemoryError) as error:
             raise CoreError(
                 Reason.NO_DESTINATION_CAPACITY,
                 f"tier {name}: {slots * layout.payload_bytes} bytes cannot be allocated on {device}",
                 {"bytes": slots * layout.payload_bytes},
             ) from error
-        super().__init__(name, layout, capability or DEFAULT_CAPABILITY[MediumKind.GPU], slots, pool)
+        super().__init__(name, layout, capability or DEFAULT_CAPABILITY[MediumKind.GPU], slots)
+        self.pool = pool
         self.device = device
         self.simulated = self.host_memory = device.type == "cpu"
         self.measured.probes["device"] = str(device)

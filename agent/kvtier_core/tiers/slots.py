@@ -73,17 +73,25 @@ class SlotTable:
     def used(self) -> int:
         return self.capacity - len(self._free)
 
-    def reserve(self, owner: int) -> SlotRef:
+    def reserve(self, owner: int, namespace: bytes = b"") -> SlotRef:
+        """A free slot for `owner`. NO_DESTINATION_CAPACITY with the numbers."""
+        slot = self._take(namespace)
+        with self._lock:
+            self._owner[slot] = owner
+            self._state[slot] = SlotState.RESERVED
+            return SlotRef(slot, int(self._generation[slot]))
+
+    def _take(self, namespace: bytes) -> int:
         if not self._free:
             raise CoreError(
                 Reason.NO_DESTINATION_CAPACITY,
                 f"all {self.capacity} slots are taken",
                 {"capacity_slots": self.capacity},
             )
-        slot = self._free.pop()
-        self._owner[slot] = owner
-        self._state[slot] = SlotState.RESERVED
-        return SlotRef(slot, int(self._generation[slot]))
+        return self._free.pop()
+
+    def _give(self, slot: int) -> None:
+        self._free.append(slot)
 
     def check(self, ref: SlotRef, *legal: SlotState) -> None:
         """RECYCLED_DESTINATION when the slot lives another life; NOT_VISIBLE when it is in no legal state."""
@@ -131,4 +139,4 @@ class SlotTable:
             self._generation[ref.slot] += 1
             self._state[ref.slot] = SlotState.FREE
             self._owner[ref.slot] = 0
-            self._free.append(ref.slot)
+        self._give(ref.slot)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtier_core.errors import CoreError
+import numpy as np
+
+from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.slots import BlockIdentity, SlotRef
 
 
@@ -46,3 +48,17 @@ class TransferSink(Protocol):
 
     def done(self, index: int, error: CoreError | None) -> None: ...
     def drained(self, index: int) -> None: ...
+
+
+_UNLOCKED_BYTES = 64 << 10
+
+
+def move_bytes(target: memoryview, source: memoryview) -> None:
+    """One memmove. From 64 KiB on through numpy, which lets other threads run meanwhile; below, a plain slice
+    assignment costs less. SHORT_COPY when the lengths differ."""
+    if len(target) != len(source):
+        raise CoreError(Reason.SHORT_COPY, f"{len(source)} bytes do not fill {len(target)}")
+    if len(source) < _UNLOCKED_BYTES:
+        target[:] = source
+        return
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))

@@ -1,0 +1,317 @@
+"""Host memory of one cache: sealed segments, each of one tenancy namespace, that clients may map read-only.
+
+Why it exists: a client that maps K/V must never see another tenant's bytes nor write ours, and a copy that
+is not made costs nothing. A namespace's arena is a list of segments of equal size: a sealed memfd cannot
+give single pages back, so the segment is what passes from one namespace to another, and always as a new,
+zeroed memfd. It must not know blocks, identities or attention.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.tiers.hostmemory import HUGE_PAGE, HostMemory
+from kvtier_core.tiers.slots import SlotTable
+
+SEGMENT_BYTES = 64 << 20
+MAX_SEGMENTS = 128
+
+
+class HugePages(StrEnum):
+    """OFF; TRANSPARENT: asked for, the kernel decides; EXPLICIT: reserved ones, else as TRANSPARENT."""
+
+    OFF = "off"
+    TRANSPARENT = "transparent"
+    EXPLICIT = "explicit"
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaOptions:
+    """segment_bytes: at least this much of one namespace's memory is handed out at a time (None: 64 MiB, or
+    1/128 of the arena). commit: take all pages of a segment when it is claimed, so that a machine without
+    memory refuses then. numa_node: that of the device that reads the arena; None leaves it to the
+    kernel."""
+
+    segment_bytes: int | None = None
+    huge_pages: HugePages = HugePages.TRANSPARENT
+    numa_node: int | None = None
+    commit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSegment:
+    """What a client needs to map a segment: send `descriptor` over a socket; it can only be read.
+    `generation` grows each time the segment passes to another namespace."""
+
+    namespace: bytes
+    segment: int
+    generation: int
+    descriptor: int
+    length: int
+    seals: str
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSlot:
+    """Where a published slot's payload lies in a segment: bytes [offset, offset + length)."""
+
+    segment: SharedSegment
+    offset: int
+    length: int
+    slot_generation: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    generation: int = 0
+    namespace: bytes | None = None
+    used: int = 0
+    memory: mmap.mmap | None = None
+    descriptor: int = -1
+    seals: str = ""
+
+
+@dataclass(slots=True)
+class _Arena:
+    free: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+
+
+class Arena:
+    """`slots` slots of `stride` bytes over segments. `on_map(segment)` is told when a segment has new memory.
+
+    The caller holds the metadata lock."""
+
+    def __init__(
+        self,
+        name: str,
+        slots: int,
+        stride: int,
+        host: HostMemory,
+        options: ArenaOptions,
+        on_map: Callable[[int], None],
+    ) -> None:
+        self.name = name
+        self.slots = slots
+        self.stride = stride
+        self.probes: dict[str, str] = {"numa_nodes": host.nodes()}
+        self._host = host
+        self._options = options
+        self._on_map = on_map
+        wanted = options.segment_bytes or max(SEGMENT_BYTES, -(-slots * stride // MAX_SEGMENTS))
+        self.segment_slots = max(1, min(max(1, slots), wanted // stride))
+        count = -(-slots // self.segment_slots)
+        self._segments = [_Segment() for _ in range(count)]
+        self._arenas: dict[bytes, _Arena] = {}
+        self._unclaimed = list(range(count - 1, -1, -1))
+
+    @property
+    def namespaces(self) -> int:
+        return len(self._arenas)
+
+    def free_in(self, namespace: bytes) -> int:
+        """Slots that `namespace` can still take: its own free ones and those of segments without an owner or
+        without a used slot."""
+        own = self._arenas.get(namespace)
+        idle = sum(
+            self._size(index)
+            for index, segment in enumerate(self._segments)
+            if segment.namespace != namespace and not segment.used
+        )
+        return (len(own.free) if own else 0) + idle
+
+    def take(self, namespace: bytes) -> int:
+        """A slot in memory of `namespace`. NO_DESTINATION_CAPACITY: no free slot and no idle segment."""
+        arena = self._arenas.get(namespace)
+        if arena is None or not arena.free:
+            arena = self._claim(namespace)
+        slot = arena.free.pop()
+        self._segments[slot // self.segment_slots].used += 1
+        return slot
+
+    def give(self, slot: int) -> None:
+        """Returns a slot to its namespace."""
+        segment = self._segments[slot // self.segment_slots]
+        segment.used -= 1
+        if segment.namespace is not None:
+            self._arenas[segment.namespace].free.append(slot)
+
+    def memory(self, segment: int) -> mmap.mmap:
+        found = self._segments[segment].memory
+        if found is None:
+            raise CoreError(Reason.NOT_VISIBLE, f"segment {segment} of {self.name} has no memory")
+        return found
+
+    def shared(self, segment: int) -> SharedSegment:
+        """A segment as clients map it. NOT_VISIBLE when it belongs to nobody."""
+        entry = self._segments[segment]
+        if entry.namespace is None or entry.descriptor < 0:
+            raise CoreError(Reason.NOT_VISIBLE, f"segment {segment} of {self.name} belongs to no namespace")
+        return SharedSegment(
+            namespace=entry.namespace,
+            segment=segment,
+            generation=entry.generation,
+            descriptor=entry.descriptor,
+            length=self._bytes(segment),
+            seals=entry.seals,
+        )
+
+    def segments_of(self, namespace: bytes) -> tuple[SharedSegment, ...]:
+        arena = self._arenas.get(namespace)
+        return tuple(self.shared(index) for index in (arena.segments if arena else ()))
+
+    def close(self) -> None:
+        """Drops descriptors and maps; what still views a map keeps its memory, and nobody else gets it."""
+        for segment in self._segments:
+            self._drop(segment)
+        self._arenas.clear()
+        self._unclaimed.clear()
+
+    def _claim(self, namespace: bytes) -> _Arena:
+        index = self._unclaimed.pop() if self._unclaimed else self._idle(namespace)
+        segment = self._segments[index]
+        try:
+            self._map(index)
+        except OSError as error:
+            self._unclaimed.append(index)
+            code = errno.errorcode.get(error.errno or 0, "unknown")
+            raise CoreError(
+                Reason.NO_DESTINATION_CAPACITY,
+                f"arena {self.name}: {self._bytes(index)} bytes of host memory cannot be had: {code}",
+                {"bytes": self._bytes(index), "errno": code},
+            ) from error
+        segment.namespace = namespace
+        arena = self._arenas.setdefault(namespace, _Arena())
+        arena.segments.append(index)
+        first = index * self.segment_slots
+        arena.free.extend(range(first + self._size(index) - 1, first - 1, -1))
+        return arena
+
+    def _idle(self, namespace: bytes) -> int:
+        """Takes a segment without a used slot from the namespace that has it."""
+        for index, segment in enumerate(self._segments):
+            owner = segment.namespace
+            if owner is None or owner == namespace or segment.used:
+                continue
+            first = index * self.segment_slots
+            arena = self._arenas[owner]
+            arena.segments.remove(index)
+            arena.free = [slot for slot in arena.free if not first <= slot < first + self.segment_slots]
+            if not arena.segments:
+                del self._arenas[owner]
+            self._drop(segment)
+            return index
+        used = sum(segment.used for segment in self._segments)
+        raise CoreError(
+            Reason.NO_DESTINATION_CAPACITY,
+            f"arena {self.name}: {used} of {self.slots} slots are taken and no segment is idle",
+            {
+                "capacity_slots": self.slots,
+                "used_slots": used,
+                "segment_slots": self.segment_slots,
+                "namespaces": len(self._arenas),
+            },
+        )
+
+    def _map(self, index: int) -> None:
+        segment, size = self._segments[index], self._bytes(index)
+        fd, memory = self._create(size)
+        try:
+            if self._options.numa_node is not None:
+                self._bind(memory, self._options.numa_node)
+            if self._options.commit:
+                self._host.commit(fd, size)
+            # The writable map exists already, which is why it stays one under the seal against writers to
+            # come.
+            segment.seals = self._host.seal(fd)
+            segment.descriptor = self._host.readonly(fd)
+        except OSError:
+            memory.close()
+            raise
+        finally:
+            self._host.close(fd)
+        self.probes["seals"] = segment.seals
+        segment.memory = memory
+        segment.generation += 1
+        self._on_map(index)
+
+    def _create(self, size: int) -> tuple[int, mmap.mmap]:
+        name = f"kvtier-{self.name}"[:200]
+        refused = ""
+        if self._options.huge_pages is HugePages.EXPLICIT:
+            try:
+                fd = self._host.create(name, size, huge=True)
+                try:
+                    memory = self._host.map(fd, size)
+                except OSError:
+                    self._host.close(fd)
+                    raise
+            except OSError as error:
+                refused = f" (explicit refused: {errno.errorcode.get(error.errno or 0, 'unknown')})"
+            else:
+                self.probes["huge_pages"] = "explicit"
+                return fd, memory
+        fd = self._host.create(name, size, huge=False)
+        try:
+            memory = self._host.map(fd, size)
+        except OSError:
+            self._host.close(fd)
+            raise
+        state = "off"
+        if self._options.huge_pages is not HugePages.OFF:
+            try:
+                state = self._host.advise_huge(memory)
+            except OSError as error:
+                state = f"none ({errno.errorcode.get(error.errno or 0, 'unknown')})"
+        self.probes["huge_pages"] = state + refused
+        return fd, memory
+
+    def _bind(self, memory: mmap.mmap, node: int) -> None:
+        try:
+            self._host.bind(memory, node)
+        except OSError as error:
+            self.probes["numa"] = f"node {node} refused: {errno.errorcode.get(error.errno or 0, 'unknown')}"
+        else:
+            self.probes["numa"] = f"node {node} preferred"
+
+    def _drop(self, segment: _Segment) -> None:
+        if segment.descriptor >= 0:
+            self._host.close(segment.descriptor)
+        segment.descriptor, segment.memory, segment.namespace = -1, None, None
+
+    def _size(self, index: int) -> int:
+        return min(self.segment_slots, self.slots - index * self.segment_slots)
+
+    def _bytes(self, index: int) -> int:
+        size = self._size(index) * self.stride
+        if self._options.huge_pages is HugePages.EXPLICIT:
+            size = -(-size // HUGE_PAGE) * HUGE_PAGE
+        return size
+
+
+class ArenaSlots(SlotTable):
+    """A slot table whose free slots are the arena's, namespace by namespace."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena.slots)
+        self._arena = arena
+        self._free.clear()
+        self._taken = 0
+
+    @property
+    def used(self) -> int:
+        return self._taken
+
+    def _take(self, namespace: bytes) -> int:
+        slot = self._arena.take(namespace)
+        self._taken += 1
+        return slot
+
+    def _give(self, slot: int) -> None:
+        self._taken -= 1
+        self._arena.give(slot)
