@@ -189,7 +189,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
             code = Reason.INTERNAL.name
             return _refused(frame, CoreError(Reason.INTERNAL, "internal failure; see the agent's log"))
         finally:
-            self._metrics.frame_seconds.labels(arm.value, code).observe(time.monotonic() - received.at)
+            self._metrics.frame_seconds[arm.value, code].observe(time.monotonic() - received.at)
 
     def _checked(self, frame: attention_pb2.AttendFrame, owned: Session | None) -> Session:
         self._node.check_boot(frame.boot_id)
@@ -215,7 +215,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         receipt = answer.result.receipt
         self._metrics.stall_seconds.inc(receipt.stall_seconds)
         for tier, size in receipt.bytes_by_tier.items():
-            self._metrics.tier_read_bytes.labels(tier).inc(size)
+            self._metrics.tier_read_bytes[tier,].inc(size)
         if answer.compared_error is None:
             return
         self._metrics.compared_steps.inc()

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
-from kvtier_agent.telemetry import JsonLogFormatter, Metrics, Telemetry, mark_error
+from kvtier_agent.telemetry import ChildOf, JsonLogFormatter, Metrics, Telemetry, mark_error
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -97,3 +97,20 @@ def test_metric_names_carry_units_and_labels_are_closed() -> None:
         assert family.name.startswith("kvtier_agent_")
         assert family.name.endswith(units), family.name
         assert family.documentation
+
+
+def test_a_child_is_looked_up_once_and_counts_every_time() -> None:
+    metrics = Metrics(CollectorRegistry())
+    for _ in range(3):
+        metrics.frame_seconds["baseline", "OK"].observe(0.25)
+        metrics.tier_read_bytes["dram",].inc(7)
+    metrics.tier_read_bytes["nvme",].inc(1)
+    value = metrics.registry.get_sample_value
+    labels = {"arm": "baseline", "code": "OK"}
+    assert value("kvtier_agent_frame_duration_seconds_count", labels) == 3.0
+    assert value("kvtier_agent_tier_read_bytes_total", {"tier_class": "dram"}) == 21.0
+
+    looked_up: list[tuple[str, ...]] = []
+    children = ChildOf(lambda *values: looked_up.append(values) or list(values))
+    assert children["a", "b"] is children["a", "b"]
+    assert looked_up == [("a", "b")]
