@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from kvtier_operator.conditions import Condition, false, merge, true
+from kvtier_operator.events import post_changes
 from kvtier_operator.ports import (
     Deps,
     Done,
-    EventType,
     JsonObject,
     Kind,
     NodeView,
@@ -23,6 +23,7 @@ from kvtier_operator.reconcile.status import write_status
 
 OWNED = ("observedGeneration", "desired", "ready", "updated", "conditions")
 FINISHED_PHASES = ("Completed", "RolledBack", "Invalid")
+EVENT_CONDITIONS = ("Available", "NoOverlap")
 NAMES_SHOWN = 8
 
 
@@ -188,7 +189,11 @@ class AgentPoolReconciler:
         observed = self._observe(key, pool)
         decided = plan(observed, self._deps.clock.now())
         await self._apply(pool, decided, observed)
-        await write_status(self._deps.api, pool, decided.status, OWNED)
+        if await write_status(self._deps.api, pool, decided.status, OWNED):
+            # A pool is born without agents: that they are not there yet is no news.
+            born = bool((pool.get("status") or {}).get("conditions"))
+            types = EVENT_CONDITIONS if born else ("NoOverlap",)
+            await post_changes(self._deps.api, pool, decided.status["conditions"], types)
         return Done()
 
     async def _apply(self, pool: JsonObject, decided: Plan, observed: Observed) -> None:
@@ -205,9 +210,6 @@ class AgentPoolReconciler:
             if manifest["kind"] == Kind.DAEMON_SET.value:
                 digest = digest[:64] + _seen_template(applied)
             self._applied[token] = digest
-        overlap = next(c for c in decided.status["conditions"] if c["type"] == "NoOverlap")
-        if overlap["status"] == "False":
-            await self._deps.api.event(pool, EventType.WARNING, overlap["reason"], overlap["message"])
 
     def _observe(self, key: ObjectKey, pool: JsonObject) -> Observed:
         store = self._deps.store

@@ -260,6 +260,23 @@ async def test_deletion_waits_as_long_as_a_lease_of_the_cache_may_last() -> None
         assert (KEY in bench.api.objects) is there
 
 
+async def test_degraded_is_told_once_when_it_begins_and_once_when_it_ends() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    await settle(bench, reconciler)
+    bench.api.events.clear()
+    bench.clock.advance(61)
+    bench.renew("a")
+    await settle(bench, reconciler)
+    told = [(reason, message) for reason, message in bench.api.events if "Degraded" in message]
+    assert told == [("AgentLost", "Degraded=True: the Lease has ended of b")]
+    await settle(bench, KVCacheReconciler(bench.deps))
+    bench.renew("b")
+    await settle(bench, reconciler)
+    told = [(reason, message) for reason, message in bench.api.events if "Degraded" in message]
+    assert [reason for reason, _ in told] == ["AgentLost", "DegradedEnded"]
+
+
 async def test_the_ledger_is_written_once_a_minute_and_only_when_it_moved() -> None:
     bench = bench_with()
     reconciler = KVCacheReconciler(bench.deps)

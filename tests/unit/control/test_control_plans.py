@@ -113,6 +113,35 @@ def test_a_pool_with_all_agents_alive_is_available_and_still() -> None:
     }
 
 
+async def test_a_pool_tells_once_that_agents_are_missing_and_once_that_they_are_back() -> None:
+    bench = Bench()
+    bench.api.add(tier_class("gpu-sim", "gpu"))
+    bench.api.add(tier_class("cpu-dram", "cpu"))
+    bench.api.add(agent_pool())
+    key = ObjectKey(Kind.AGENT_POOL, "serving", "default")
+    reconciler = agentpool.AgentPoolReconciler(bench.deps)
+
+    async def told() -> list[str]:
+        for _ in range(3):
+            await reconciler.reconcile(key)
+        seen = [reason for reason, _ in bench.api.events]
+        bench.api.events.clear()
+        return seen
+
+    bench.api.add({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "a"}})
+    assert await told() == [], "a pool is born without agents"
+    bench.add_node("b")
+    bench.store.remove(ObjectKey(Kind.NODE, "", "a"))
+    assert await told() == ["Available"]
+    bench.clock.advance(61)
+    assert await told() == ["AgentsMissing"]
+    bench.renew("b")
+    assert await told() == ["Available"]
+    other = with_meta(agent_pool("older"), creationTimestamp="2020-01-01T00:00:00Z")
+    bench.api.add(other)
+    assert await told() == ["NodesShared"]
+
+
 OTHER = {"name": "other", "namespace": "serving"}
 
 
