@@ -113,8 +113,8 @@ class NvmeTier(Tier):
         self.condition = f"{Reason.STORAGE_UNAVAILABLE.value}: {message}"
         return CoreError(Reason.STORAGE_UNAVAILABLE, message, {"tier": self.name, "errno": name})
 
-    def reserve(self, owner: int) -> SlotRef:
-        ref = super().reserve(owner)
+    def reserve(self, owner: int, namespace: bytes = b"") -> SlotRef:
+        ref = super().reserve(owner, namespace)
         if ref.slot >= self._allocated:
             grown = min(self.slots.capacity, max(ref.slot + 1, self._allocated + GROW_BLOCKS))
             try:
