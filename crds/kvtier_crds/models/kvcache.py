@@ -279,6 +279,8 @@ class Plan(Struct):
     kappa_crit: Number | None = None
     predicted_stall: Number | None = None
     """Seconds per token."""
+    schedule: Annotated[str, Field(max_length=63)] | None = None
+    """Name of the schedule chosen for rows that lie outside the compute tier."""
     inputs: Annotated[
         dict[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=63)]], Field(max_length=16)
     ] = Field(default={})
