@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from kvtier_core.credits import CreditLedger
+from kvtier_core.credits import CreditLedger, slots
 from kvtier_core.directory import ChunkState, Directory, logical_id
 from kvtier_core.errors import CoreError, Reason
 
@@ -62,8 +62,8 @@ TestCredits.settings = settings(max_examples=60, stateful_step_count=30, deadlin
 def test_a_broken_ledger_is_noticed() -> None:
     ledger = CreditLedger([2])
     ledger.acquire({0: 1})
-    ledger._free[0] = 2
-    with pytest.raises(AssertionError, match="tier 0"):
+    ledger.ledger._free[slots(0)] = 2
+    with pytest.raises(AssertionError, match="slots:0"):
         ledger.check()
 
 

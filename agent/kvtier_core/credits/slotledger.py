@@ -1,8 +1,7 @@
-"""Capacity as credits: nothing is placed that was not reserved, and what was reserved comes back once.
+"""Slots of tiers for the session engine: grants by number, over the cache's one ledger.
 
-Why it exists: budgets are per node and tier; a copy needs room at its destination before its source is
-given up, and an open chunk must never find its tier full. It must not know chunks, sessions or bytes: its
-unit is one slot of a tier.
+Why it exists: sessions and shared blocks live in the same tiers, so their slots must add up in one place,
+while a session names a grant by a number in a column. It must not know chunks, sessions or bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier_core.credits.ledger import Ledger
+from kvtier_core.credits.resources import Limit, Release, slots
 from kvtier_core.errors import CoreError, Reason
 
 
@@ -24,21 +25,22 @@ class Pressure:
 
 
 class CreditLedger:
-    """Slots of each tier, granted all or nothing. Conservation: free + granted == capacity, per tier."""
+    """Slots of each tier, granted all or nothing to no tenant in particular.
 
-    def __init__(self, capacities: Sequence[int]) -> None:
+    capacities: slots by tier, for a ledger of its own; with `ledger` given, that one's slots are granted
+    instead and only the number of tiers is taken from `capacities`."""
+
+    def __init__(self, capacities: Sequence[int], ledger: Ledger | None = None) -> None:
         if any(capacity < 0 for capacity in capacities):
             raise ValueError("a capacity is never negative")
-        self._capacity = list(capacities)
-        self._free = list(capacities)
+        self.ledger = ledger or Ledger({slots(tier): Limit(total) for tier, total in enumerate(capacities)})
         self._grants: dict[int, dict[int, int]] = {}
-        self._next = 1
 
     def capacity(self, tier: int) -> int:
-        return self._capacity[tier]
+        return self.ledger.total(slots(tier))
 
     def available(self, tier: int) -> int:
-        return self._free[tier]
+        return self.ledger.available(slots(tier))
 
     def granted(self, tier: int) -> int:
         return sum(parts.get(tier, 0) for parts in self._grants.values())
@@ -52,8 +54,9 @@ class CreditLedger:
         for tier, count in want.items():
             if count < 0:
                 raise ValueError("a reservation is never negative")
-            if count > self._free[tier]:
-                return Pressure(tier, count, self._free[tier], self._capacity[tier])
+            free = self.ledger.available(slots(tier))
+            if count > free:
+                return Pressure(tier, count, free, self.capacity(tier))
         return None
 
     def acquire(self, want: Mapping[int, int]) -> int:
@@ -65,22 +68,17 @@ class CreditLedger:
                 f"{short.wanted} slots wanted, tier {short.tier}: {short.available} of {short.capacity} free",
                 {"tier": short.tier, "available": short.available, "wanted": short.wanted},
             )
-        grant = self._next
-        self._next += 1
         parts = {tier: count for tier, count in want.items() if count}
-        for tier, count in parts.items():
-            self._free[tier] -= count
+        grant = self.ledger.acquire({slots(tier): count for tier, count in parts.items()}).id
         self._grants[grant] = parts
         return grant
 
     def release(self, grant: int) -> None:
         """Gives a grant back. A grant is released once: a second release is a defect and raises KeyError."""
-        for tier, count in self._grants.pop(grant).items():
-            self._free[tier] += count
+        del self._grants[grant]
+        if self.ledger.release(grant) is not Release.RELEASED:
+            raise KeyError(grant)
 
     def check(self) -> None:
         """Conservation; raises AssertionError. For tests and the engine's own stop."""
-        for tier, capacity in enumerate(self._capacity):
-            held = self.granted(tier)
-            if self._free[tier] < 0 or self._free[tier] + held != capacity:
-                raise AssertionError(f"tier {tier}: free {self._free[tier]} + held {held} != {capacity}")
+        self.ledger.check()
