@@ -107,7 +107,7 @@ class Attention:
         self._store = store
         self._clock = clock
         self._executor = executor
-        self._buffers = buffers
+        self._buffers = list(buffers)
 
     def exact(self, plan: Plan, append: Append, query: Query) -> Attended:
         """All visible rows of the plan. DEADLINE between chunks; typed errors of tiers."""
@@ -180,7 +180,7 @@ class Attention:
         bytes_by_tier: dict[str, int] = {}
         with (
             self._leases(plan),
-            StagedReads(self._jobs(plan), self._buffers, self._executor, self._clock) as staged,
+            self._staged(plan, query.deadline) as staged,
         ):
             for read in plan.reads:
                 if query.deadline is not None and self._clock() > query.deadline:
@@ -210,6 +210,17 @@ class Attention:
             yield
         finally:
             self._store.directory.readers[lines] -= 1
+
+    @contextmanager
+    def _staged(self, plan: Plan, deadline: float | None) -> Iterator[StagedReads]:
+        """A buffer whose read outlasts the frame is never used again."""
+        reads = StagedReads(self._jobs(plan), self._buffers, self._executor, self._clock, deadline)
+        try:
+            with reads:
+                yield reads
+        finally:
+            for buffer in reads.abandoned:
+                self._buffers[self._buffers.index(buffer)] = StagingBuffer(self._store.layout)
 
     def _jobs(self, plan: Plan) -> list[Job]:
         return [self._store.staging_job(read.line) for read in plan.reads if read.path is Path.STAGED]

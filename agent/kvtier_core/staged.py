@@ -20,7 +20,9 @@ Job = Callable[[StagingBuffer], None]
 
 
 class StagedReads:
-    """Runs jobs in order, `len(buffers)` ahead. A buffer is valid until the next call of `next`."""
+    """Runs jobs in order, `len(buffers)` ahead. A buffer is valid until the next call of `next`. No wait goes
+    past `deadline`, seconds on `clock`: a read that does is abandoned, and its buffer with it, since the read
+    may still write there. `abandoned` is complete after the exit; whoever owns the buffers replaces those."""
 
     def __init__(
         self,
@@ -28,7 +30,10 @@ class StagedReads:
         buffers: Sequence[StagingBuffer],
         executor: Executor | None,
         clock: Callable[[], float],
+        deadline: float | None = None,
     ) -> None:
+        self._deadline = deadline
+        self.abandoned: list[StagingBuffer] = []
         self._jobs = deque(jobs)
         self._executor = executor
         self._clock = clock
@@ -43,9 +48,16 @@ class StagedReads:
 
     def __exit__(self, *_: object) -> None:
         """Waits for reads in flight: their buffers belong to the engine. What has not begun never will."""
-        begun = [future for future, _ in self._running if not future.cancel()]
+        begun = [(future, buffer) for future, buffer in self._running if not future.cancel()]
         if begun:
-            wait(begun, timeout=READ_TIMEOUT_SECONDS)
+            wait([future for future, _ in begun], timeout=self._patience())
+        self.abandoned += [buffer for future, buffer in begun if not future.done()]
+
+    def _patience(self) -> float:
+        """Seconds that a wait may take from now."""
+        if self._deadline is None:
+            return READ_TIMEOUT_SECONDS
+        return max(0.0, min(READ_TIMEOUT_SECONDS, self._deadline - self._clock()))
 
     def _fill(self) -> None:
         if self._executor is None:
@@ -55,7 +67,8 @@ class StagedReads:
             self._running.append((self._executor.submit(job, buffer), buffer))
 
     def next(self) -> StagingBuffer:
-        """The next job's buffer, verified. Raises what the read raised; STORAGE_UNAVAILABLE on a hang."""
+        """The next job's buffer, verified. Raises what the read raised, DEADLINE when that has come, and
+        STORAGE_UNAVAILABLE on a hang before it."""
         if self._held is not None:
             self._free.append(self._held)
             self._held = None
@@ -67,11 +80,14 @@ class StagedReads:
                 self._jobs.popleft()(buffer)
                 return buffer
             self._fill()
-            future, buffer = self._running.popleft()
+            future, buffer = self._running[0]
+            future.result(timeout=self._patience())
+            self._running.popleft()
             self._held = buffer
-            future.result(timeout=READ_TIMEOUT_SECONDS)
             return buffer
         except FutureTimeout as error:
+            if self._deadline is not None and self._clock() >= self._deadline:
+                raise CoreError(Reason.DEADLINE, "the deadline passed during a staged read") from error
             raise CoreError(
                 Reason.STORAGE_UNAVAILABLE, f"a staged read did not end within {READ_TIMEOUT_SECONDS} s"
             ) from error

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from kvtier_agent.telemetry import Metrics, Telemetry
 from kvtier_agent.tierdirs import NodeTiers
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import SessionFacts
+from kvtier_core.sessions import RowStore
+from kvtier_core.tiers.staging import StagingBuffer
 from tests.engine.agent_process import baseline_manifest, default_tiers
 from tests.unit.agent.agent_fakes import Bench
 
@@ -44,12 +47,17 @@ class Ticking:
 class Cache:
     """A real engine with one session, fed the same rows every time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        budgets: Mapping[str, int] | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         configs = [TierConfig.parse(json.dumps(tier)) for tier in default_tiers(folder / "nvme")]
         self.clock = Ticking()
         self._tiers = NodeTiers(configs, "uid-a")
-        manifest = baseline_manifest()
-        self.engine = CoreEngine(manifest, self._tiers.for_manifest(manifest), self.clock)
+        manifest = baseline_manifest(budgets=budgets)
+        self.engine = CoreEngine(manifest, self._tiers.for_manifest(manifest), clock or self.clock)
         self.session: SessionHandle = self.engine.open_session(SessionTerms("alpha", 0.125, 2048, None))
 
     def frame(self, first: int, rows: int, deadline: float | None = None) -> FrameInput:
@@ -94,6 +102,43 @@ def test_an_engine_stops_at_the_deadline_and_the_session_is_unchanged(
     assert after == before
     outs = [cache.engine.step(cache.frame(600, 8, cache.clock.now + 60), EXACT).out for cache in caches]
     assert outs[0] == outs[1]
+
+
+def test_a_read_that_hangs_holds_an_engine_no_longer_than_its_frames_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the open chunks in memory, the sealed ones are read from storage."""
+    chunk = 256 * 2 * 2 * 64 * 4
+    cache = Cache(tmp_path, {"gpu-sim": 2 * chunk, "dram": 0, "nvme": 64 * chunk}, time.monotonic)
+    staging_job, release = RowStore.staging_job, threading.Event()
+
+    def hanging(self: RowStore, line: int) -> Callable[[StagingBuffer], None]:
+        job = staging_job(self, line)
+
+        def wait(buffer: StagingBuffer) -> None:
+            release.wait(20)
+            job(buffer)
+
+        return wait
+
+    try:
+        cache.engine.step(cache.frame(0, 600), EXACT)
+        want = cache.engine.step(cache.frame(600, 1), EXACT)
+        assert "nvme" in want.receipt.bytes_by_tier
+        monkeypatch.setattr(RowStore, "staging_job", hanging)
+        for _ in range(3):
+            asked = time.monotonic()
+            with pytest.raises(CoreError) as refused:
+                cache.engine.step(cache.frame(601, 1, asked + 0.05), EXACT)
+            assert refused.value.reason is Reason.DEADLINE
+            assert time.monotonic() - asked < 10
+        release.set()
+        cache.engine.step(cache.frame(601, 1, time.monotonic() + 60), EXACT)
+        again = cache.engine.step(cache.frame(600, 1), EXACT)
+        assert again.out == want.out
+    finally:
+        release.set()
+        cache.close()
 
 
 @pytest.fixture
