@@ -3,20 +3,28 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup venv controlplane demo test lint generate bench unit kernels engine cluster e2e clean
+.PHONY: help setup venv controlplane controllers demo test lint generate bench unit kernels engine cluster e2e clean
 
 PYTHON ?= python3
 SUITE ?=
 ARGS ?=
+# own: the cluster of KUBECONFIG. Taken from the command line only, never from the environment.
+CLUSTER :=
+ifneq ($(CLUSTER),)
+export KVTIER_CLUSTER := $(CLUSTER)
+endif
 BIN := .venv/bin
+PLANE := tests/cluster/kvtier_localplane
+build_plane = chosen=$$($(PYTHON) $(PLANE)/choice.py) && \
+  if [ "$$chosen" = local ]; then $(PYTHON) $(PLANE)/build.py $(1) >/dev/null; fi
 
 help: ## this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-demo: setup ## the whole idea on real parts, with a report (ARGS=--keep leaves the cluster up)
+demo: setup ## the whole idea on real parts, with a report (ARGS=--keep: stays up; CLUSTER=own: on $KUBECONFIG)
 	@$(BIN)/python -m tests.e2e.demo $(ARGS)
 
-test: setup ## lint and every suite
+test: setup controllers ## lint and every suite
 	@$(BIN)/python hack/suites.py
 
 lint: venv ## style, types, import rules, generated files
@@ -25,6 +33,7 @@ lint: venv ## style, types, import rules, generated files
 unit kernels engine: venv ## one suite
 	@$(BIN)/python hack/suites.py $@
 
+cluster: controllers
 cluster e2e: setup ## one suite, against a real API server
 	@$(BIN)/python hack/suites.py $@
 
@@ -35,13 +44,17 @@ generate: venv ## CRDs, API reference, chart copies, gRPC stubs
 	@hack/generate
 
 setup: ## what demo and test need: .venv and the control plane, made at the same time
+	@$(PYTHON) $(PLANE)/choice.py >/dev/null
 	@$(MAKE) --no-print-directory -j2 venv controlplane
 
 venv: ## .venv from the pinned requirements; nothing when it is current
 	@PYTHON=$(PYTHON) hack/venv
 
-controlplane: ## etcd and kube-apiserver, built from source once per machine
-	@$(PYTHON) tests/cluster/kvtier_localplane/build.py >/dev/null
+controlplane: ## etcd and kube-apiserver, built from source once per machine; none for an own cluster
+	@$(call build_plane)
+
+controllers: setup ## kube-controller-manager too, for the cluster suite
+	@$(call build_plane,--controller-manager)
 
 clean: ## reports and caches of this checkout; not .venv, not the built control plane
 	@rm -rf build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.cluster.kvtier_localplane import Cluster, KubectlError, open_cluster
+from tests.cluster.kvtier_localplane import ChoiceError, Cluster, KubectlError, Refused, open_cluster
 from tests.cluster.kvtier_localplane.cluster import kubectl_environment
 
 NAMESPACE = "identity"
@@ -89,17 +89,36 @@ def test_kubectl_does_not_see_the_users_settings(
     }
 
 
-def test_a_cluster_that_the_user_names_is_used_and_left_alone(
-    control_plane: Cluster, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("environment", "wish"),
+    [
+        pytest.param({"KVTIER_KUBECONFIG": "config"}, "", id="named"),
+        pytest.param({"KUBECONFIG": "config"}, "own", id="own"),
+        pytest.param({"KUBECONFIG": "config", "KVTIER_CLUSTER": "own"}, "", id="own-by-environment"),
+        pytest.param({"KUBECONFIG": "not-there:config"}, "own", id="own-in-a-list"),
+    ],
+)
+def test_a_cluster_that_the_user_asks_for_is_used_and_left_alone(
+    control_plane: Cluster,
+    namespace: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    wish: str,
 ) -> None:
     """Here another handle on the same server, by a kubeconfig whose CA is a relative path."""
+    monkeypatch.delenv("KVTIER_CLUSTER", raising=False)
     config = json.loads(control_plane.admin_kubeconfig.read_text())
     del config["clusters"][0]["cluster"]["certificate-authority-data"]
     config["clusters"][0]["cluster"]["certificate-authority"] = "ca.crt"
     (tmp_path / "ca.crt").write_bytes(control_plane.ca_file.read_bytes())
     (tmp_path / "config").write_text(json.dumps(config))
-    monkeypatch.setenv("KVTIER_KUBECONFIG", str(tmp_path / "config"))
-    with open_cluster() as named:
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    with open_cluster(wish=wish, say=said.append) as named:
+        assert control_plane.url in said[0]
         assert named.url == control_plane.url
         assert named.audit_log is None
         token = named.service_account_kubeconfig(namespace, "worker", tmp_path / "worker")
@@ -108,6 +127,37 @@ def test_a_cluster_that_the_user_names_is_used_and_left_alone(
         assert issued.ca_file.read_bytes() in named.ca_file.read_bytes()
     assert not named.folder.exists()
     assert control_plane.kubectl("get", "--raw", "/readyz").stdout == "ok"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "message"),
+    [
+        pytest.param("{}", Refused.KUBECONFIG_UNUSABLE, "no cluster in it", id="no-context"),
+        pytest.param("]", Refused.KUBECONFIG_UNUSABLE, "no cluster in it", id="no-yaml"),
+        pytest.param(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
+                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": ""}}],
+                    "current-context": "c",
+                }
+            ),
+            Refused.CLUSTER_UNREACHABLE,
+            "https://127.0.0.1:1 does not answer",
+            id="nobody-answers",
+        ),
+    ],
+)
+def test_an_own_cluster_that_cannot_be_had_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, reason: Refused, message: str
+) -> None:
+    (tmp_path / "config").write_text(content)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with pytest.raises(ChoiceError, match=message) as refused, open_cluster(wish="own"):
+        pass
+    assert refused.value.reason is reason
 
 
 def test_requests_are_in_the_audit_log(control_plane: Cluster, namespace: str) -> None:

@@ -4,6 +4,7 @@ It knows etcd, kube-apiserver, certificates and kubectl; it must not know our re
 """
 
 from .build import BuildError, ControlPlaneBinaries, find_binaries
+from .choice import ChoiceError, Refused, chosen_kubeconfig
 from .cluster import Cluster, KubectlError
 from .pki import Certificate, CertificateAuthority
 from .plane import LocalControlPlane, StartError, open_cluster
@@ -13,12 +14,15 @@ __all__ = [
     "BuildError",
     "Certificate",
     "CertificateAuthority",
+    "ChoiceError",
     "Cluster",
     "ControlPlaneBinaries",
     "EventuallyError",
     "KubectlError",
     "LocalControlPlane",
+    "Refused",
     "StartError",
+    "chosen_kubeconfig",
     "eventually",
     "eventually_async",
     "find_binaries",

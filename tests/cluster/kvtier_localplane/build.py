@@ -301,9 +301,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Find or build etcd and kube-apiserver.")
     parser.add_argument("--controller-manager", action="store_true", help="kube-controller-manager too")
     options = parser.parse_args(argv)
-    if os.environ.get("KVTIER_KUBECONFIG"):
-        say_to_stderr("control plane: KVTIER_KUBECONFIG is set, so none is built")
-        return 0
     try:
         found = find_binaries(controller_manager=options.controller_manager)
     except BuildError as error:

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .choice import ChoiceError, Refused
 from .pki import Certificate, CertificateAuthority, write_private
 
 DEFAULT_TIMEOUT_S = 60.0
+REACH_TIMEOUT_S = 15
 
 
 class KubectlError(AssertionError):
@@ -176,18 +178,27 @@ def certificate_user(certificate: Certificate) -> dict[str, str]:
     }
 
 
-def existing_cluster(kubeconfig: Path, folder: Path) -> Cluster:
-    """The user's own cluster, named by a kubeconfig with admin rights. Nothing is started or stopped."""
+def existing_cluster(kubeconfig: str, folder: Path) -> Cluster:
+    """The user's own cluster: the current context of a kubeconfig with admin rights, or of a list of them as
+    kubectl takes it. Nothing is started or stopped. Raises ChoiceError when none is in it or answers."""
     admin = folder / "admin.kubeconfig"
     authority = CertificateAuthority("kvtier-local-ca", folder / "pki")
-    named = Cluster("", authority.ca_file, kubeconfig, folder, authority)
-    # Flattened, or paths in it would no longer lead anywhere.
-    flat = named.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json").stdout
+    named = Cluster("", authority.ca_file, Path(kubeconfig), folder, authority)
+    try:
+        # Flattened, or paths in it would no longer lead anywhere.
+        flat = named.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json").stdout
+        entry = json.loads(flat)["clusters"][0]["cluster"]
+        server = str(entry["server"])
+    except (KubectlError, ValueError, LookupError, TypeError) as error:
+        raise ChoiceError(Refused.KUBECONFIG_UNUSABLE, f"{kubeconfig}: no cluster in it: {error}") from error
     write_private(admin, flat.encode())
-    entry = json.loads(flat)["clusters"][0]["cluster"]
     ca_file = folder / "ca-bundle.crt"
     ca_file.write_bytes(base64.b64decode(entry.get("certificate-authority-data", "")) + authority.pem)
-    return Cluster(entry["server"], ca_file, admin, folder, authority)
+    cluster = Cluster(server, ca_file, admin, folder, authority)
+    asked = cluster.kubectl("version", f"--request-timeout={REACH_TIMEOUT_S}s", check=False)
+    if asked.returncode != 0:
+        raise ChoiceError(Refused.CLUSTER_UNREACHABLE, f"{server} does not answer: {asked.stderr.strip()}")
+    return cluster
 
 
 def remove_folder(folder: Path) -> None:

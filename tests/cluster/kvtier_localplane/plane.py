@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from .build import ControlPlaneBinaries, Say, find_binaries, say_to_stderr
+from .choice import chosen_kubeconfig
 from .cluster import Cluster, existing_cluster, remove_folder
 from .controllers import NAME as CONTROLLERS_NAME
 from .controllers import ask, controllers_argv
@@ -31,7 +32,6 @@ from .programs import apiserver_argv, etcd_argv, prepare
 
 READY_DEADLINE_S = 120.0
 ATTEMPTS = 3
-EXTERNAL_VARIABLE = "KVTIER_KUBECONFIG"
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _LONGEST_SOCKET_PATH = 100
 
@@ -241,19 +241,21 @@ class LocalControlPlane:
 def open_cluster(
     kubeconfig: str | None = None,
     *,
+    wish: str = "",
     controller_manager: bool = False,
     before_controllers: Callable[[Cluster], None] | None = None,
     say: Say = say_to_stderr,
 ) -> Iterator[Cluster]:
-    """The cluster to work on: the user's own when named (argument or KVTIER_KUBECONFIG), else a local one.
+    """The cluster to work on: the user's own when it is asked for (see choice.py), else a local one.
 
-    The user's own is taken to have its controllers.
+    The user's own is taken to have its controllers. Raises ChoiceError, BuildError, StartError.
     """
-    named = kubeconfig or os.environ.get(EXTERNAL_VARIABLE)
-    if named:
+    named = chosen_kubeconfig(os.environ, named=kubeconfig, wish=wish)
+    if named is not None:
         folder = _private_folder()
         try:
-            cluster = existing_cluster(Path(named).expanduser(), folder)
+            cluster = existing_cluster(named, folder)
+            say(f"your own cluster is used: {cluster.url}, by {named}")
             if before_controllers is not None:
                 before_controllers(cluster)
             yield cluster

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.cluster.kvtier_localplane import eventually, open_cluster
+from tests.cluster.kvtier_localplane import ChoiceError, eventually, open_cluster
 
 from . import objects, scenarios
 from .claims import Claim, Ledger
@@ -40,6 +40,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.demo", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave everything up at the end; Ctrl-C stops it")
     parser.add_argument("--kubeconfig", help="use this cluster instead of a local control plane")
+    parser.add_argument(
+        "--cluster",
+        choices=("local", "own"),
+        default="",
+        help="own: use the cluster that KUBECONFIG names (also: KVTIER_CLUSTER)",
+    )
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "demo" / "report.html")
     parser.add_argument(
         "--only",
@@ -180,7 +186,11 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="kvtier-demo-")) if options.keep else None
     with contextlib.ExitStack() as exits:
         sink = exits.enter_context(OtlpSink())
-        cluster = exits.enter_context(open_cluster(options.kubeconfig, say=say))
+        try:
+            cluster = exits.enter_context(open_cluster(options.kubeconfig, wish=options.cluster, say=say))
+        except ChoiceError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         say(f"API server is ready at {cluster.url}")
         running = exits.enter_context(stack(cluster, sink.endpoint, folder))
         prompts = long_prompts()
