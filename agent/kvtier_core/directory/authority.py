@@ -53,7 +53,7 @@ class Directory(BlockTable):
         """Records a copy that is being written: RESERVED, read by nobody. NOT_VISIBLE on a tombstoned line,
         IDENTITY_MISMATCH when the tier has a copy already, BAD_ARGUMENT."""
         self._expect_live(line)
-        state = self.replicas.tiers[tier].state.cells[line]
+        state = self.replicas.of(tier).state.cells[line]
         if state:
             raise CoreError(
                 Reason.IDENTITY_MISMATCH,
@@ -67,7 +67,7 @@ class Directory(BlockTable):
         later one only when asked (D3: publish and move authority in one step). NOT_VISIBLE when the line is
         tombstoned or the copy is not RESERVED."""
         self._expect_live(line)
-        columns = self.replicas.tiers[tier]
+        columns = self.replicas.of(tier)
         if columns.state.cells[line] != ReplicaState.RESERVED:
             raise self._not_visible(line, tier, "RESERVED")
         columns.state.cells[line] = PUBLISHED
@@ -95,7 +95,7 @@ class Directory(BlockTable):
         When it was the authority, the fastest copy that still counts takes over, in a new epoch, or none
         does. Returns the number of surviving copies. NOT_VISIBLE when it is not published."""
         self._expect(line)
-        columns = self.replicas.tiers[tier]
+        columns = self.replicas.of(tier)
         if columns.state.cells[line] != PUBLISHED:
             raise self._not_visible(line, tier, "PUBLISHED")
         columns.state.cells[line] = ReplicaState.INVALID
@@ -130,7 +130,7 @@ class Directory(BlockTable):
         `last` says that the block may be lost (a cache block whose loss is a recompute): then also the only
         copy goes. On a tombstoned line every copy may go."""
         self._expect(line)
-        columns = self.replicas.tiers[tier]
+        columns = self.replicas.of(tier)
         if not columns.state.cells[line]:
             raise self._not_visible(line, tier, "there")
         if columns.leases.cells[line] or self._lines.readers.cells[line]:
@@ -170,13 +170,13 @@ class Directory(BlockTable):
         return bool(self._states[line]) and self._counts(line, tier)
 
     def _counts(self, line: int, tier: int) -> bool:
-        columns = self.replicas.tiers[tier]
+        columns = self.replicas.of(tier)
         return bool(
             columns.state.cells[line] == PUBLISHED and columns.stamp.cells[line] == self._epochs[line]
         )
 
     def _expect_counting(self, line: int, tier: int) -> None:
-        if self.replicas.tiers[tier].state.cells[line] != PUBLISHED:
+        if self.replicas.of(tier).state.cells[line] != PUBLISHED:
             raise self._not_visible(line, tier, "PUBLISHED")
         if not self._counts(line, tier):
             raise CoreError(
@@ -215,7 +215,8 @@ class Directory(BlockTable):
         self.replicas.unlease(line, tier)
 
     def leases(self, line: int, tier: int) -> int:
-        return int(self.replicas.tiers[tier].leases.cells[line])
+        """Readers of the copy; 0 where there is none."""
+        return int(self.replicas.of(tier).leases.cells[line])
 
     def claim(self, line: int, txn: int) -> None:
         """Gives the line's one write transaction to `txn` (> 0). WRITE_TXN_BUSY when another has it."""
@@ -299,7 +300,10 @@ class Directory(BlockTable):
     def publish(self, line: int, *, tier: int, slot: int, slot_generation: int, generation: int) -> None:
         """Moves authority of a session's chunk to another copy and forgets the old one: one step, a new
         epoch."""
+        self._expect(line)
         old = self._authority[line]
+        if old != NO_TIER:
+            self.replicas.expect_unread(line, old)
         self.replicas.put(line, tier, slot, slot_generation, generation, ReplicaState.PUBLISHED)
         if old not in (NO_TIER, tier):
             self.replicas.clear(line, old)

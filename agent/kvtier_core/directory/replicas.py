@@ -54,8 +54,14 @@ class ReplicaTable:
         self.tiers = tuple(TierColumns(capacity) for _ in range(tiers))
         self.counts = [0] * tiers
 
+    def of(self, tier: int) -> TierColumns:
+        """The columns of a tier. BAD_ARGUMENT for one that there is not, NO_TIER included."""
+        if not 0 <= tier < len(self.tiers):
+            raise CoreError(Reason.BAD_ARGUMENT, f"there is no tier {tier}")
+        return self.tiers[tier]
+
     def get(self, line: int, tier: int) -> Replica:
-        columns = self.tiers[tier]
+        columns = self.of(tier)
         return Replica(
             tier=tier,
             state=ReplicaState(columns.state.cells[line]),
@@ -70,7 +76,8 @@ class ReplicaTable:
         self, line: int, tier: int, slot: int, slot_generation: int, generation: int, state: ReplicaState
     ) -> None:
         """Writes a copy's place; unstamped. BAD_ARGUMENT when a number does not fit its column."""
-        columns = self.tiers[tier]
+        columns = self.of(tier)
+        self.expect_unread(line, tier)
         try:
             columns.slot.cells[line] = slot
             columns.slot_generation.cells[line] = slot_generation
@@ -85,22 +92,43 @@ class ReplicaTable:
         columns.state.cells[line] = state
 
     def clear(self, line: int, tier: int) -> None:
-        columns = self.tiers[tier]
+        """Forgets a copy, whatever its state. LEASES_HELD while it is read: a reader that ends later would
+        end another's lease."""
+        columns = self.of(tier)
+        self.expect_unread(line, tier)
         if columns.state.cells[line]:
             self.counts[tier] -= 1
         columns.state.cells[line] = 0
         columns.stamp.cells[line] = 0
 
+    def clear_all(self, line: int) -> None:
+        """Forgets every copy of a line, or none: LEASES_HELD."""
+        held = self.held_in(line)
+        for tier in held:
+            self.expect_unread(line, tier)
+        for tier in held:
+            self.clear(line, tier)
+
+    def expect_unread(self, line: int, tier: int) -> None:
+        """LEASES_HELD while anyone reads the copy."""
+        held = self.tiers[tier].leases.cells[line]
+        if held:
+            raise CoreError(
+                Reason.LEASES_HELD,
+                f"{held} readers hold the copy of line {line} in tier {tier}",
+                {"line": line, "tier": tier, "readers": held},
+            )
+
     def lease(self, line: int, tier: int) -> None:
         """One more reader. QUEUE_FULL at 65535."""
-        leases = self.tiers[tier].leases.cells
+        leases = self.of(tier).leases.cells
         if leases[line] == MAX_LEASES:
             raise CoreError(Reason.QUEUE_FULL, f"{MAX_LEASES} readers hold the copy of line {line}")
         leases[line] += 1
 
     def unlease(self, line: int, tier: int) -> None:
         """One reader fewer. GENERATION_NOT_OWNED when there is none: a lease given back twice."""
-        leases = self.tiers[tier].leases.cells
+        leases = self.of(tier).leases.cells
         if not leases[line]:
             raise CoreError(Reason.GENERATION_NOT_OWNED, f"nobody reads line {line} in tier {tier}")
         leases[line] -= 1

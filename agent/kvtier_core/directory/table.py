@@ -305,12 +305,12 @@ class BlockTable:
 
     def remove(self, line: int) -> None:
         """Forgets the line. A block's must hold no copy (SURVIVAL_VIOLATION), no reader (LEASES_HELD) and no
-        open transaction (WRITE_TXN_BUSY); a session's chunk goes as it is."""
+        open transaction (WRITE_TXN_BUSY); a session's chunk goes as it is, unless a copy is leased
+        (LEASES_HELD)."""
         self._expect(line)
         chunk = self._lines.chunk.cells[line]
         if chunk:
-            for tier in self.replicas.held_in(line):
-                self.replicas.clear(line, tier)
+            self.replicas.clear_all(line)
             self._chunk_index.remove(mix(chunk), line)
         else:
             self._expect_idle(line)
