@@ -145,6 +145,7 @@ _STATUS = {
         Reason.STATE_SHAPE,
         Reason.DUPLICATE_RECEIPT,
         Reason.RECEIPT_COUNT,
+        Reason.UNDECLARED_APPROXIMATION,
         Reason.TRAFFIC_MISMATCH,
         Reason.ITERATION_TRAFFIC,
         Reason.LEDGER_MIXED,

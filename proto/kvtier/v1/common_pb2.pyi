@@ -91,6 +91,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STATE_SHAPE: _ClassVar[Reason]
     DUPLICATE_RECEIPT: _ClassVar[Reason]
     RECEIPT_COUNT: _ClassVar[Reason]
+    UNDECLARED_APPROXIMATION: _ClassVar[Reason]
     MISS: _ClassVar[Reason]
     UNCOMMITTED_ROWS: _ClassVar[Reason]
     WRITE_TXN_BUSY: _ClassVar[Reason]
@@ -207,6 +208,7 @@ NO_NORMALISATION_MASS: Reason
 STATE_SHAPE: Reason
 DUPLICATE_RECEIPT: Reason
 RECEIPT_COUNT: Reason
+UNDECLARED_APPROXIMATION: Reason
 MISS: Reason
 UNCOMMITTED_ROWS: Reason
 WRITE_TXN_BUSY: Reason
