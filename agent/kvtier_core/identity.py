@@ -188,6 +188,22 @@ def row_digest(
     )
 
 
+def source_row(source: SourceBinding, layer: int, kv_head: int, position: int) -> bytes:
+    """Semantic identity of one row of a source."""
+    return row_digest(
+        model=source.model_artifact_sha256 + "@" + source.checkpoint_generation,
+        adapter=source.adapter_set_sha256,
+        cache_abi=source.logical_cache_abi_sha256,
+        layer=layer,
+        kv_head=kv_head,
+        position=position,
+        position_contract=source.position_contract_sha256,
+        cache_generation=source.cache_generation,
+        publication_generation=source.publication_generation,
+        tenant=source.tenant_namespace,
+    )
+
+
 def chunk_digest(source: SourceBinding, layer: int, kv_heads: int, first: int, last: int) -> bytes:
     """Semantic identity of rows [first, last) of one layer, all KV heads (A.4)."""
     return digest(
