@@ -2,8 +2,8 @@
 
 Of the specification's catalogue N.4, what needs no session: 1 to 3, 6 to 9, 18 to 25, 31 to 35. Left out,
 for the sessions that pause: 4, 5, 10 to 17, 26 and 27 (lifecycle epochs, call ids, results, arrivals,
-samplers), 28 to 30 (the pausing scheduler's swap and recompute budgets and leases), 36 (kinds of pauses). With
-them the rules of A.9 on copies that survive.
+samplers), 28 to 30 (the pausing scheduler's swap and recompute budgets and leases), 36 (kinds of pauses).
+With them the rules of A.9 on copies that survive.
 """
 
 from __future__ import annotations
