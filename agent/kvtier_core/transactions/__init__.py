@@ -1,6 +1,5 @@
 """Moves of blocks between tiers, and what must hold meanwhile: pins, single-flight, eviction, deletion."""
 
-from kvtier_core.transactions.machine import Transactions as Transactions
 from kvtier_core.transactions.moves import Completion as Completion
 from kvtier_core.transactions.moves import LiveView as LiveView
 from kvtier_core.transactions.moves import Move as Move
@@ -9,3 +8,4 @@ from kvtier_core.transactions.reasons import MoveKind as MoveKind
 from kvtier_core.transactions.reasons import MoveReason as MoveReason
 from kvtier_core.transactions.reasons import MoveRefused as MoveRefused
 from kvtier_core.transactions.reasons import TxnState as TxnState
+from kvtier_core.transactions.transfers import Transactions as Transactions

@@ -1,85 +1,68 @@
-"""Moving one chunk between tiers: reserve, copy, validate, publish, release (specification B.1, B.3).
+"""The residency machine: reserve, copy, validate, publish, release, each behind its guards (B.1, B.3).
 
 Why it exists: a copy that fails must cost nothing but time, and a completion that comes late must not touch
-whoever owns the slot by then. The old copy stays until the new one is published (R_min = 1). It must not know
-why a chunk moves (placement), nor attention.
+whoever owns the slot by then. The old copy stays until the new one is published and R_min copies survive
+without it. It must not know why a block moves, nor attention. The caller holds the metadata lock.
 
-States: RESERVED > COPYING > VALIDATED > PUBLISHED > RELEASED, and DEAD from each before PUBLISHED. The steps
-are separate calls, so that a copy may run elsewhere; `run` does them in a row.
+States: RESERVED > COPYING > VALIDATED > PUBLISHED > RELEASED, and DEAD from each before PUBLISHED. A dead
+move whose bytes may still arrive keeps its slot quarantined and its source leased until they are drained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
 
 from torch import Tensor
 
-from kvtier_core.credits import CreditLedger
-from kvtier_core.directory import ChunkState, Directory
+from kvtier_core.directory import NO_TIER, ChunkState
 from kvtier_core.errors import CoreError
-from kvtier_core.layout import CODEC_IDENTITY, LAYOUT_ID
-from kvtier_core.tiers.base import BlockIdentity, SlotRef, SlotState, Tier
+from kvtier_core.tiers.base import Tier
+from kvtier_core.tiers.slots import BlockIdentity, SlotState
 from kvtier_core.tiers.staging import StagingBuffer
-from kvtier_core.transactions.moves import Completion, LiveView, Move, completion_reason
+from kvtier_core.transactions.guards import stores_layout
+from kvtier_core.transactions.holdings import Holdings
+from kvtier_core.transactions.moves import (
+    NO_SLOT,
+    Completion,
+    LiveView,
+    Move,
+    completion_of,
+    completion_reason,
+    is_foreign,
+)
 from kvtier_core.transactions.reasons import MoveKind, MoveReason, MoveRefused, TxnState, refusal
 
 
-class Transactions:
-    """All moves of one engine. `identity_of(line, replica_generation)` names what a copy must be; `sealed`
-    receives the identity of each newly published replica."""
+class MoveMachine(Holdings):
+    """All moves of one cache on one node, step by step."""
 
-    def __init__(
+    # D1, P1.
+
+    def begin(
         self,
-        directory: Directory,
-        ledger: CreditLedger,
-        tiers: Sequence[Tier],
-        identity_of: Callable[[int, int], BlockIdentity],
-        on_published: Callable[[int, BlockIdentity], None],
-    ) -> None:
-        self._directory = directory
-        self._ledger = ledger
-        self._tiers = tiers
-        self._identity_of = identity_of
-        self._on_published = on_published
-        self._moves: dict[int, Move] = {}
-        self._next = 1
-        self._next_transfer = 1
-        self.cache_generation = 1
-        self.moved_bytes: dict[tuple[str, str], int] = {}
+        kind: MoveKind,
+        line: int,
+        tier: int,
+        *,
+        source_tier: int | None = None,
+        keep_source: bool = False,
+        request: int = 0,
+        request_generation: int = 0,
+        now: float = 0.0,
+        deadline: float = math.inf,
+    ) -> Move:
+        """D1/P1: reserves the destination, exposed to nobody. Raises MoveRefused; nothing is held then.
 
-    def open_moves(self) -> tuple[Move, ...]:
-        return tuple(self._moves.values())
-
-    def begin(self, kind: MoveKind, line: int, tier: int) -> Move:
-        """D1/P1: reserves the destination, exposed to nobody. Raises MoveRefused; nothing is held then."""
+        source_tier None: the authority for a demotion, the fastest copy with a legal path for a promotion."""
         directory = self._directory
-        state = ChunkState(int(directory.state[line]))
-        if state is ChunkState.OPEN:
-            raise MoveRefused(
-                MoveReason.UNCOMMITTED_ROWS, "an open chunk stays in its tier until it is sealed"
-            )
-        if state is not ChunkState.SEALED:
-            raise MoveRefused(MoveReason.MISS, f"line {line} holds no chunk")
-        if directory.write_txn[line]:
-            raise MoveRefused(
-                MoveReason.WRITE_TXN_BUSY, f"transaction {directory.write_txn[line]} moves it already"
-            )
-        source_tier = int(directory.tier[line])
-        if source_tier == tier:
-            raise MoveRefused(MoveReason.WRITE_TXN_BUSY, "source and destination are the same tier")
-        self._check_path(kind, self._tiers[source_tier], self._tiers[tier])
+        source = self._guards.admit(kind, line, tier, source_tier)
+        identity = self._identity_of(line, directory.issue_generation())
+        if kind is MoveKind.PROMOTE:
+            ends = now + self._live.seconds(source, tier, identity.length)
+            if ends > deadline:
+                raise MoveRefused(MoveReason.DEADLINE, f"the copy would end at {ends}, after {deadline}")
         owner = int(directory.logical[line])
-        if self._ledger.pressure({tier: 1}) is not None:
-            raise MoveRefused(
-                MoveReason.NO_DESTINATION_CAPACITY,
-                f"tier {self._tiers[tier].name} has 0 of {self._ledger.capacity(tier)} slots free",
-            )
-        credit = self._ledger.acquire({tier: 1})
-        try:
-            destination = self._tiers[tier].reserve(owner)
-        except CoreError as error:
-            self._ledger.release(credit)
-            raise refusal(error) from error
+        destination, credit, link = self._reserve(kind, line, source, tier, owner, identity)
         move = Move(
             id=self._next,
             kind=kind,
@@ -87,187 +70,231 @@ class Transactions:
             owner=owner,
             cache_generation=self.cache_generation,
             epoch=int(directory.epoch[line]),
-            source_tier=source_tier,
-            source=SlotRef(int(directory.slot[line]), int(directory.slot_generation[line])),
+            source_tier=source,
+            source=NO_SLOT if source == NO_TIER else self._slot(line, source),
             tier=tier,
             destination=destination,
-            identity=self._identity_of(line, directory.issue_generation()),
+            identity=identity,
             credit=credit,
+            keep_source=keep_source,
+            binding=self._live.binding(line),
+            request=request,
+            request_generation=request_generation,
+            deadline=deadline,
+            link=link,
         )
         self._next += 1
         self._moves[move.id] = move
-        directory.write_txn[line] = move.id
+        self._by_owner.setdefault(owner, []).append(move)
+        directory.claim(line, move.id)
+        directory.add_replica(
+            line, tier, destination.slot, destination.generation, identity.replica_generation
+        )
         return move
 
-    def _check_path(self, kind: MoveKind, source: Tier, destination: Tier) -> None:
-        for tier, role, able in (
-            (source, "source", source.capability.dma_source),
-            (destination, "destination", destination.capability.dma_destination),
-        ):
-            stored = CODEC_IDENTITY in tier.capability.codecs and LAYOUT_ID in tier.capability.layouts
-            if not (able and stored):
-                code = MoveReason.TIER_INCAPABLE if kind is MoveKind.DEMOTE else MoveReason.NO_LEGAL_PATH
-                raise MoveRefused(
-                    code, f"tier {tier.name} may not be the {role} of a copy in layout {LAYOUT_ID}"
-                )
+    # D2, P2.
 
     def submit(self, move: Move) -> None:
-        """D2/P2: takes a read lease on the source and names the transfer."""
+        """D2/P2: takes link credits and a read lease on the source, and names the transfer. CREDIT_PRESSURE
+        leaves the move RESERVED: try again or cancel it."""
         self._expect(move, TxnState.RESERVED)
-        self._directory.readers[move.line] += 1
-        move.leased = True
+        if move.kind is not MoveKind.PROMOTE:
+            move.link = self._take_link(move.source_tier, move.tier, move.identity, move.line)
+        if move.source_tier != NO_TIER:
+            self._directory.lease(move.line, move.source_tier)
+            move.leased = True
         move.transfer_generation = self._next_transfer
         self._next_transfer += 1
         move.state = TxnState.COPYING
 
     def copy(self, move: Move) -> Completion:
-        """Moves the bytes; touches no state but the destination slot. Raises CoreError of the tier."""
+        """Moves the bytes here and now; touches no state but the destination slot. Raises CoreError of the
+        tier."""
         self._expect(move, TxnState.COPYING)
         done = self._tiers[move.tier].write(move.destination, self._payload(move), move.identity)
-        return Completion(
-            txn=move.id,
-            owner=move.owner,
-            cache_generation=move.cache_generation,
-            slot=move.destination.slot,
-            slot_generation=move.destination.generation,
-            transfer_generation=move.transfer_generation,
-            bytes=done,
-        )
+        return completion_of(move, done)
 
     def _payload(self, move: Move) -> Tensor:
         source = self._tiers[move.source_tier]
         if source.capability.kernel_readable:
             return source.view(move.source)
         buffer = StagingBuffer(source.layout)
-        current = int(self._directory.generation[move.line])
-        source.read(move.source, self._identity_of(move.line, current), buffer)
+        source.read(move.source, self.source_identity(move), buffer)
         return buffer.payload
 
-    def complete(self, done: Completion) -> Move:
-        """D3/P3: validates a copy that ended. A completion of a dead or unknown transaction only cleans up
-        what is still its own, and is refused. Raises MoveRefused after the abort."""
+    def source_identity(self, move: Move) -> BlockIdentity:
+        """What the copy that a move reads must be."""
+        current = self._directory.replica(move.line, move.source_tier).generation
+        return self._identity_of(move.line, current)
+
+    # D3, P3.
+
+    def complete(self, done: Completion, error: CoreError | None = None) -> Move:
+        """D3/P3: validates a copy that ended, with `error` if it failed. Raises MoveRefused after the abort.
+
+        A completion of a dead or unknown transaction, of another copy, or one that comes twice only cleans up
+        what is still its own."""
         move = self._moves.get(done.txn)
         if move is None:
             raise MoveRefused(MoveReason.CANCELLED, f"transaction {done.txn} is not open")
-        if move.state not in (TxnState.COPYING, TxnState.DEAD):
-            # A replay, or a completion of something else: it has no second effect.
+        if move.state is TxnState.DEAD:
+            if not move.asynchronous and not is_foreign(move, done):
+                self._bury(move)
+            raise MoveRefused(MoveReason.CANCELLED, f"transaction {done.txn} was cancelled")
+        if move.state is not TxnState.COPYING:
             raise MoveRefused(MoveReason.CANCELLED, f"transaction {done.txn} awaits no completion")
-        tier = self._tiers[move.tier]
-        slot_generation = tier.slots.generation(move.destination.slot)
-        owned = slot_generation == move.destination.generation
-        live = LiveView(
-            self.cache_generation, slot_generation, tier.slots.owner(move.destination) if owned else 0
-        )
-        reason = completion_reason(move, live, done)
+        reason = completion_reason(move, self._view(move), done)
+        if is_foreign(move, done):
+            raise MoveRefused(reason, f"the completion is not of the copy of {move.owner:#x} that is awaited")
+        failure: CoreError | None = error
+        if reason is MoveReason.READY:
+            reason, failure = self._validation(move, error)
         if reason is not MoveReason.READY:
-            self._abort(move)
-            raise MoveRefused(reason, f"the copy of chunk {move.owner:#x} is refused")
-        try:
-            tier.validate(move.destination, move.identity)
-        except CoreError as error:
-            self._abort(move)
-            raise refusal(error) from error
-        if int(self._directory.epoch[move.line]) != move.epoch:
-            self._abort(move)
-            raise MoveRefused(
-                MoveReason.STALE_AUTHORITY_EPOCH, f"authority of chunk {move.owner:#x} moved on"
-            )
+            self._abort(move, reason)
+            message = failure.message if failure else f"the copy of {move.owner:#x} is refused"
+            raise MoveRefused(reason, message, failure.facts if failure else None) from failure
         move.state = TxnState.VALIDATED
         return move
 
-    def publish(self, move: Move) -> None:
-        """P4: authority moves in one step of the directory. From here the move cannot be cancelled."""
-        self._expect(move, TxnState.VALIDATED)
-        self._tiers[move.tier].publish(move.destination)
-        old_credit = int(self._directory.credit[move.line])
-        self._directory.publish(
-            move.line,
-            tier=move.tier,
-            slot=move.destination.slot,
-            slot_generation=move.destination.generation,
-            generation=move.identity.replica_generation,
+    def _view(self, move: Move) -> LiveView:
+        slots = self._tiers[move.tier].slots
+        generation = slots.generation(move.destination.slot)
+        owned = generation == move.destination.generation
+        gone = int(self._directory.logical[move.line]) != move.owner
+        state = ChunkState(int(self._directory.state[move.line]))
+        return LiveView(
+            self.cache_generation,
+            generation,
+            slots.owner(move.destination) if owned else 0,
+            tombstoned=gone or state in (ChunkState.TOMBSTONED, ChunkState.FREE),
         )
-        self._directory.credit[move.line] = move.credit
-        move.credit = old_credit
+
+    def _validation(self, move: Move, error: CoreError | None) -> tuple[MoveReason, CoreError | None]:
+        """The guards after the tuple: the copy's own failure, layout, checksum, binding, request, epoch."""
+        tier = self._tiers[move.tier]
+        if error is not None:
+            return self._failure(move, error), error
+        if not stores_layout(tier) or move.identity.length != tier.layout.payload_bytes:
+            return MoveReason.CODEC_OR_LAYOUT_MISMATCH, None
+        try:
+            self._settle_slot(move, tier)
+        except CoreError as raised:
+            return refusal(raised).code, raised
+        return self._moved_on(move), None
+
+    def _moved_on(self, move: Move) -> MoveReason:
+        """Guards that are asked again at publication, since time has passed."""
+        view = self._view(move)
+        if view.tombstoned:
+            return MoveReason.TOMBSTONED
+        if view.cache_generation != move.cache_generation:
+            return MoveReason.STALE_CACHE_GENERATION
+        now = self._live.binding(move.line)
+        if now.position_contract != move.binding.position_contract:
+            return MoveReason.POSITION_CONTRACT_MISMATCH
+        if now.namespace != move.binding.namespace:
+            return MoveReason.TENANT_MISMATCH
+        if move.request and self._live.request_generation(move.request) != move.request_generation:
+            return MoveReason.REQUEST_STALE
+        if int(self._directory.epoch[move.line]) != move.epoch:
+            return MoveReason.STALE_AUTHORITY_EPOCH
+        return MoveReason.READY
+
+    def _failure(self, move: Move, error: CoreError) -> MoveReason:
+        """D6, P7: how a failed copy is called."""
+        code = refusal(error).code
+        if code is MoveReason.DEADLINE:
+            return MoveReason.FETCH_LATE if move.kind is MoveKind.PROMOTE else MoveReason.TRANSFER_TIMEOUT
+        return code
+
+    def _settle_slot(self, move: Move, tier: Tier) -> None:
+        tier.validate(move.destination, move.identity)
+
+    # P4.
+
+    def publish(self, move: Move) -> None:
+        """P4: the copy becomes readable and, but for a promotion that keeps its source, the authority: one
+        step of the directory. From here the move cannot be cancelled."""
+        self._expect(move, TxnState.VALIDATED)
+        moved_on = self._moved_on(move)
+        if moved_on is not MoveReason.READY:
+            self._abort(move, moved_on)
+            raise MoveRefused(moved_on, f"what {move.owner:#x} was validated against has moved on")
+        try:
+            self._tiers[move.tier].publish(move.destination)
+            self._directory.publish_replica(move.line, move.tier, authority=move.takes_authority)
+        except CoreError as error:
+            self._abort(move, refusal(error).code)
+            raise refusal(error) from error
+        move.credit = self._purse.settle(move.line, move.tier, move.source_tier, move.credit)
         self._on_published(move.line, move.identity)
-        self._drop_lease(move)
         move.state = TxnState.PUBLISHED
-        pair = (self._tiers[move.source_tier].name, self._tiers[move.tier].name)
-        self.moved_bytes[pair] = self.moved_bytes.get(pair, 0) + move.identity.length
+        if move.drained:
+            self._drop_lease(move)
+        if move.source_tier != NO_TIER:
+            pair = (self._tiers[move.source_tier].name, self._tiers[move.tier].name)
+            self.moved_bytes[pair] = self.moved_bytes.get(pair, 0) + move.identity.length
+
+    # D4, P5.
 
     def release(self, move: Move) -> None:
-        """D4/P5: gives the old copy's slot and credit back once nobody reads it. LEASES_HELD: call again."""
+        """D4/P5: gives the old copy's slot and credit back once nobody reads it and R_min others survive.
+        LEASES_HELD: call again. SURVIVAL_VIOLATION: `keep` it. A move that keeps its source just ends."""
         self._expect(move, TxnState.PUBLISHED)
-        if self._directory.readers[move.line]:
-            raise MoveRefused(MoveReason.LEASES_HELD, f"{self._directory.readers[move.line]} readers remain")
-        survivor = self._tiers[move.tier].slots.state(move.destination)
-        if survivor is not SlotState.PUBLISHED:
-            raise MoveRefused(MoveReason.SURVIVAL_VIOLATION, "the new copy is not published")
-        self._tiers[move.source_tier].release(move.source)
-        self._ledger.release(move.credit)
-        move.state = TxnState.RELEASED
-        self._directory.write_txn[move.line] = 0
-        del self._moves[move.id]
+        if not move.drained:
+            raise MoveRefused(MoveReason.LEASES_HELD, "its bytes are not drained yet")
+        if move.releases_source:
+            directory, line, source = self._directory, move.line, move.source_tier
+            held = int(directory.readers[line]) + directory.leases(line, source)
+            if held:
+                raise MoveRefused(MoveReason.LEASES_HELD, f"{held} readers remain", {"readers": held})
+            deleted = ChunkState(int(directory.state[line])) is ChunkState.TOMBSTONED
+            published = self._tiers[move.tier].slots.state(move.destination) is SlotState.PUBLISHED
+            if not deleted and not (published and directory.survivors(line, source) >= self.survival):
+                raise MoveRefused(
+                    MoveReason.SURVIVAL_VIOLATION, f"fewer than {self.survival} copies would remain"
+                )
+            directory.drop_replica(line, source, r_min=self.survival)
+            self._tiers[source].release(move.source)
+            self._purse.give(line, source, move.credit)
+        self._end(move, TxnState.RELEASED, MoveReason.READY)
 
-    def cancel(self, move: Move) -> None:
-        """D5/P6. While a copy may still be writing, the destination is quarantined until its completion comes
-        (`complete` cleans up then). GENERATION_NOT_OWNED once published."""
+    def keep(self, move: Move) -> None:
+        """Ends a published move and leaves its source as a replica."""
+        self._expect(move, TxnState.PUBLISHED)
+        move.keep_source = True
+        self.release(move)
+
+    # D5, P6.
+
+    def cancel(self, move: Move, reason: MoveReason = MoveReason.CANCELLED) -> None:
+        """D5/P6. While bytes may still arrive, the destination is quarantined until they are drained.
+        GENERATION_NOT_OWNED once published; a dead move stays dead."""
         if move.state in (TxnState.PUBLISHED, TxnState.RELEASED):
             raise MoveRefused(MoveReason.GENERATION_NOT_OWNED, "a published move is not cancelled")
-        if move.state is TxnState.DEAD:
-            return
-        if move.state is TxnState.COPYING:
-            move.state = TxnState.DEAD
-            self._tiers[move.tier].quarantine(move.destination)
-            self._drop_lease(move)
-            self._clear_line(move)
-            return
-        self._abort(move)
+        if move.state is not TxnState.DEAD:
+            self._abort(move, reason, copying=move.state is TxnState.COPYING)
 
     def cancel_line(self, line: int) -> None:
         """Cancels whatever moves the line; a published move is released instead. For a closing session."""
-        for move in [item for item in self._moves.values() if item.line == line]:
+        for move in self.moves_of(int(self._directory.logical[line])):
             if move.state is TxnState.PUBLISHED:
                 self.release(move)
             else:
                 self.cancel(move)
 
     def run(self, kind: MoveKind, line: int, tier: int) -> None:
-        """The whole move at once. Raises MoveRefused; the chunk is then still where it was."""
+        """The whole move at once. Raises MoveRefused; the block is then still where it was."""
         move = self.begin(kind, line, tier)
-        self.submit(move)
         try:
+            self.submit(move)
             done = self.copy(move)
         except CoreError as error:
-            self._abort(move)
+            self._abort(move, refusal(error).code)
             raise refusal(error) from error
         except BaseException:
-            self._abort(move)
+            self._abort(move, MoveReason.TRANSFER_FAILED)
             raise
         self.complete(done)
         self.publish(move)
         self.release(move)
-
-    def _abort(self, move: Move) -> None:
-        """Frees what is still ours, once. The source was never given up, so it stays the authority."""
-        tier = self._tiers[move.tier]
-        if tier.slots.generation(move.destination.slot) == move.destination.generation:
-            tier.release(move.destination)
-        self._ledger.release(move.credit)
-        self._drop_lease(move)
-        self._clear_line(move)
-        move.state = TxnState.DEAD
-        del self._moves[move.id]
-
-    def _drop_lease(self, move: Move) -> None:
-        if move.leased:
-            self._directory.readers[move.line] -= 1
-            move.leased = False
-
-    def _clear_line(self, move: Move) -> None:
-        if int(self._directory.write_txn[move.line]) == move.id:
-            self._directory.write_txn[move.line] = 0
-
-    def _expect(self, move: Move, state: TxnState) -> None:
-        if move.state is not state:
-            raise MoveRefused(MoveReason.CANCELLED, f"transaction {move.id} is {move.state}, not {state}")
