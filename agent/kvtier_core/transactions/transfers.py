@@ -170,10 +170,22 @@ class Transactions(MoveMachine):
         move.by_write = True
         return move.tier, TransferItem(move.destination, move.identity, origin)
 
+    def lend(self, move: Move) -> None:
+        """Gives the landing of a STORE to a writer. Until `returned` its slot is nobody else's, also when the move
+        dies: the writer may still be writing."""
+        self._expect(move, TxnState.RESERVED)
+        move.asynchronous, move.drained = True, False
+
+    def returned(self, move: Move) -> None:
+        """The writer will write no more; a dead store's slot goes back. A second call has no effect."""
+        if not move.drained:
+            self._on_drained(move)
+
     def seal(self, move: Move, checksum: int) -> None:
         """Publishes a STORE whose bytes were written in place, through the destination's `landing`: they are
         what they are, so `checksum` (XXH3-64 of them) becomes the block's. Raises MoveRefused after the
         abort."""
+        move.drained = True
         self.submit(move)
         move.identity = replace(move.identity, checksum=checksum)
         self._directory.checksum[move.line] = checksum
