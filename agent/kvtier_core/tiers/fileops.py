@@ -29,6 +29,9 @@ class FileOps(Protocol):
     def sync(self, fd: int) -> None: ...
     def close(self, fd: int) -> None: ...
     def remove(self, path: Path) -> None: ...
+    def size(self, fd: int) -> int: ...
+    def sync_folder(self, path: Path) -> None: ...
+    def names(self, path: Path) -> list[str]: ...
 
 
 class OsFileOps:
@@ -69,3 +72,16 @@ class OsFileOps:
     def remove(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def sync_folder(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def names(self, path: Path) -> list[str]:
+        return sorted(entry.name for entry in path.iterdir() if entry.is_file())

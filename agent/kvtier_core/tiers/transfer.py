@@ -38,6 +38,16 @@ class TransferItem:
     landing: Landing
 
 
+@dataclass(frozen=True, slots=True)
+class EraseItem:
+    """What a deletion takes from a tier: the copy in `ref` (its readers are gone and nobody may find it any
+    more), and what an eviction left behind of a block key or of a whole namespace (32 bytes each)."""
+
+    ref: SlotRef | None = None
+    key: bytes | None = None
+    namespace: bytes | None = None
+
+
 class TransferSink(Protocol):
     """Told by the tier, from any thread, without any lock of the tier held; must not block.
 

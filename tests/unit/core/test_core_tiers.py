@@ -315,7 +315,7 @@ def test_a_filesystem_without_o_direct_is_used_buffered(tmp_path: Path, where: s
 
 def test_two_engines_never_share_a_file(tmp_path: Path) -> None:
     first = nvme_tier(tmp_path)
-    refused(Reason.STORAGE_UNAVAILABLE, lambda: nvme_tier(tmp_path))
+    refused(Reason.STORAGE_LOCKED, lambda: nvme_tier(tmp_path))
     first.close()
     nvme_tier(tmp_path).close()
 

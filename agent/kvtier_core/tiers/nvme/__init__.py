@@ -1,0 +1,4 @@
+"""Blocks on flash: format, file, threads, durability, recovery and encryption behind the Tier contract."""
+
+from kvtier_core.tiers.nvme.tier import NvmeOptions as NvmeOptions
+from kvtier_core.tiers.nvme.tier import NvmeTier as NvmeTier

@@ -1,0 +1,89 @@
+"""Slots of a store: generations that outlive the process, and what evicted blocks still lie on the device.
+
+Why it exists: a slot's generation must never repeat, whoever opened the store before, and a deletion must
+reach copies that were only evicted. Lowest slots are given out first, so that blocks stored together are
+neighbours. It must not know files or threads of I/O.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier_core.tiers.slots import SlotState, SlotTable
+
+EPOCH_SHIFT = 32
+_WORD = 8
+
+
+class NvmeSlots(SlotTable):
+    """Generations start at store epoch * 2^32. A remnant is a durable block whose slot was released and whose
+    header may still lie on the device."""
+
+    def __init__(self, slots: int, store_epoch: int) -> None:
+        super().__init__(slots)
+        self._first = store_epoch << EPOCH_SHIFT
+        self._generation[:] = self._first
+        self._free = list(range(slots))
+        self._key = np.zeros(slots, dtype=np.uint64)
+        self._namespace = np.zeros(slots, dtype=np.uint64)
+        self._durable = np.zeros(slots, dtype=np.bool_)
+
+    def _take(self, namespace: bytes) -> int:
+        if not self._free:
+            return super()._take(namespace)
+        return heapq.heappop(self._free)
+
+    def _give(self, slot: int) -> None:
+        # A block of an earlier process had a generation of that process's.
+        self._generation[slot] = max(self._first, int(self._generation[slot]))
+        heapq.heappush(self._free, slot)
+
+    def restore(self, refs: NDArray[np.int64], owners: NDArray[np.int64]) -> None:
+        """Takes slots as published, at the generations they had: [n, 2] slot and generation, [n] owners.
+        Once, before anything is reserved."""
+        self._generation[refs[:, 0]] = refs[:, 1]
+        self._owner[refs[:, 0]] = owners
+        self._state[refs[:, 0]] = SlotState.PUBLISHED
+        self._free = np.flatnonzero(self._state == SlotState.FREE).tolist()
+
+    # What lies on the device.
+
+    def mark(self, slot: int, key: bytes, namespace: bytes) -> None:
+        """A header of a durable block may lie in the slot from now on."""
+        with self._lock:
+            self._key[slot] = _word(key)
+            self._namespace[slot] = _word(namespace)
+            self._durable[slot] = True
+
+    def clean(self, slot: int) -> None:
+        """No header of a durable block lies in the slot any more."""
+        with self._lock:
+            self._durable[slot] = False
+
+    def is_remnant(self, slot: int, key: bytes | None, namespace: bytes | None) -> bool:
+        """Whether `remnants` still names the slot."""
+        with self._lock:
+            return (
+                bool(self._durable[slot])
+                and self._state[slot] != SlotState.PUBLISHED
+                and (key is None or self._key[slot] == _word(key))
+                and (namespace is None or self._namespace[slot] == _word(namespace))
+            )
+
+    def remnants(self, key: bytes | None = None, namespace: bytes | None = None) -> list[int]:
+        """Slots that nobody reads and whose header on the device may be of that key or namespace. By prefixes
+        of 8 bytes: one too many may be named, none too few."""
+        with self._lock:
+            found = self._durable & (self._state != SlotState.PUBLISHED)
+            if key is not None:
+                found &= self._key == _word(key)
+            if namespace is not None:
+                found &= self._namespace == _word(namespace)
+            return [int(slot) for slot in np.flatnonzero(found)]
+
+
+def _word(name: bytes) -> np.uint64:
+    return np.uint64(int.from_bytes(name[:_WORD].ljust(_WORD, b"\0"), "little"))
