@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup venv controlplane controllers demo test lint generate bench unit kernels engine cluster e2e clean
+.PHONY: help setup venv controlplane clustertools demo test lint generate bench unit kernels engine cluster e2e clean
 
 PYTHON ?= python3
 SUITE ?=
@@ -24,7 +24,7 @@ help: ## this list
 demo: setup ## the whole idea on real parts, with a report (ARGS=--keep: stays up; CLUSTER=own: on $KUBECONFIG)
 	@$(BIN)/python -m tests.e2e.demo $(ARGS)
 
-test: setup controllers ## lint and every suite
+test: setup clustertools ## lint and every suite
 	@$(BIN)/python hack/suites.py
 
 lint: venv ## style, types, import rules, generated files
@@ -33,7 +33,7 @@ lint: venv ## style, types, import rules, generated files
 unit kernels engine: venv ## one suite
 	@$(BIN)/python hack/suites.py $@
 
-cluster: controllers
+cluster: clustertools
 cluster e2e: setup ## one suite, against a real API server
 	@$(BIN)/python hack/suites.py $@
 
@@ -51,10 +51,11 @@ venv: ## .venv from the pinned requirements; nothing when it is current
 	@PYTHON=$(PYTHON) hack/venv
 
 controlplane: ## etcd and kube-apiserver, built from source once per machine; none for an own cluster
-	@$(call build_plane)
+	@$(call build_plane,plane)
 
-controllers: setup ## kube-controller-manager too, for the cluster suite
-	@$(call build_plane,--controller-manager)
+clustertools: setup ## what the cluster suite needs besides: kube-controller-manager and helm
+	@$(call build_plane,controllers)
+	@$(PYTHON) $(PLANE)/build.py helm >/dev/null
 
 clean: ## reports and caches of this checkout; not .venv, not the built control plane
 	@rm -rf build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -3,7 +3,7 @@
 It knows etcd, kube-apiserver, certificates and kubectl; it must not know our resources or processes.
 """
 
-from .build import BuildError, ControlPlaneBinaries, find_binaries
+from .build import BuildError, ControlPlaneBinaries, find_binaries, find_helm
 from .choice import ChoiceError, Refused, chosen_kubeconfig
 from .cluster import Cluster, KubectlError
 from .pki import Certificate, CertificateAuthority
@@ -26,5 +26,6 @@ __all__ = [
     "eventually",
     "eventually_async",
     "find_binaries",
+    "find_helm",
     "open_cluster",
 ]

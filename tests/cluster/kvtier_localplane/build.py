@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODULE_DIR = Path(__file__).resolve().parents[1] / "controlplane"
+HELM_DIR = MODULE_DIR.with_name("helm")
 KUBERNETES_VERSION = "v1.36.3"
+HELM_VERSION = "v4.2.4"
 BUILD_DEADLINE_S = 1800.0
 PROGRESS_INTERVAL_S = 10.0
 MINIMUM_GO = (1, 26)
@@ -37,33 +39,65 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Target:
-    """One program of the Go module.
+    """One program that is built from a Go module.
 
-    folder: its main package, below the module. sources: what it is compiled from beside go.mod and go.sum.
-    tools: the names it is called by. reports_version: the one of them that answers ``--version``.
+    module: its folder. package: what of it is built. sources: what that is compiled from beside go.mod and
+    go.sum. tools: the names it is called by. version: of what is built. stamps: what the linker sets.
+    asks: a call that answers with `answer`, to see that the stamps are in.
     """
 
     name: str
-    folder: str
+    module: Path
+    package: str
     sources: tuple[str, ...]
     tools: tuple[str, ...]
-    reports_version: str
+    version: str
+    stamps: tuple[tuple[str, str], ...]
+    asks: tuple[str, ...]
+    answer: str
 
     @property
     def program(self) -> str:
+        """The file's name: never one of the tools."""
         return self.name.replace(" ", "")
 
     def __str__(self) -> str:
         return " and ".join(self.tools)
 
 
-CONTROL_PLANE = Target("control plane", ".", ("main.go",), ("etcd", "kube-apiserver"), "kube-apiserver")
-CONTROLLER_MANAGER = Target(
-    "controller manager",
-    "./controllermanager",
-    ("controllermanager/main.go",),
-    ("kube-controller-manager",),
-    "kube-controller-manager",
+def _kubernetes(name: str, package: str, *tools: str) -> Target:
+    """A target of the control plane's module; the last of its tools answers ``--version``."""
+    stamp = "k8s.io/component-base/version"
+    major, minor = KUBERNETES_VERSION.removeprefix("v").split(".")[:2]
+    return Target(
+        name,
+        MODULE_DIR,
+        package,
+        (f"{package}/main.go".removeprefix("./"),),
+        tools,
+        KUBERNETES_VERSION,
+        (
+            (f"{stamp}.gitVersion", KUBERNETES_VERSION),
+            (f"{stamp}.gitMajor", major),
+            (f"{stamp}.gitMinor", minor),
+        ),
+        (tools[-1], "--version"),
+        f"Kubernetes {KUBERNETES_VERSION}",
+    )
+
+
+CONTROL_PLANE = _kubernetes("control plane", ".", "etcd", "kube-apiserver")
+CONTROLLER_MANAGER = _kubernetes("controller manager", "./controllermanager", "kube-controller-manager")
+HELM = Target(
+    "helm binary",
+    HELM_DIR,
+    "helm.sh/helm/v4/cmd/helm",
+    (),
+    ("helm",),
+    HELM_VERSION,
+    (("helm.sh/helm/v4/internal/version.version", HELM_VERSION),),
+    ("helm", "version", "--template={{.Version}}"),
+    HELM_VERSION,
 )
 
 
@@ -92,7 +126,7 @@ def find_binaries(
     environ: Mapping[str, str] | None = None,
     *,
     controller_manager: bool = False,
-    module_dir: Path = MODULE_DIR,
+    module_dir: Path | None = None,
     say: Say = say_to_stderr,
 ) -> ControlPlaneBinaries:
     """Returns the binaries of KUBEBUILDER_ASSETS when it holds all that are asked for, else built ones.
@@ -110,6 +144,11 @@ def find_binaries(
         say(f"control plane: KUBEBUILDER_ASSETS={assets} lacks {' and '.join(lacking)}; using the built one")
     folders = [build(cache_root(env), target=one, module_dir=module_dir, say=say) for one in targets]
     return _binaries(folders, "built")
+
+
+def find_helm(environ: Mapping[str, str] | None = None, *, say: Say = say_to_stderr) -> Path:
+    """The pinned helm, built once per machine; never the one that the machine happens to have."""
+    return build(cache_root(os.environ if environ is None else environ), target=HELM, say=say) / "helm"
 
 
 def _binaries(folders: Sequence[Path], origin: str) -> ControlPlaneBinaries:
@@ -130,18 +169,24 @@ def cache_key(module_dir: Path, go_version: str, target: Target = CONTROL_PLANE)
     digest = hashlib.sha256()
     for name in ("go.mod", "go.sum", *target.sources):
         digest.update(name.encode() + b"\0" + (module_dir / name).read_bytes() + b"\0")
-    digest.update("\0".join((KUBERNETES_VERSION, go_version)).encode())
+    digest.update("\0".join((target.version, go_version)).encode())
     return digest.hexdigest()[:20]
 
 
 def build(
-    root: Path, *, target: Target = CONTROL_PLANE, module_dir: Path = MODULE_DIR, say: Say = say_to_stderr
+    root: Path,
+    *,
+    target: Target = CONTROL_PLANE,
+    module_dir: Path | None = None,
+    say: Say = say_to_stderr,
 ) -> Path:
-    """Returns a folder with the target's tools; compiles them when it is not there yet.
+    """Returns a folder with the target's tools; compiles them when it is not there yet. module_dir stands in
+    for the target's own module.
 
     Two builders do not race: one holds a lock, the other waits and finds the result. The folder appears by a
     rename, so a killed build leaves nothing that looks finished.
     """
+    module_dir = module_dir or target.module
     key = cache_key(module_dir, _go_version(), target)
     folder = root / key
     if _complete(folder, target):
@@ -158,7 +203,7 @@ def build(
             _compile(module_dir, target, staging / target.program, deadline, say)
             for tool in target.tools:
                 (staging / tool).symlink_to(target.program)
-            _check_version(staging / target.reports_version)
+            _check_version(target, staging)
             shutil.rmtree(folder, ignore_errors=True)
             staging.chmod(0o755)
             staging.rename(folder)
@@ -195,11 +240,8 @@ def _go_env() -> dict[str, str]:
     return {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off", "GOTOOLCHAIN": "local"}
 
 
-def _ldflags() -> str:
-    package = "k8s.io/component-base/version"
-    major, minor = KUBERNETES_VERSION.removeprefix("v").split(".")[:2]
-    stamps = {"gitVersion": KUBERNETES_VERSION, "gitMajor": major, "gitMinor": minor}
-    return "-s -w " + " ".join(f"-X {package}.{name}={value}" for name, value in stamps.items())
+def _ldflags(target: Target) -> str:
+    return "-s -w " + " ".join(f"-X {variable}={value}" for variable, value in target.stamps)
 
 
 def _compile(module_dir: Path, target: Target, program: Path, deadline: float, say: Say) -> None:
@@ -209,10 +251,10 @@ def _compile(module_dir: Path, target: Target, program: Path, deadline: float, s
     def tell(line: str) -> None:
         say(f"{target.name}: {line}")
 
-    tell(f"building {target} {KUBERNETES_VERSION} from source, once per machine")
+    tell(f"building {target} {target.version} from source, once per machine")
     _run_with_progress(["go", "mod", "download"], module_dir, deadline, tell, lambda _: "fetching modules")
     listed = subprocess.run(
-        ["go", "list", "-deps", *flags, target.folder],
+        ["go", "list", "-deps", *flags, target.package],
         cwd=module_dir,
         env=_go_env(),
         capture_output=True,
@@ -223,7 +265,7 @@ def _compile(module_dir: Path, target: Target, program: Path, deadline: float, s
         raise BuildError(f"go list failed:\n{listed.stderr[-4000:]}")
     total = len(listed.stdout.split())
     _run_with_progress(
-        ["go", "build", "-v", *flags, "-ldflags", _ldflags(), "-o", str(program), target.folder],
+        ["go", "build", "-v", *flags, "-ldflags", _ldflags(target), "-o", str(program), target.package],
         module_dir,
         deadline,
         tell,
@@ -272,10 +314,11 @@ def _run_with_progress(
         raise BuildError(f"{' '.join(argv[:2])} failed ({process.returncode}):\n{''.join(lines)}")
 
 
-def _check_version(tool: Path) -> None:
-    out = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=120)
-    if out.stdout.strip() != f"Kubernetes {KUBERNETES_VERSION}":
-        raise BuildError(f"the built {tool.name} calls itself {out.stdout.strip()!r}: {out.stderr[-1000:]}")
+def _check_version(target: Target, folder: Path) -> None:
+    tool, *words = target.asks
+    out = subprocess.run([folder / tool, *words], capture_output=True, text=True, timeout=120)
+    if out.stdout.strip() != target.answer:
+        raise BuildError(f"the built {tool} calls itself {out.stdout.strip()!r}: {out.stderr[-1000:]}")
 
 
 @contextlib.contextmanager
@@ -298,11 +341,20 @@ def _lock(path: Path, target: Target, deadline: float, say: Say) -> Iterator[Non
 
 def main(argv: list[str] | None = None) -> int:
     """Builds when needed and prints the paths of the programs."""
-    parser = argparse.ArgumentParser(description="Find or build etcd and kube-apiserver.")
-    parser.add_argument("--controller-manager", action="store_true", help="kube-controller-manager too")
-    options = parser.parse_args(argv)
+    parser = argparse.ArgumentParser(description="Find or build what tests and demo run.")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("plane", "controllers", "helm"),
+        default="plane",
+        help="plane: etcd and kube-apiserver; controllers: and kube-controller-manager",
+    )
+    what = parser.parse_args(argv).what
     try:
-        found = find_binaries(controller_manager=options.controller_manager)
+        if what == "helm":
+            print(find_helm())
+            return 0
+        found = find_binaries(controller_manager=what == "controllers")
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -10,8 +10,7 @@ import pytest
 from tests.cluster.kvtier_localplane.build import (
     CONTROL_PLANE,
     CONTROLLER_MANAGER,
-    KUBERNETES_VERSION,
-    MODULE_DIR,
+    HELM,
     BuildError,
     ControlPlaneBinaries,
     Target,
@@ -30,7 +29,7 @@ build)
   echo a >&2
   {trouble}
   while [ "$1" != -o ]; do shift; done
-  printf '#!/bin/sh\\necho Kubernetes %s\\n' "{version}" > "$2"
+  printf '#!/bin/sh\\necho "%s"\\n' "{answer}" > "$2"
   chmod 755 "$2" ;;
 esac
 """
@@ -46,9 +45,9 @@ class Toolchain:
         self.log.touch()
         self.install()
 
-    def install(self, *, trouble: str = ":", version: str = KUBERNETES_VERSION) -> None:
+    def install(self, *, trouble: str = ":", answer: str = CONTROL_PLANE.answer) -> None:
         go = self.bin / "go"
-        go.write_text(FAKE_GO.format(log=self.log, trouble=trouble, version=version))
+        go.write_text(FAKE_GO.format(log=self.log, trouble=trouble, answer=answer))
         go.chmod(0o755)
 
     def builds(self) -> list[str]:
@@ -72,7 +71,7 @@ def module(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "target, names, folder",
+    "target, names, package",
     [
         pytest.param(CONTROL_PLANE, {"controlplane", "etcd", "kube-apiserver"}, ".", id="control-plane"),
         pytest.param(
@@ -81,11 +80,13 @@ def module(tmp_path: Path) -> Path:
             "./controllermanager",
             id="controller-manager",
         ),
+        pytest.param(HELM, {"helmbinary", "helm"}, "helm.sh/helm/v4/cmd/helm", id="helm"),
     ],
 )
 def test_a_build_is_done_once_and_stamped(
-    tmp_path: Path, toolchain: Toolchain, module: Path, target: Target, names: set[str], folder: str
+    tmp_path: Path, toolchain: Toolchain, module: Path, target: Target, names: set[str], package: str
 ) -> None:
+    toolchain.install(answer=target.answer)
     said: list[str] = []
     first = build(tmp_path / "cache", target=target, module_dir=module, say=said.append)
     again = build(tmp_path / "cache", target=target, module_dir=module, say=said.append)
@@ -93,9 +94,9 @@ def test_a_build_is_done_once_and_stamped(
     assert {path.name for path in first.iterdir()} == names
     assert len(toolchain.builds()) == 1
     stamped = toolchain.builds()[0]
-    assert f"version.gitVersion={KUBERNETES_VERSION}" in stamped
+    assert f"-X {target.stamps[0][0]}={target.version}" in stamped
     assert "-trimpath" in stamped
-    assert stamped.split()[-1] == folder
+    assert stamped.split()[-1] == package
     assert any(line.startswith(f"{target.name}: built in") for line in said)
 
 
@@ -129,18 +130,18 @@ def test_two_builders_compile_once(tmp_path: Path, toolchain: Toolchain, module:
 
 
 @pytest.mark.parametrize(
-    "trouble, version, message",
+    "trouble, answer, message",
     [
         pytest.param(
-            "echo no space left >&2; exit 1", KUBERNETES_VERSION, "no space left", id="compiler-fails"
+            "echo no space left >&2; exit 1", CONTROL_PLANE.answer, "no space left", id="compiler-fails"
         ),
-        pytest.param(":", "v0.0.0", "calls itself 'Kubernetes v0.0.0'", id="stamp-is-missing"),
+        pytest.param(":", "Kubernetes v0.0.0", "calls itself 'Kubernetes v0.0.0'", id="stamp-is-missing"),
     ],
 )
 def test_a_failed_build_leaves_nothing_that_looks_finished(
-    tmp_path: Path, toolchain: Toolchain, module: Path, trouble: str, version: str, message: str
+    tmp_path: Path, toolchain: Toolchain, module: Path, trouble: str, answer: str, message: str
 ) -> None:
-    toolchain.install(trouble=trouble, version=version)
+    toolchain.install(trouble=trouble, answer=answer)
     with pytest.raises(BuildError, match=message):
         build(tmp_path / "cache", module_dir=module, say=lambda _: None)
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".lock")] == []
@@ -167,7 +168,7 @@ def test_a_key_follows_what_its_own_target_is_compiled_from(
     assert {one.name for one in targets if cache_key(module, "go1.26.8", one) != before[one.name]} == moves
 
 
-@pytest.mark.parametrize("target", [CONTROL_PLANE, CONTROLLER_MANAGER], ids=str)
+@pytest.mark.parametrize("target", [CONTROL_PLANE, CONTROLLER_MANAGER, HELM], ids=str)
 def test_a_key_follows_the_toolchain(module: Path, target: Target) -> None:
     assert cache_key(module, "go1.26.8", target) != cache_key(module, "go1.27.0", target)
 
@@ -175,8 +176,17 @@ def test_a_key_follows_the_toolchain(module: Path, target: Target) -> None:
 def test_the_key_names_every_source_of_its_target() -> None:
     """A file beside main.go that is not in the key would leave a stale program in the cache."""
     for target in (CONTROL_PLANE, CONTROLLER_MANAGER):
-        files = {path.name for path in (MODULE_DIR / target.folder).glob("*.go")}
-        assert {Path(source).name for source in target.sources} == files
+        files = set((target.module / target.package).glob("*.go"))
+        assert {target.module / source for source in target.sources} == files
+        assert not any("kvtier.dev/" in file.read_text() for file in files), "another package of the module"
+    assert [path.name for path in HELM.module.iterdir() if path.name not in ("go.mod", "go.sum")] == []
+
+
+def test_the_stamp_of_helm_is_the_version_that_is_built() -> None:
+    assert (
+        f"\nrequire {HELM.package.removesuffix('/cmd/helm')} {HELM.version} "
+        in (HELM.module / "go.mod").read_text()
+    )
 
 
 def test_controllers_are_built_only_when_they_are_asked_for(
