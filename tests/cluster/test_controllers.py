@@ -1,7 +1,6 @@
 """What only a cluster with controllers shows: owned objects go with their owner, namespaces end, Pods appear.
 
-A plane of its own: on the other suites' plane controllers would race the tests that play their part. There is
-no kubelet here either, so Pods that are bound to a Node are ended by the test.
+There is no kubelet here either, so Pods that are bound to a Node are ended by the test.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cluster.kvtier_localplane import Cluster, eventually, open_cluster
+from tests.cluster.kvtier_localplane import Cluster, eventually
 from tests.cluster.operator_harness import (
     RunningOperator,
     agent_pool,
     apply,
-    install,
     kv_cache,
     operator,
     tier_class,
@@ -115,13 +113,13 @@ def long_rollout(namespace: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("controllers")
-    named = request.config.getoption("--kubeconfig")
-    with open_cluster(named, controller_manager=True, before_controllers=install) as cluster:
-        apply(cluster, tier_class("gpu-sim", "gpu"), tier_class("cpu-dram", "cpu"))
-        with operator(cluster, folder, "controllers") as running:
-            yield World(cluster, running, folder)
+def world(
+    control_plane_with_controllers: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    cluster, folder = control_plane_with_controllers, tmp_path_factory.mktemp("controllers")
+    apply(cluster, tier_class("gpu-sim", "gpu"), tier_class("cpu-dram", "cpu"))
+    with operator(cluster, folder, "controllers") as running:
+        yield World(cluster, running, folder)
 
 
 def test_a_namespace_gets_its_account_and_the_clusters_ca(world: World) -> None:
