@@ -7,7 +7,6 @@ sessions, layers or attention.
 
 from __future__ import annotations
 
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from kvtier_core.checksums import checksum
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.layout import CODEC_IDENTITY, FLOAT_BYTES, LAYOUT_ID, ChunkLayout
+from kvtier_core.layout import CODEC_IDENTITY, LAYOUT_ID, ChunkLayout
 from kvtier_core.tiers.slots import BlockIdentity as BlockIdentity
 from kvtier_core.tiers.slots import SlotRef as SlotRef
 from kvtier_core.tiers.slots import SlotState as SlotState
@@ -32,9 +31,12 @@ from kvtier_core.tiers.transfer import Landing, TransferItem, TransferSink, move
 
 
 class MediumKind(StrEnum):
+    """REMOTE is a seam: the contract holds for such a tier, and none is built here."""
+
     GPU = "gpu"
     CPU = "cpu"
     NVME = "nvme"
+    REMOTE = "remote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,18 +378,6 @@ class PoolTier(Tier):
 def slot_stride(layout: ChunkLayout) -> int:
     """A payload's bytes rounded up to whole pages: what a slot of a memory tier takes of its budget."""
     return -(-layout.payload_bytes // PAGE) * PAGE
-
-
-def device_pool(layout: ChunkLayout, slots: int, device: torch.device) -> Tensor:
-    """Slots as one tensor [slots, 2, Hk, C, d], each contiguous and `slot_stride` bytes after the last; on
-    the CPU device page-aligned, so that storage reads straight into them."""
-    floats = slot_stride(layout) // FLOAT_BYTES
-    if device.type == "cpu" and slots:
-        memory = mmap.mmap(-1, slots * slot_stride(layout))
-        flat = torch.frombuffer(memory, dtype=torch.float32).view(slots, floats)
-    else:
-        flat = torch.empty((slots, floats), dtype=torch.float32, device=device)
-    return flat[:, : layout.floats].view(slots, *layout.shape)
 
 
 def seal_checksum(payload: Tensor) -> int:
