@@ -21,6 +21,8 @@ from kvtier_core.directory import NO_PRODUCER
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import full_support_digest, selected_support_digest
 from kvtier_core.planner import Plan, plan_rows
+from kvtier_core.receiptcheck.contract import check_positions
+from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import (
     Comparison,
     ExactnessClass,
@@ -157,6 +159,12 @@ class StepRunner:
         arm = PublishArm.CANDIDATE if publishes else PublishArm.EXACT
         digest = mode.candidate_digest if publishes and mode.candidate_digest else self.baseline_digest
         receipt = self._receipt(context.session, published, arm, digest, fallback, visible)
+        check_step(
+            receipt,
+            visible=visible,
+            baseline_digest=self.baseline_digest,
+            histories=len(context.session.producers),
+        )
         return StepAnswer(published.attended.out, receipt, comparison), approximate
 
     def _exact(self, append: Append, query: Query, visible: int) -> ArmAnswer:
@@ -186,6 +194,8 @@ class StepRunner:
                 )
             check_fresh(index, family, context.source_digest)
             selection = index.select(request.q, visible)
+            for rows in selection.positions:
+                check_positions(rows, visible)
         except CoreError as error:
             return None, error.reason.value
         chunks = self._chunks(selection.positions)

@@ -18,9 +18,10 @@ def check_step(receipt: StepReceipt, *, visible: int, baseline_digest: str, hist
     history that is not, or approximate in the baseline's name. MANIFEST_MISMATCH: an exact arm under another
     manifest than the baseline's.
     """
-    complete = receipt.support_digest == full_support_digest(visible) and receipt.rows_attended == visible
     approximate = receipt.exactness is ExactnessClass.APPROXIMATE
-    if not approximate and not complete:
+    if not approximate and (
+        receipt.rows_attended != visible or receipt.support_digest != full_support_digest(visible)
+    ):
         raise CoreError(Reason.SUPPORT_GAP, f"{receipt.rows_attended} of {visible} rows in an exact answer")
     if receipt.exactness is ExactnessClass.EXACT and histories > 1:
         raise CoreError(Reason.UNDECLARED_APPROXIMATION, "exact over rows of an approximate history")
