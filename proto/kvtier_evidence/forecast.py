@@ -73,8 +73,15 @@ def units_for_ratio(
     variance = tail_variance(baseline, 1.0 - share)
     if variance is None or not 0.0 < fraction < 1.0:
         return None
+    return units_for_variance(variance, share, ratio, fraction, k, expected)
+
+
+def units_for_variance(
+    variance: float, share: float, ratio: float, fraction: float, k: float = 1.0, expected: float = 1.0
+) -> float:
+    """The same from V itself, see `tail_variance`; infinite also without a concurrent baseline."""
     margin = math.log(ratio) - math.log(GAMMA) - math.log(expected)
-    if margin <= 0.0:
+    if margin <= 0.0 or not 0.0 < fraction < 1.0:
         return math.inf
     n = 2.0 * _interpolate(fraction) * variance / ((1.0 - fraction) * margin * margin)
     # 1,900 units at p99; the floor of the mechanism scales with the share above.

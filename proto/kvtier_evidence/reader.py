@@ -91,6 +91,11 @@ class WindowReader:
     def key(self) -> WindowKey:
         return self._key
 
+    @property
+    def assigned(self) -> int:
+        """Units that the agents have assigned so far, settled or not, in the lives last read."""
+        return sum(agent.assigned for agent in self._agents.values())
+
     def position(self, agent: str) -> Position:
         """From where to read an agent; ("", 0) for one never read."""
         state = self._agents.get(agent)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvtier_operator.rollout.foresight import Foresight, foresee, step_needs
 from kvtier_operator.rollout.inputs import Inputs
+from kvtier_operator.rollout.moves import current_step
 from kvtier_operator.rollout.state import Condition, RolloutState
 from kvtier_operator.rollout.vocabulary import (
     Blocker,
@@ -19,12 +21,15 @@ from kvtier_operator.rollout.vocabulary import (
 )
 
 MAX_MESSAGE = 240
+MAX_FORECAST = 512
+EVIDENCE_SLOW = "EvidenceSlow"
 _FEASIBILITY = frozenset(
     {
         Blocker.NOT_IMPLEMENTED,
         Blocker.REFERENCE_MISSING,
         Blocker.SPEC_INVALID,
         Blocker.GATE_MISSING,
+        Blocker.PROBE_SET_SMALL,
         Blocker.NO_CHANGE,
         Blocker.CONTRACT_FORBIDS,
         Blocker.NO_NODES,
@@ -48,18 +53,42 @@ def with_conditions(state: RolloutState, inputs: Inputs) -> RolloutState:
     for kind, (status, reason, message) in found.items():
         old = before.get(kind)
         since = old.last_transition if old is not None and old.status == status else inputs.now
-        conditions.append(
-            Condition(str(kind), status, reason, message[:MAX_MESSAGE], inputs.generation, since)
-        )
+        room = MAX_FORECAST if kind is ConditionType.FEASIBLE else MAX_MESSAGE
+        conditions.append(Condition(str(kind), status, reason, message[:room], inputs.generation, since))
     return replace(state, conditions=tuple(conditions))
 
 
 def _feasible(state: RolloutState, inputs: Inputs) -> Finding:
     if state.stage is Stage.OFF and state.blocker in _FEASIBILITY:
         return "False", str(state.blocker), state.blocker_message
-    if inputs.forecast:
-        return "True", "EvidenceSlow" if inputs.forecast_slow else "Forecast", inputs.forecast
+    told = _forecast(state, inputs, was_slow=bool(slow_evidence(state)))
+    if told is not None:
+        return "True", EVIDENCE_SLOW if told.slow else "Forecast", told.message
     return "True", "Feasible", f"{state.nodes_total} nodes in the blast radius"
+
+
+def slow_evidence(state: RolloutState) -> str:
+    """What Feasible says of evidence that comes too slowly; empty when it does not."""
+    found = (one for one in state.conditions if one.type == ConditionType.FEASIBLE)
+    return next((one.message for one in found if one.reason == EVIDENCE_SLOW), "")
+
+
+def _forecast(state: RolloutState, inputs: Inputs, *, was_slow: bool) -> Foresight | None:
+    """Of an attempt that waits or walks; none without a spec or a candidate."""
+    spec, candidate = inputs.spec, inputs.candidate
+    walking = state.phase in (Phase.PROGRESSING, Phase.PAUSED)
+    if spec is None or candidate.ref is None or not (walking or state.phase is Phase.PENDING):
+        return None
+    share = state.shares if walking else max(state.shares, candidate.prior_shares) + 1
+    step = current_step(state, spec) if walking else None
+    begun = state.window.opened_at if walking and state.window is not None else 0.0
+    return foresee(
+        step_needs(spec, share, step),
+        rate=inputs.rate,
+        spent=max(0.0, begun - state.started_at) if begun and state.started_at else 0.0,
+        deadline=spec.progress_deadline,
+        was_slow=was_slow,
+    )
 
 
 def _progressing(state: RolloutState) -> Finding:

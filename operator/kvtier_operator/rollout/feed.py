@@ -30,6 +30,7 @@ from kvtier_operator.rollout.vocabulary import Verdict
 
 READ_ROUNDS = 2
 MAX_FEEDS = 4096
+MIN_RATE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class EvidenceFeed:
             verdicts=_verdicts(judgement.results, gates),
             carry=judgement.carry,
             failed=judgement.failed.gate if judgement.failed else "",
+            requests_per_second=_rate(reader, state, now),
             pair_thresholds=thresholds_of(spec, evidence.merged),
         )
 
@@ -149,6 +151,12 @@ class EvidenceFeed:
         except (AgentError, AgentUnreachable, ValueError):
             return None
         return reader.apply(node.name, delta, now=self._clock.monotonic())
+
+
+def _rate(reader: WindowReader, state: RolloutState, now: float) -> float:
+    """Over the window so far; 0 while it is too young to tell."""
+    age = now - state.window.opened_at if state.window is not None else 0.0
+    return reader.assigned / age if age >= MIN_RATE_SECONDS else 0.0
 
 
 def thresholds_of(spec: RolloutSpec, closing: WindowCounts) -> tuple[tuple[str, str], ...]:

@@ -45,6 +45,7 @@ class Kept:
     compiled: tuple[object, Compiled] | None = None
     parsed: tuple[object, tuple[RolloutSpec | None, str]] | None = None
     written_at: float = 0.0
+    rate: float = 0.0
     unreadable: str = ""
 
 
@@ -85,6 +86,8 @@ class Gatherer:
         now = self._deps.clock.now().timestamp()
         if run.look is None:
             run.look = await self._look(subject, state, spec, pool, now)
+            if run.look is not None and run.look.requests_per_second:
+                kept.rate = run.look.requests_per_second
         inputs = Inputs(
             now=now,
             uid=subject.uid,
@@ -99,6 +102,7 @@ class Gatherer:
             candidate=compiled.view,
             agents=pool.views,
             look=run.look,
+            rate=kept.rate,
             quiet_since=self._quiet_since(now),
             ttl=_duration(rollout, "ttlAfterFinished", 0.0),
             lease_ttl=_duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL),

@@ -107,7 +107,8 @@ class GateVerdict:
 class Look:
     """All gates judged on one state of one window. A look at another window than the open one is ignored.
     `failed` names the gate of a Fail, `carry` is what the next look must be given, `pair_thresholds` (gate,
-    value as printed) what this window measured for the next one's design effects."""
+    value as printed) what this window measured for the next one's design effects, `requests_per_second` is of
+    the blast radius so far, 0 while nobody can tell."""
 
     opening_fence: int
     at: float
@@ -115,6 +116,7 @@ class Look:
     carry: Carry
     failed: str = ""
     pair_thresholds: tuple[tuple[str, str], ...] = ()
+    requests_per_second: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,8 @@ class Inputs:
     """busy_with: the unfinished rollout of the cache that comes before this one. superseded_by: an unfinished
     rollout that has begun, of the same cache, and whose turn it is. ttl: seconds that a finished rollout is
     kept. lease_ttl: seconds, also of a spec that cannot be run. approved_ttl: of the rollout whose candidate
-    the cache holds approved. quiet_since: when this process became leader;
-    it knows nothing of renewals sent before that."""
+    the cache holds approved. rate: requests a second in the blast radius, 0 when not known. quiet_since: when
+    this process became leader; it knows nothing of renewals sent before that."""
 
     now: float
     uid: str
@@ -142,8 +144,7 @@ class Inputs:
     ttl: float = 0.0
     lease_ttl: float = DEFAULT_LEASE_TTL
     approved_ttl: float = DEFAULT_LEASE_TTL
-    forecast: str = ""
-    forecast_slow: bool = False
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)

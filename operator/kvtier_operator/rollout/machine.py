@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtier_evidence.carry import Carry
-from kvtier_operator.rollout.conditions import with_conditions
+from kvtier_operator.rollout.conditions import EVIDENCE_SLOW, slow_evidence, with_conditions
 from kvtier_operator.rollout.evaluation import all_pass, record_look
 from kvtier_operator.rollout.holding import plan_against, plan_holding, promote
 from kvtier_operator.rollout.inputs import Inputs, Notice, Plan
@@ -38,6 +38,9 @@ def next_plan(state: RolloutState, inputs: Inputs) -> Plan:
     plan = _plan(state, inputs)
     settled = replace(plan.state, observed_generation=inputs.generation)
     settled = with_conditions(settled, inputs)
+    slow = slow_evidence(settled)
+    if slow and not slow_evidence(state):
+        plan = replace(plan, notices=(*plan.notices, Notice(True, EVIDENCE_SLOW, slow)))
     urgent = plan.urgent or _worth_writing(state, settled, inputs)
     return replace(plan, state=settled, urgent=urgent)
 

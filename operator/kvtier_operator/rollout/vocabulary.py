@@ -109,6 +109,7 @@ class Blocker(StrEnum):
     REFERENCE_MISSING = "ReferenceMissing"
     SPEC_INVALID = "SpecInvalid"
     GATE_MISSING = "GateMissing"
+    PROBE_SET_SMALL = "ProbeSetTooSmall"
     NO_CHANGE = "NoChange"
     CONTRACT_FORBIDS = "ContractForbids"
     CACHE_MISSING = "CacheMissing"

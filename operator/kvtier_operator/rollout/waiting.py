@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from kvtier_operator.rollout.conditions import MAX_MESSAGE
+from kvtier_operator.rollout.foresight import too_few_prompts
 from kvtier_operator.rollout.gateset import missing_for_approximate
 from kvtier_operator.rollout.inputs import Inputs, Notice, Plan, Revoke
 from kvtier_operator.rollout.moves import (
@@ -56,6 +57,9 @@ def find_blocker(state: RolloutState, inputs: Inputs) -> tuple[Blocker, str]:
         metric = missing_for_approximate(spec.gates)
         if metric:
             return Blocker.GATE_MISSING, f"an approximate candidate needs a gate on {metric}"
+    few = too_few_prompts(spec, max(state.shares, candidate.prior_shares) + 1)
+    if few:
+        return Blocker.PROBE_SET_SMALL, f"{few}; scope ProbeSet judges a finite set by itself"
     wanted = [agent for agent in inputs.agents if agent.selected]
     if not wanted:
         return Blocker.NO_NODES, f"no live agent in the blast radius of {len(inputs.agents)} agents"

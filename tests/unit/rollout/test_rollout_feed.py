@@ -25,8 +25,8 @@ SLOW, FAST = 0.08, 0.02
 class EvidenceOf:
     """Every agent answers with the same counts, whole."""
 
-    def __init__(self, counts: WindowCounts) -> None:
-        self._counts = counts
+    def __init__(self, counts: WindowCounts, assigned: int = 0) -> None:
+        self._counts, self._assigned = counts, assigned
 
     async def read_evidence(self, node: AgentTarget, request: Any) -> control.ReadEvidenceResponse:
         return control.ReadEvidenceResponse(
@@ -36,6 +36,7 @@ class EvidenceOf:
             increments=counts_message(self._counts),
             total_units=self._counts.total(),
             settled_cohort=1,
+            assigned_units=self._assigned,
         )
 
 
@@ -83,6 +84,23 @@ async def test_a_look_says_the_baselines_quantiles_of_every_ratio_gate_of_the_la
     assert set(told) == ratio_gates(spec) != set()
     assert set(told.values()) == {quantile(0.99), quantile(0.5)}, "a tail and its median guard"
     assert look.pair_thresholds == tuple(sorted(told.items()))
+
+
+@pytest.mark.parametrize(("age", "rate"), [(20, 0.0), (40, 2.5)], ids=["too-young", "old-enough"])
+async def test_a_look_says_how_many_requests_come(age: int, rate: float) -> None:
+    """What the agents have assigned since the window opened, also for an operator that has just started."""
+    world = World()
+    await world.until("Progressing", "Shadow")
+    spec = parse_spec(world.api.objects[world.rollout]["spec"])
+    state = from_status(world.status)
+    assert state.window is not None
+    uid = world.api.objects[world.rollout]["metadata"]["uid"]
+    nodes = tuple(AgentTarget(f"node-{i}", f"uid-{i}", "10.0.0.1:7443", "boot") for i in range(2))
+    key = window_key(state, spec, uid)
+    reading = Reading(common.CacheRef(namespace="serving", name="chat"), fence_of(state, uid), key, nodes)
+    feed = EvidenceFeed(EvidenceOf(WindowCounts(), assigned=50), world.clock)  # type: ignore[arg-type]
+    look = await feed.look(reading, state, spec, state.window.opened_at + age)
+    assert look.requests_per_second == rate
 
 
 @pytest.mark.parametrize("counts", [WindowCounts(), tpot(None)], ids=["no-metric", "no-value"])
