@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 
 from kvtier.v1 import attention_pb2, attention_pb2_grpc
@@ -24,6 +24,8 @@ from kvtier_crds.manifest import RuntimeManifest
 QUERY_BLOCK_TOKENS = 256
 _MAX_NAME = 253
 _TAKEOVER_SECONDS = 1.0
+# An engine looks at a frame's deadline itself, between chunks; only one that hangs is later than this.
+_ENGINE_GRACE_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -177,7 +179,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
             session = self._checked(frame, owned)
             deadline = self._deadline(received)
             converted, queries = convert.frame_input(frame, session.host.manifest, deadline)
-            answer = await session.host.attend(session, converted, queries)
+            answer = await _in_time(session.host.attend(session, converted, queries), deadline)
             arm = answer.arm
             self._observe(session, frame, answer, started_ns)
             return convert.answer_message(frame, answer)
@@ -312,6 +314,15 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
                 why_not = host.report_outcome(session, outcome)
                 return attention_pb2.ReportOutcomeResponse(counted=not why_not, why_not=why_not)
         raise CoreError(Reason.SESSION_UNKNOWN, "this agent holds no such session")
+
+
+async def _in_time(attending: Awaitable[FrameAnswer], deadline: float) -> FrameAnswer:
+    try:
+        async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + _ENGINE_GRACE_SECONDS):
+            return await attending
+    except TimeoutError:
+        message = "the engine does not answer; it may still take the frame's rows, so send it again unchanged"
+        raise CoreError(Reason.DEADLINE, message) from None
 
 
 async def _next(

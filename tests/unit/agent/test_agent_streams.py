@@ -119,6 +119,43 @@ async def test_a_stream_without_frames_ends_and_says_why(bench: Bench) -> None:
     assert context.status is grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_frame_of_an_engine_that_hangs_is_answered_and_its_session_goes_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_agent.attention_service._ENGINE_GRACE_SECONDS", 0.01)
+    host: CacheHost = next(iter(bench.node.caches.values()))
+    session = await host.open_session(SessionFacts("beta", "", "root", "root"), 0.125, 100, "")
+    metrics = Metrics(CollectorRegistry())
+    telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
+    frames = FrameCount(8, metrics)
+    service = AttentionService(bench.node, RpcScope(telemetry, metrics, 5.0), telemetry, metrics, frames)
+    release, answered = threading.Event(), asyncio.Event()
+    bench.engine.hook = lambda: release.wait(20) and None
+
+    async def incoming() -> AsyncIterator[attention_pb2.AttendFrame]:
+        for deadline_ms in (20, 10_000):
+            yield attention_pb2.AttendFrame(
+                session_id=session.handle.session_id,
+                generation=session.handle.generation,
+                boot_id=bench.node.boot_id,
+                tenant="beta",
+                q=b"\0" * (GEOMETRY.query_heads * GEOMETRY.head_dim * 4),
+                deadline_ms=deadline_ms,
+            )
+            await answered.wait()
+
+    answers = service.Attend(incoming(), None)  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        late = await anext(answers)
+        assert late.error.reason == common_pb2.DEADLINE
+        assert "does not answer" in late.error.message
+        assert (session.frames_running, frames.count) == (0, 0)
+        release.set()
+        answered.set()
+        assert not (await anext(answers)).HasField("error")
+        await answers.aclose()
+
+
 async def test_sessions_that_are_being_opened_count_towards_the_bound(bench: Bench) -> None:
     bench.node.limits = replace(bench.node.limits, max_sessions=2)
     metrics = Metrics(CollectorRegistry())
