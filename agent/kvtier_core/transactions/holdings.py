@@ -61,6 +61,7 @@ class Holdings:
         self._by_owner: dict[int, list[Move]] = {}
         self._next = 1
         self._next_transfer = 1
+        self._condemned: list[tuple[int, int, int]] = []
         self.cache_generation = 1
         self.moved_bytes: dict[tuple[str, str], int] = {}
         self.counts: Counter[tuple[str, str]] = Counter()

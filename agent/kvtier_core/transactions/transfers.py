@@ -8,7 +8,7 @@ the lock, gives each report to the move it belongs to, or to nobody. It must not
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier_core.credits import CreditLedger
@@ -18,8 +18,8 @@ from kvtier_core.tiers.base import Tier
 from kvtier_core.tiers.slots import BlockIdentity, SlotRef, SlotState
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_core.tiers.transfer import Landing, TransferItem
+from kvtier_core.transactions.copies import Copies
 from kvtier_core.transactions.flights import OrphanPolicy
-from kvtier_core.transactions.machine import MoveMachine
 from kvtier_core.transactions.moves import Completion, Move, completion_of, is_foreign
 from kvtier_core.transactions.reasons import MoveKind, MoveReason, MoveRefused, TxnState, refusal
 from kvtier_core.transactions.surroundings import LinkCredits, LiveState, SlotPurse
@@ -69,7 +69,7 @@ class _Batch:
         self._wake()
 
 
-class Transactions(MoveMachine):
+class Transactions(Copies):
     """The residency machine with asynchronous copies.
 
     `wake` is called from tiers' threads when `reap` has work; it must not block. The inbox is bounded by the
@@ -106,7 +106,6 @@ class Transactions(MoveMachine):
         self._late = late
         self._inbox: deque[_Report] = deque()
         self._leaving: dict[int, Move] = {}
-        self._condemned: list[tuple[int, int, int]] = []
         self.ignored: Counter[str] = Counter()
         """Reports that had no effect, by why: unknown, foreign, cancelled, repeated."""
 
@@ -171,8 +170,8 @@ class Transactions(MoveMachine):
         return move.tier, TransferItem(move.destination, move.identity, origin)
 
     def lend(self, move: Move) -> None:
-        """Gives the landing of a STORE to a writer. Until `returned` its slot is nobody else's, also when the move
-        dies: the writer may still be writing."""
+        """Gives the landing of a STORE to a writer. Until `returned` its slot is nobody else's, also when
+        the move dies: the writer may still be writing."""
         self._expect(move, TxnState.RESERVED)
         move.asynchronous, move.drained = True, False
 
@@ -298,45 +297,6 @@ class Transactions(MoveMachine):
             tier.filled(move.destination)
             tier.slots.advance(move.destination, SlotState.VALIDATED, SlotState.WRITTEN)
 
-    # Copies that are dropped.
-
-    def drop(self, line: int, tier: int, *, last: bool = False) -> bool:
-        """Gives one copy up and its slot back. `last`: the block may be lost; then the line goes with its
-        last copy and True is returned. Raises MoveRefused: WRITE_TXN_BUSY, WOULD_EVICT_PINNED,
-        SURVIVAL_VIOLATION, MISS."""
-        directory = self._directory
-        copy = directory.replica(line, tier)
-        if copy.state not in (ReplicaState.PUBLISHED, ReplicaState.INVALID):
-            raise MoveRefused(MoveReason.MISS, f"tier {tier} has no copy of line {line}")
-        busy = int(directory.write_txn[line])
-        if busy:
-            raise MoveRefused(MoveReason.WRITE_TXN_BUSY, f"transaction {busy} holds line {line}")
-        held = copy.leases + int(directory.readers[line])
-        if held:
-            raise MoveRefused(
-                MoveReason.WOULD_EVICT_PINNED, f"{held} readers hold line {line}", {"readers": held}
-            )
-        others = directory.survivors(line, tier)
-        if directory.counts(line, tier) and others < self.survival and not (last and not others):
-            raise MoveRefused(MoveReason.SURVIVAL_VIOLATION, f"{others} other copies of line {line} survive")
-        if int(directory.tier[line]) == tier and others:
-            directory.move_authority(line, self._heir(line, tier))
-        directory.drop_replica(line, tier, r_min=self.survival, last=last)
-        self._tiers[tier].release(SlotRef(copy.slot, copy.slot_generation))
-        self._purse.give(line, tier, 0)
-        gone = not directory.replicas.held_in(line)
-        if gone:
-            directory.remove(line)
-        return gone
-
-    def _heir(self, line: int, tier: int) -> int:
-        """The slowest copy that counts: it is the last to be evicted."""
-        return max(
-            found
-            for found in range(len(self._tiers))
-            if found != tier and self._directory.counts(line, found)
-        )
-
     def _suspect(self, move: Move, reason: MoveReason) -> bool:
         """A copy that was found bad is never read again. Returns whether the block is lost."""
         if reason not in (MoveReason.CHECKSUM_MISMATCH, MoveReason.IDENTITY_MISMATCH):
@@ -346,9 +306,7 @@ class Transactions(MoveMachine):
         copy = self._directory.replica(move.line, move.source_tier)
         if copy.state is not ReplicaState.PUBLISHED or (move.by_write and not self._is_bad(move)):
             return False
-        left = self._directory.invalidate_replica(move.line, move.source_tier)
-        self._condemned.append((move.line, move.owner, move.source_tier))
-        return left == 0
+        return self.condemn(move.line, move.source_tier) == 0
 
     def _is_bad(self, move: Move) -> bool:
         """Whether it was the source that spoiled a write: reads it once more."""
@@ -358,30 +316,6 @@ class Transactions(MoveMachine):
         except CoreError as error:
             return error.reason is Reason.CHECKSUM_MISMATCH
         return False
-
-    def condemn(self, line: int, tier: int) -> int:
-        """A reader found the published copy bad: it is never read again and its slot comes back when nobody
-        holds it. Returns how many copies survive; at 0 the block is a miss from now on."""
-        left = self._directory.invalidate_replica(line, tier)
-        self._condemned.append((line, int(self._directory.logical[line]), tier))
-        return left
-
-    def _sweep(self) -> None:
-        still: list[tuple[int, int, int]] = []
-        for line, owner, tier in self._condemned:
-            if self._directory.line_of(owner) != line:
-                continue
-            if self._directory.replica(line, tier).state is not ReplicaState.INVALID:
-                continue
-            try:
-                self.drop(line, tier)
-            except MoveRefused:
-                still.append((line, owner, tier))
-        self._condemned = still
-
-    def condemned(self) -> Iterable[tuple[int, int]]:
-        """(line, tier) of bad copies whose slots are still taken."""
-        return tuple((line, tier) for line, _, tier in self._condemned)
 
 
 def _landing(tier: Tier, ref: SlotRef) -> Landing | None:

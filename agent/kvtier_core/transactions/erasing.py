@@ -1,0 +1,189 @@
+"""How deletions are made real: erasing in tiers, and a journal on disk that survives a crash at any point.
+
+Why it exists: a receipt that says "gone" must be true after a power loss, and a deletion that was half done
+must go on. It must not know blocks, directories or what a deletion waits for.
+
+A journal entry is length, SHA-256 and JSON; a torn last entry is cut off when the file is opened. Only one
+process may have it open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.tiers.base import Tier
+from kvtier_core.tiers.fileops import FileOps
+from kvtier_core.tiers.transfer import EraseItem, TransferSink
+from kvtier_core.transactions.deletion import EntryKind, JournalEntry
+
+_HEAD = struct.Struct(">4sI32s")
+_MAGIC = b"KVDJ"
+_MAX_ENTRY = 16 << 20
+
+
+@runtime_checkable
+class ErasesDurably(Protocol):
+    """A tier that finds and erases what it may still hold, also of copies that were evicted."""
+
+    def submit_erase(self, items: Sequence[EraseItem], deadline: float, sink: TransferSink) -> None: ...
+
+
+class TierEraser:
+    """Storage erases durably; memory is overwritten by zeros in place."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._tiers = tiers
+
+    def erase(self, tier: int, items: Sequence[EraseItem], deadline: float, sink: TransferSink) -> None:
+        found = self._tiers[tier]
+        if isinstance(found, ErasesDurably):
+            found.submit_erase(items, deadline, sink)
+            return
+        for index, item in enumerate(items):
+            error: CoreError | None = None
+            try:
+                _overwrite(found, item)
+            except CoreError as raised:
+                error = raised
+            sink.done(index, error)
+            sink.drained(index)
+
+
+def _overwrite(tier: Tier, item: EraseItem) -> None:
+    if item.ref is None:
+        return
+    try:
+        body = tier.landing(item.ref).body
+    except CoreError as error:
+        if error.reason is not Reason.TIER_INCAPABLE:
+            raise
+        tier.view(item.ref).zero_()
+        return
+    body[:] = bytes(len(body))
+
+
+class JournalFile:
+    """The journal of one cache on one node. `run` carries the writing and syncing out, by default at once;
+    give it a thread's queue so that nobody who holds a lock waits for a disk. Entries are written in the
+    order of `append`.
+
+    Raises CoreError STORAGE_UNAVAILABLE."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        files: FileOps,
+        run: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        self._files = files
+        self._run = run or (lambda work: work())
+        self._path = folder / name
+        try:
+            files.make_folder(folder)
+            self._fd = files.open(self._path, os.O_RDWR | os.O_CREAT)
+            files.lock(self._fd)
+            self._entries, self._end = self._load()
+            files.truncate(self._fd, self._end)
+            files.sync(self._fd)
+            files.sync_folder(folder)
+        except OSError as error:
+            raise _unavailable(error) from error
+
+    @property
+    def entries(self) -> tuple[JournalEntry, ...]:
+        """What was durable when the file was opened."""
+        return tuple(self._entries)
+
+    def append(self, entry: JournalEntry, done: Callable[[CoreError | None], None]) -> None:
+        payload = json.dumps(
+            {
+                "kind": entry.kind.value,
+                "number": entry.number,
+                "keys": [key.hex() for key in entry.keys],
+                "namespace": entry.namespace.hex(),
+                "generation": entry.generation,
+                "tiers": list(entry.tiers),
+            }
+        ).encode()
+        framed = _HEAD.pack(_MAGIC, len(payload), hashlib.sha256(payload).digest()) + payload
+        self._run(lambda: self._write(bytearray(framed), done))
+
+    def _write(self, framed: bytearray, done: Callable[[CoreError | None], None]) -> None:
+        try:
+            written = self._files.write(self._fd, [framed], self._end)
+            if written != len(framed):
+                raise OSError(f"{written} of {len(framed)} bytes of the journal were written")
+            self._files.sync(self._fd)
+        except OSError as error:
+            # The next entry overwrites what may be there of this one.
+            done(_unavailable(error))
+            return
+        self._end += len(framed)
+        done(None)
+
+    def _load(self) -> tuple[list[JournalEntry], int]:
+        size = self._files.size(self._fd)
+        found: list[JournalEntry] = []
+        at = 0
+        while at + _HEAD.size <= size:
+            head = self._read(at, _HEAD.size)
+            magic, length, digest = _HEAD.unpack(head)
+            if magic != _MAGIC or length > _MAX_ENTRY or at + _HEAD.size + length > size:
+                break
+            payload = self._read(at + _HEAD.size, length)
+            if hashlib.sha256(payload).digest() != digest:
+                break
+            found.append(_entry(json.loads(payload)))
+            at += _HEAD.size + length
+        return found, at
+
+    def _read(self, offset: int, length: int) -> bytes:
+        buffer = bytearray(length)
+        if self._files.read(self._fd, [buffer], offset) != length:
+            raise OSError(f"the journal ends before byte {offset + length}")
+        return bytes(buffer)
+
+    def compact(self) -> None:
+        """Forgets everything, when nothing is open any more and the receipts were handed out. Call it between
+        deletions; a crash leaves the old or no entries."""
+        try:
+            self._files.truncate(self._fd, 0)
+            self._files.sync(self._fd)
+        except OSError as error:
+            raise _unavailable(error) from error
+        self._end = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._end
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._files.close(fd)
+
+
+def _entry(fields: dict[str, object]) -> JournalEntry:
+    keys, tiers = fields["keys"], fields["tiers"]
+    assert isinstance(keys, list) and isinstance(tiers, list)
+    return JournalEntry(
+        kind=EntryKind(str(fields["kind"])),
+        number=int(str(fields["number"])),
+        keys=tuple(bytes.fromhex(key) for key in keys),
+        namespace=bytes.fromhex(str(fields["namespace"])),
+        generation=int(str(fields["generation"])),
+        tiers=tuple(str(tier) for tier in tiers),
+    )
+
+
+def _unavailable(error: OSError) -> CoreError:
+    return CoreError(Reason.STORAGE_UNAVAILABLE, f"the journal of deletions: {error}")
