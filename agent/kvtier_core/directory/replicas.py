@@ -34,14 +34,14 @@ class Replica:
 
 
 class TierColumns:
-    """The copies in one tier. 23 bytes a line where a copy is or was."""
+    """The copies in one tier. 27 bytes a line where a copy is or was."""
 
     __slots__ = ("generation", "leases", "slot", "slot_generation", "stamp", "state")
 
     def __init__(self, capacity: int) -> None:
         self.state = Column(capacity, "uint8")
         self.slot = Column(capacity, "int32")
-        self.slot_generation = Column(capacity, "uint32")
+        self.slot_generation = Column(capacity, "uint64")
         self.generation = Column(capacity, "int64")
         self.stamp = Column(capacity, "uint32")
         self.leases = Column(capacity, "uint16")
