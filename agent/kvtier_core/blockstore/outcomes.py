@@ -1,0 +1,66 @@
+"""What calls on the block store answer: closed sets and frozen records, never bytes.
+
+Why it exists: a caller decides by outcome and a person reads the reason. It must not know how an outcome
+comes about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvtier_core.transactions.reasons import MoveReason
+
+
+class PutOutcome(StrEnum):
+    """STORED: published by this call. EXISTED: equal bytes were published before. IN_FLIGHT: another writer
+    is storing this key now. REFUSED: not published, `reason` says why."""
+
+    STORED = "STORED"
+    EXISTED = "EXISTED"
+    IN_FLIGHT = "IN_FLIGHT"
+    REFUSED = "REFUSED"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """generation: of the published replica, 0 when nothing was published. durable: a restart keeps it."""
+
+    outcome: PutOutcome
+    generation: int = 0
+    reason: MoveReason = MoveReason.READY
+    message: str = ""
+    durable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One block of a lookup: the fastest tier that holds it."""
+
+    tier: int
+    generation: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    tier: str
+    state: str
+    slot: int
+    slot_generation: int
+    generation: int
+    counts: bool
+    authority: bool
+    readers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a key is served or not. state: published, storing, moving, evicted, deleted or unknown."""
+
+    key: bytes
+    state: str
+    reason: MoveReason
+    message: str
+    replicas: tuple[ReplicaFacts, ...] = ()
+    facts: dict[str, str] = field(default_factory=dict)

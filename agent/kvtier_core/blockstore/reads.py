@@ -1,0 +1,329 @@
+"""Reading blocks: what is in memory is pinned in the same step that finds it, what is not is fetched once for
+all.
+
+Why it exists: between a hit and its use lies every eviction there is, so finding and pinning are one step
+under the lock; and 32 requests for one prefix are one read of each block. It must not know who asks or how
+room is made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier_core.blockstore.parts import Parts
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.layout import CODEC_IDENTITY, LAYOUT_ID
+from kvtier_core.tiers.slots import SlotRef
+from kvtier_core.transactions import Move, MoveKind, MoveReason, MoveRefused, Transactions, TxnState
+from kvtier_core.transactions.flights import Asker, Flight, FlightKey, Ticket, TicketState
+from kvtier_core.transactions.pins import Pin, Pins
+from kvtier_core.transactions.singleflight import SingleFlight
+from kvtier_core.transactions.transfers import Settled
+
+_REPRESENTATION = f"{LAYOUT_ID}|{CODEC_IDENTITY}"
+
+
+class Fetch:
+    """A request's scope over the leading blocks of its prefix. What is ready stays where it is, at its bytes,
+    until the scope is left; leaving it while blocks are on their way lets them go."""
+
+    def __init__(self, reads: Reads, ticket: Ticket) -> None:
+        self._reads = reads
+        self._ticket = ticket
+        self.changed = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._ticket.keys)
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self._ticket.over
+
+    @property
+    def ready(self) -> int:
+        """How many leading blocks are pinned and readable now."""
+        return self._ticket.ready
+
+    @property
+    def reason(self) -> MoveReason:
+        """Why the prefix ends at `ready`; READY when nothing is missing."""
+        return self._ticket.reason
+
+    def body(self, index: int) -> memoryview:
+        """The payload of a ready block, in place, not to be written. NOT_VISIBLE for one that is not
+        ready."""
+        return self._reads.body(self._ticket, index)
+
+    def tier(self, index: int) -> str:
+        """Name of the memory tier that serves a ready block."""
+        return self._reads.tier(self._ticket, index)
+
+    def close(self) -> None:
+        """Lets every pin and wait of this scope go. A second call has no effect."""
+        self._reads.close(self._ticket)
+
+
+class Reads:
+    """Fetches of one store, over one SingleFlight."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        moves: Transactions,
+        make_room: Callable[[int, int], int],
+        *,
+        max_flights: int,
+        max_tickets: int,
+    ) -> None:
+        self._parts = parts
+        self._moves = moves
+        self._make_room = make_room
+        self.flights = SingleFlight(self, max_flights=max_flights, max_tickets=max_tickets)
+        self._held: dict[int, dict[int, tuple[int, int, SlotRef]]] = {}
+        self._scopes: dict[int, Fetch] = {}
+        self._of_move: dict[int, int] = {}
+        self._moving: dict[int, Move] = {}
+        self.pins = Pins(parts.directory)
+        self.hits = 0
+        self.fetched = 0
+
+    # Opening and closing.
+
+    def fetch(self, keys: Sequence[bytes], asker: Asker) -> Fetch:
+        """Waits for the leading blocks among `keys`. Raises DEADLINE, QUEUE_FULL."""
+        parts = self._parts
+        with parts.lock:
+            wanted = [self._key(key, asker.namespace) for key in keys]
+            ticket = self.flights.join(asker, wanted, parts.clock())
+            scope = Fetch(self, ticket)
+            if ticket.over:
+                scope.changed.set()
+            else:
+                self._scopes[ticket.number] = scope
+            return scope
+
+    def _key(self, key: bytes, namespace: bytes) -> FlightKey:
+        directory = self._parts.directory
+        line = directory.find(key)
+        there = line >= 0
+        return FlightKey(
+            namespace=namespace,
+            block=key,
+            representation=_REPRESENTATION,
+            layers=(0, 0),
+            generation=self._moves.cache_generation,
+            authority_epoch=int(directory.epoch[line]) if there else 0,
+            integrity=int(directory.checksum[line]) if there else 0,
+            destination=self._parts.home,
+        )
+
+    def body(self, ticket: Ticket, index: int) -> memoryview:
+        held = self._pin(ticket, index)
+        return self._parts.tiers[held[1]].landing(held[2]).body.toreadonly()
+
+    def tier(self, ticket: Ticket, index: int) -> str:
+        return self._parts.tiers[self._pin(ticket, index)[1]].name
+
+    def _pin(self, ticket: Ticket, index: int) -> tuple[int, int, SlotRef]:
+        held = self._held.get(ticket.number, {}).get(index)
+        if held is None or index >= ticket.ready:
+            raise CoreError(Reason.NOT_VISIBLE, f"block {index} of this fetch is not ready")
+        return held
+
+    def close(self, ticket: Ticket) -> None:
+        with self._parts.lock:
+            self.flights.cancel(ticket)
+            self._scopes.pop(ticket.number, None)
+            self._let_go(ticket, 0)
+
+    def _let_go(self, ticket: Ticket, first: int) -> None:
+        held = self._held.get(ticket.number)
+        if not held:
+            return
+        for index in [item for item in held if item >= first]:
+            line, tier, _ = held.pop(index)
+            self._parts.directory.unlease(line, tier)
+        if not held:
+            del self._held[ticket.number]
+
+    # What single-flight causes. The lock is held.
+
+    def claim(self, ticket: Ticket, index: int) -> MoveReason:
+        parts = self._parts
+        directory = parts.directory
+        key = ticket.keys[index]
+        line = directory.find(key.block)
+        if line < 0:
+            return MoveReason.MISS
+        if int(directory.namespace[line]) != parts.namespaces.known(key.namespace):
+            return MoveReason.TENANT_MISMATCH
+        tier = parts.readable(line)
+        if tier < 0:
+            return MoveReason.MISS
+        directory.lease(line, tier)
+        copy = directory.replica(line, tier)
+        ref = SlotRef(copy.slot, copy.slot_generation)
+        self._held.setdefault(ticket.number, {})[index] = (line, tier, ref)
+        directory.touch(np.asarray([line]), parts.next_tick())
+        self.hits += 1
+        return MoveReason.READY
+
+    def start(self, flights: Sequence[Flight]) -> Mapping[int, MoveReason]:
+        refused: dict[int, MoveReason] = {}
+        moves: list[Move] = []
+        for flight in flights:
+            try:
+                move = self._begin(flight)
+            except MoveRefused as error:
+                refused[flight.number] = error.code
+                continue
+            self._of_move[move.id] = flight.number
+            self._moving[flight.number] = move
+            moves.append(move)
+        for settled in self._moves.start(moves):
+            number = self._forget(settled.move)
+            if number is not None:
+                refused[number] = settled.reason
+        return refused
+
+    def _begin(self, flight: Flight) -> Move:
+        parts = self._parts
+        line = parts.directory.find(flight.key.block)
+        if line < 0:
+            raise MoveRefused(MoveReason.MISS, "no such block")
+        now = parts.clock()
+
+        def begin() -> Move:
+            return self._moves.begin(
+                MoveKind.PROMOTE, line, parts.home, keep_source=True, now=now, deadline=flight.expiry
+            )
+
+        try:
+            return begin()
+        except MoveRefused as full:
+            if full.code is not MoveReason.NO_STAGING or not self._make_room(parts.home, 1):
+                raise
+            return begin()
+
+    def urgency(self, flight: Flight) -> None:
+        move = self._moving.get(flight.number)
+        if move is not None:
+            move.deadline = flight.expiry
+
+    def handed_over(self, flight: Flight, former: int) -> None:
+        """The read belongs to nobody in particular: its slot becomes the block's replica."""
+
+    def abandon(self, flight: Flight) -> None:
+        move = self._moving.get(flight.number)
+        if move is not None and move.state is not TxnState.PUBLISHED:
+            self._forget(move)
+            self._moves.cancel(move)
+
+    def settled(self, ticket: Ticket) -> None:
+        keeps = ticket.ready if ticket.state is TicketState.SETTLED else 0
+        self._let_go(ticket, keeps)
+        scope = self._scopes.pop(ticket.number, None)
+        if scope is not None:
+            scope.changed.set()
+
+    # What moves report. The lock is held.
+
+    def on_settled(self, settled: Settled) -> bool:
+        """Tells the waiters of a promotion that ended; False when it is no fetch of ours."""
+        if settled.late and settled.reason is MoveReason.FETCH_LATE:
+            number = self._of_move.get(settled.move.id)
+            return number is not None
+        number = self._forget(settled.move)
+        if number is None:
+            return False
+        if settled.reason is MoveReason.READY:
+            self.fetched += 1
+            self.flights.complete(number)
+        else:
+            self.flights.fail(number, settled.reason)
+        return True
+
+    def _forget(self, move: Move) -> int | None:
+        number = self._of_move.pop(move.id, None)
+        if number is not None:
+            self._moving.pop(number, None)
+        return number
+
+    # Without waiting.
+
+    def pin(self, keys: NDArray[np.uint8], namespace: bytes, deadline: float) -> Pinned:
+        """The leading blocks of keys [n, 32] that are in memory now, found and pinned in this step."""
+        parts = self._parts
+        directory = parts.directory
+        with parts.lock:
+            lines = directory.published_prefix(keys)
+            owner = parts.namespaces.known(namespace)
+            lines = lines[: leading(directory.namespace[lines] == owner)] if owner is not None else lines[:0]
+            tiers: list[int] = []
+            for line in lines.tolist():
+                tier = parts.readable(line)
+                if tier < 0:
+                    break
+                tiers.append(tier)
+            found = lines[: len(tiers)]
+            directory.touch(found, parts.next_tick())
+            self.hits += len(tiers)
+            return Pinned(self, self.pins.hold(found, tiers, deadline))
+
+    def view(self, line: int, tier: int) -> memoryview:
+        """The payload of a pinned copy, in place."""
+        copy = self._parts.directory.replica(line, tier)
+        landing = self._parts.tiers[tier].landing(SlotRef(copy.slot, copy.slot_generation))
+        return landing.body.toreadonly()
+
+
+class Pinned:
+    """A scope over blocks in memory: their bytes stay where they are, as they are, until it is left."""
+
+    __slots__ = ("_pin", "_reads")
+
+    def __init__(self, reads: Reads, pin: Pin) -> None:
+        self._reads = reads
+        self._pin = pin
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pin.close()
+
+    def __len__(self) -> int:
+        return len(self._pin)
+
+    def body(self, index: int) -> memoryview:
+        """The payload of block `index`, in place, not to be written."""
+        return self._reads.view(self._pin.lines[index], self._pin.tiers[index])
+
+    def check(self, now: float) -> None:
+        """LEASE_EXPIRED when it no longer holds: before an answer from it is published."""
+        self._pin.check(now)
+
+    def close(self) -> None:
+        self._pin.close()
+
+
+def leading(flags: NDArray[np.bool_]) -> int:
+    """How many of `flags` [n] are true before the first that is not."""
+    return len(flags) if flags.all() else int(flags.argmin())
