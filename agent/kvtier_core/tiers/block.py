@@ -51,6 +51,10 @@ class BlockFlag(IntFlag):
     ERASED = 4
 
 
+# As numbers, for what runs once per block.
+_DURABLE, _ENCRYPTED, _ERASED = (int(flag) for flag in BlockFlag)
+
+
 class HeaderState(StrEnum):
     """What a header page is before anyone asks whose block it is."""
 
@@ -91,11 +95,11 @@ class BlockHeader(NamedTuple):
 
     @property
     def durable(self) -> bool:
-        return bool(self.flags & BlockFlag.DURABLE)
+        return bool(self.flags & _DURABLE)
 
     @property
     def encrypted(self) -> bool:
-        return bool(self.flags & BlockFlag.ENCRYPTED)
+        return bool(self.flags & _ENCRYPTED)
 
     @property
     def reference(self) -> str:
@@ -181,7 +185,7 @@ class HeaderWriter:
         """HEADER_BYTES of a header. sealed_by: (key reference, salt, nonce) of an encrypted block, whose tag
         and payload checksum `amend` fills in."""
         reference, salt, nonce = sealed_by or ("", b"", b"")
-        flags = (BlockFlag.DURABLE if identity.durable else 0) | (BlockFlag.ENCRYPTED if sealed_by else 0)
+        flags = (_DURABLE if identity.durable else 0) | (_ENCRYPTED if sealed_by else 0)
         header = bytearray(HEADER_BYTES)
         _FIELDS.pack_into(
             header,
@@ -289,7 +293,7 @@ def check_header(
         raise _refused(
             Reason.CHECKSUM_MISMATCH, ref, identity, f"its header is {state.value.lower()}, not its own"
         )
-    if header.flags & BlockFlag.ERASED:
+    if header.flags & _ERASED:
         raise _refused(Reason.NOT_VISIBLE, ref, identity, "it was erased")
     if header.slot_generation != ref.generation:
         raise _refused(

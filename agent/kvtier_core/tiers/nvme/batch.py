@@ -50,8 +50,14 @@ class Batch:
 
     def over(self, index: int, error: CoreError | None) -> None:
         """Done, and nothing can arrive any more."""
-        self.done(index, error)
-        self.drained(index)
+        with self._lock:
+            state = self._state[index]
+            self._state[index] = state | _TELLING | _TOLD | _DRAINED
+        if not state & _TELLING:
+            self._sink.done(index, error)
+            self._sink.drained(index)
+        elif state & _TOLD and not state & _DRAINED:
+            self._sink.drained(index)
 
 
 def runs(slots: Mapping[int, int], indexes: Iterable[int], limit: int) -> list[list[int]]:

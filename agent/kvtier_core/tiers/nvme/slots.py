@@ -12,7 +12,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier_core.tiers.slots import SlotState, SlotTable
+from kvtier_core.tiers.slots import SlotRef, SlotState, SlotTable
 
 EPOCH_SHIFT = 32
 _WORD = 8
@@ -41,6 +41,12 @@ class NvmeSlots(SlotTable):
         self._generation[slot] = max(self._first, int(self._generation[slot]))
         heapq.heappush(self._free, slot)
 
+    def check(self, ref: SlotRef, *legal: SlotState) -> None:
+        slot = ref.slot
+        alive = 0 <= slot < self.capacity and int(self._generation[slot]) == ref.generation
+        if not alive or (legal and int(self._state[slot]) not in legal):
+            super().check(ref, *legal)
+
     def restore(self, refs: NDArray[np.int64], owners: NDArray[np.int64]) -> None:
         """Takes slots as published, at the generations they had: [n, 2] slot and generation, [n] owners.
         Once, before anything is reserved."""
@@ -53,9 +59,10 @@ class NvmeSlots(SlotTable):
 
     def mark(self, slot: int, key: bytes, namespace: bytes) -> None:
         """A header of a durable block may lie in the slot from now on."""
+        key_word, namespace_word = _word(key), _word(namespace)
         with self._lock:
-            self._key[slot] = _word(key)
-            self._namespace[slot] = _word(namespace)
+            self._key[slot] = key_word
+            self._namespace[slot] = namespace_word
             self._durable[slot] = True
 
     def clean(self, slot: int) -> None:
@@ -85,5 +92,5 @@ class NvmeSlots(SlotTable):
             return [int(slot) for slot in np.flatnonzero(found)]
 
 
-def _word(name: bytes) -> np.uint64:
-    return np.uint64(int.from_bytes(name[:_WORD].ljust(_WORD, b"\0"), "little"))
+def _word(name: bytes) -> int:
+    return int.from_bytes(name[:_WORD], "little")

@@ -164,7 +164,10 @@ class Store:
             )
         if page is None:
             page = scratch.header(at)
-        if self.cipher is not None or (self.file.direct and not (aligned(body) and aligned(page))):
+            bounced = self.file.direct and not aligned(body)
+        else:
+            bounced = self.file.direct and not (aligned(body) and aligned(page))
+        if bounced or self.cipher is not None:
             block = scratch.block(at)
             return Pieces([block], block[:PAGE], True, None)
         if self._whole == len(body):
