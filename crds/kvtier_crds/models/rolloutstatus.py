@@ -216,12 +216,27 @@ class PairThreshold(Struct):
     value: Number
 
 
+class DesignEffect(Struct):
+    """How much less than independent requests a gate's were, measured in an earlier window of the attempt."""
+
+    gate: Short
+    k: Number
+    blocks: Annotated[int, Field(ge=0)]
+    """Blocks that it was measured on; under 200 nothing passes on it."""
+    mean_block: Number
+    """Requests in a block."""
+
+
 class Window(Struct):
     """The evidence window that is open."""
 
     opening_fence: Int64
+    design_effects: Annotated[
+        tuple[DesignEffect, ...], Field(max_length=24, json_schema_extra=map_list("gate"))
+    ] = ()
+    """Fixed as it opened; a restarted operator judges by the same."""
     pair_thresholds: Annotated[
-        tuple[PairThreshold, ...], Field(max_length=16, json_schema_extra=map_list("gate"))
+        tuple[PairThreshold, ...], Field(max_length=24, json_schema_extra=map_list("gate"))
     ] = ()
 
 

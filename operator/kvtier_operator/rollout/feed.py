@@ -25,7 +25,7 @@ from kvtier_operator.rollout.evidencewire import delta_of, key_message
 from kvtier_operator.rollout.inputs import GateVerdict, Look
 from kvtier_operator.rollout.moves import current_step, tick_seconds
 from kvtier_operator.rollout.spec import RolloutSpec
-from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.state import DesignEffect, RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
 
 READ_ROUNDS = 2
@@ -43,15 +43,6 @@ class Reading:
     nodes: tuple[AgentTarget, ...]
 
 
-@dataclass(frozen=True)
-class _Open:
-    """A window that is being read, and what it is judged by."""
-
-    reader: WindowReader
-    gates: Sequence[GateSpec]
-    fraction: float
-
-
 class LookSource(Protocol):
     """Where looks come from."""
 
@@ -66,18 +57,16 @@ class EvidenceFeed:
     def __init__(self, agents: Agents, clock: Clock) -> None:
         self._agents = agents
         self._clock = clock
-        self._open: dict[str, _Open] = {}
-        self._estimates: dict[str, dict[str, Estimate]] = {}
+        self._open: dict[str, WindowReader] = {}
 
     def forget(self, uid: str) -> None:
         self._open.pop(uid, None)
-        self._estimates.pop(uid, None)
 
     async def look(self, reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
         """Reads every node once (twice after a rebuild) and judges what is merged."""
         step = current_step(state, spec)
         gates = spec.gates_of(step)
-        reader = self._reader(reading.key, spec, gates, float(step.traffic))
+        reader = self._reader(reading.key, spec)
         expected = [node.name for node in reading.nodes]
         for _ in range(READ_ROUNDS):
             answers = await asyncio.gather(*(self._read(reader, reading, node) for node in reading.nodes))
@@ -91,7 +80,7 @@ class EvidenceFeed:
             planned_cells=max(1, spec.cells),
             false_promotion=float(spec.alpha_promotion),
             false_rollback=float(spec.alpha_rollback),
-            estimates=self._estimates.get(reading.key.rollout_uid, {}),
+            estimates=known_effects(state),
         )
         judgement = judge(gates, evidence, terms, state.carry)
         return Look(
@@ -101,17 +90,14 @@ class EvidenceFeed:
             carry=judgement.carry,
             failed=judgement.failed.gate if judgement.failed else "",
             requests_per_second=_rate(reader, state, now),
+            effects=effects_of(gates, evidence.merged, float(step.traffic)),
             pair_thresholds=thresholds_of(spec, evidence.merged),
         )
 
-    def _reader(
-        self, key: WindowKey, spec: RolloutSpec, gates: Sequence[GateSpec], fraction: float
-    ) -> WindowReader:
+    def _reader(self, key: WindowKey, spec: RolloutSpec) -> WindowReader:
         known = self._open.get(key.rollout_uid)
-        if known is not None and known.reader.key == key:
-            return known.reader
-        if known is not None:
-            self._close(known, key)
+        if known is not None and known.key == key:
+            return known
         while len(self._open) >= MAX_FEEDS:
             self.forget(next(iter(self._open)))
         fresh = WindowReader(
@@ -120,20 +106,8 @@ class EvidenceFeed:
             cohort=cohort_seconds(spec.settle),
             settle=spec.settle,
         )
-        self._open[key.rollout_uid] = _Open(fresh, gates, fraction)
+        self._open[key.rollout_uid] = fresh
         return fresh
-
-    def _close(self, known: _Open, following: WindowKey) -> None:
-        """Design effects are measured in a window that is over, for those after it: never from the data they
-        are used on. Another candidate begins without any."""
-        uid = following.rollout_uid
-        if known.reader.key.candidate_digest != following.candidate_digest:
-            self._estimates.pop(uid, None)
-            return
-        now = self._clock.monotonic()
-        closed = known.reader.evidence((), now=now, interval=1.0).merged
-        found = estimates(known.gates, closed, known.fraction)
-        self._estimates[uid] = {**self._estimates.get(uid, {}), **found}
 
     async def _read(self, reader: WindowReader, reading: Reading, node: AgentTarget) -> Applied | None:
         """None when the agent could not be read: the reader sees by the clock that it was not."""
@@ -157,6 +131,21 @@ def _rate(reader: WindowReader, state: RolloutState, now: float) -> float:
     """Over the window so far; 0 while it is too young to tell."""
     age = now - state.window.opened_at if state.window is not None else 0.0
     return reader.assigned / age if age >= MIN_RATE_SECONDS else 0.0
+
+
+def known_effects(state: RolloutState) -> dict[str, Estimate]:
+    """Design effects that the open window is judged by, as its status holds them."""
+    effects = state.window.effects if state.window is not None else ()
+    return {one.gate: Estimate(float(one.k), one.blocks, float(one.mean_block)) for one in effects}
+
+
+def effects_of(gates: Sequence[GateSpec], closing: WindowCounts, fraction: float) -> tuple[DesignEffect, ...]:
+    """What this window has measured for the next ones, never for itself; sorted by gate."""
+    found = estimates(gates, closing, fraction)
+    return tuple(
+        DesignEffect(gate, f"{one.k_hat:.6g}", one.blocks, f"{one.mean_block:.6g}")
+        for gate, one in sorted(found.items())
+    )
 
 
 def thresholds_of(spec: RolloutSpec, closing: WindowCounts) -> tuple[tuple[str, str], ...]:

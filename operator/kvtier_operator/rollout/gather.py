@@ -45,7 +45,7 @@ class Kept:
     compiled: tuple[object, Compiled] | None = None
     parsed: tuple[object, tuple[RolloutSpec | None, str]] | None = None
     written_at: float = 0.0
-    rate: float = 0.0
+    last_look: Look | None = None
     unreadable: str = ""
 
 
@@ -86,8 +86,7 @@ class Gatherer:
         now = self._deps.clock.now().timestamp()
         if run.look is None:
             run.look = await self._look(subject, state, spec, pool, now)
-            if run.look is not None and run.look.requests_per_second:
-                kept.rate = run.look.requests_per_second
+            kept.last_look = run.look or kept.last_look
         inputs = Inputs(
             now=now,
             uid=subject.uid,
@@ -102,7 +101,8 @@ class Gatherer:
             candidate=compiled.view,
             agents=pool.views,
             look=run.look,
-            rate=kept.rate,
+            last_look=kept.last_look,
+            rate=kept.last_look.requests_per_second if kept.last_look is not None else 0.0,
             quiet_since=self._quiet_since(now),
             ttl=_duration(rollout, "ttlAfterFinished", 0.0),
             lease_ttl=_duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL),

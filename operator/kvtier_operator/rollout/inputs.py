@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtier_evidence.carry import Carry
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, RolloutSpec
-from kvtier_operator.rollout.state import CandidateRef, ManifestRef, RolloutState
+from kvtier_operator.rollout.state import CandidateRef, DesignEffect, ManifestRef, RolloutState
 from kvtier_operator.rollout.vocabulary import Blocker, Cause, Verdict
 
 
@@ -107,8 +107,8 @@ class GateVerdict:
 class Look:
     """All gates judged on one state of one window. A look at another window than the open one is ignored.
     `failed` names the gate of a Fail, `carry` is what the next look must be given, `pair_thresholds` (gate,
-    value as printed) what this window measured for the next one's design effects, `requests_per_second` is of
-    the blast radius so far, 0 while nobody can tell."""
+    value as printed) where the next one counts blocks above, `effects` the design effects that it measured
+    for the next, `requests_per_second` is of the blast radius so far, 0 while nobody can tell."""
 
     opening_fence: int
     at: float
@@ -117,15 +117,17 @@ class Look:
     failed: str = ""
     pair_thresholds: tuple[tuple[str, str], ...] = ()
     requests_per_second: float = 0.0
+    effects: tuple[DesignEffect, ...] = ()
 
 
 @dataclass(frozen=True)
 class Inputs:
     """busy_with: the unfinished rollout of the cache that comes before this one. superseded_by: an unfinished
-    rollout that has begun, of the same cache, and whose turn it is. ttl: seconds that a finished rollout is
-    kept. lease_ttl: seconds, also of a spec that cannot be run. approved_ttl: of the rollout whose candidate
-    the cache holds approved. rate: requests a second in the blast radius, 0 when not known. quiet_since: when
-    this process became leader; it knows nothing of renewals sent before that."""
+    rollout that has begun, of the same cache, and whose turn it is. last_look: the newest one, which may be
+    of an earlier pass or window. ttl: seconds that a finished rollout is kept. lease_ttl: seconds, also of a
+    spec that cannot be run. approved_ttl: of the rollout whose candidate the cache holds approved. rate:
+    requests a second in the blast radius, 0 when not known. quiet_since: when this process became leader; it
+    knows nothing of renewals sent before that."""
 
     now: float
     uid: str
@@ -140,6 +142,7 @@ class Inputs:
     candidate: CandidateView
     agents: tuple[AgentView, ...]
     look: Look | None = None
+    last_look: Look | None = None
     quiet_since: float = 0.0
     ttl: float = 0.0
     lease_ttl: float = DEFAULT_LEASE_TTL

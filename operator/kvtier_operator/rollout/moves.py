@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvtier_evidence.design import MIN_BLOCKS
 from kvtier_evidence.metrics import METRICS
 from kvtier_operator.rollout.inputs import (
     AgentView,
@@ -27,7 +28,7 @@ from kvtier_operator.rollout.vocabulary import LEASE_GRACE, Blocker, Cause, Phas
 APPROVAL_SECONDS = 24 * 3600.0
 CARRIED = frozenset(name for name, metric in METRICS.items() if metric.carried)
 MAX_MISSING = 16
-MAX_THRESHOLDS = 16
+MAX_MEASURED = 24
 MIN_TICK, MAX_TICK = 1.0, 10.0
 MIN_GRACE = 1.0
 
@@ -118,7 +119,7 @@ def enter_step(
         shares=shares,
         blocker=Blocker.NONE,
         blocker_message="",
-        window=Window(0, inputs.now, spec.window_hash, resumes, _pair_thresholds(state, inputs)),
+        window=_opened(state, inputs, spec, resumes),
         gates=tuple(gate for gate in state.gates if gate.metric in CARRIED),
         schedule=None,
         overridden=overridden,
@@ -137,16 +138,28 @@ def enter_step(
     )
 
 
-def _pair_thresholds(state: RolloutState, inputs: Inputs) -> tuple[tuple[str, str], ...]:
-    """Of the window that closes now, and of earlier ones for a gate that it did not measure; none for the
-    first window of an attempt."""
-    window, look = state.window, inputs.look
-    if window is None:
-        return ()
-    if look is None or look.opening_fence != window.opening_fence:
-        return window.pair_thresholds
-    known = {**dict(window.pair_thresholds), **dict(look.pair_thresholds)}
-    return tuple(sorted(known.items()))[:MAX_THRESHOLDS]
+def _opened(state: RolloutState, inputs: Inputs, spec: RolloutSpec, resumes: int) -> Window:
+    """A new window, with what the one that closes now and earlier ones of the attempt have measured for it:
+    of the newest look that was taken, since the lease or the spec may have ended before another."""
+    before, look = state.window, inputs.last_look
+    fresh = Window(0, inputs.now, spec.window_hash, resumes)
+    if before is None:
+        return fresh
+    fresh = replace(fresh, pair_thresholds=before.pair_thresholds, effects=before.effects)
+    if look is None or look.opening_fence != before.opening_fence:
+        return fresh
+    thresholds = {**dict(before.pair_thresholds), **dict(look.pair_thresholds)}
+    effects = {one.gate: one for one in before.effects}
+    for one in look.effects:
+        known = effects.get(one.gate)
+        # Few blocks must not take the place of enough.
+        if known is None or one.blocks >= min(MIN_BLOCKS, known.blocks):
+            effects[one.gate] = one
+    return replace(
+        fresh,
+        pair_thresholds=tuple(sorted(thresholds.items()))[:MAX_MEASURED],
+        effects=tuple(effects[gate] for gate in sorted(effects))[:MAX_MEASURED],
+    )
 
 
 def refence(state: RolloutState, inputs: Inputs, why: str) -> Plan:

@@ -34,16 +34,28 @@ class CandidateRef:
 
 
 @dataclass(frozen=True)
+class DesignEffect:
+    """Of one gate, measured in a window that is closed; numbers as printed."""
+
+    gate: str
+    k: str
+    blocks: int
+    mean_block: str
+
+
+@dataclass(frozen=True)
 class Window:
     """The evidence window that is open. `opening_fence` is part of its key; a re-fencing that keeps the
     evidence keeps it. pair_thresholds: (gate, value as printed), fixed as it opened, from windows closed
-    before: it is part of what agents are told, and a repeat must tell them the same."""
+    before: it is part of what agents are told, and a repeat must tell them the same. effects: measured in
+    windows closed before and fixed as it opened, so that they cannot follow the data they are used on."""
 
     opening_fence: int
     opened_at: float
     spec_hash: str
     resumes: int = 0
     pair_thresholds: tuple[tuple[str, str], ...] = ()
+    effects: tuple[DesignEffect, ...] = ()
 
 
 @dataclass(frozen=True)

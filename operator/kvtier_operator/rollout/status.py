@@ -18,6 +18,7 @@ from kvtier_operator.rollout.evaluation import summary_verdict
 from kvtier_operator.rollout.state import (
     CandidateRef,
     Condition,
+    DesignEffect,
     ExcludedAgent,
     GateStatus,
     LastIntent,
@@ -114,7 +115,7 @@ def _cut(state: RolloutState, gates: int, cells: int, passes: int, nodes: int, t
     for little, a mismatch of a closed window for nothing."""
     window, rollback, intent = state.window, state.rollback, state.last_intent
     if window is not None and passes == 0:
-        window = replace(window, pair_thresholds=())
+        window = replace(window, pair_thresholds=(), effects=())
     if rollback is not None:
         rollback = replace(rollback, missing=rollback.missing[:nodes], message=rollback.message[:text])
     if intent is not None:
@@ -165,7 +166,11 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
     if state.window is not None:
         thresholds = [{"gate": gate, "value": value} for gate, value in state.window.pair_thresholds]
         fence = {"openingFence": state.window.opening_fence}
-        status["window"] = _clean({**fence, "pairThresholds": thresholds})
+        effects = [
+            {"gate": one.gate, "k": one.k, "blocks": one.blocks, "meanBlock": one.mean_block}
+            for one in state.window.effects
+        ]
+        status["window"] = _clean({**fence, "pairThresholds": thresholds, "designEffects": effects})
         status["resumes"] = state.window.resumes
     begun = state.started_at or state.pending_since
     status["schedule"] = _clean(
@@ -359,6 +364,10 @@ def _read_window(status: Mapping[str, Any], schedule: Mapping[str, Any], spec_ha
         resumes=int(status.get("resumes") or 0),
         pair_thresholds=tuple(
             (str(one["gate"]), str(one["value"])) for one in row.get("pairThresholds") or []
+        ),
+        effects=tuple(
+            DesignEffect(str(one["gate"]), str(one["k"]), int(one["blocks"]), str(one["meanBlock"]))
+            for one in row.get("designEffects") or []
         ),
     )
 

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -48,7 +48,7 @@ from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import GateVerdict, Look
 from kvtier_operator.rollout.moves import current_step
 from kvtier_operator.rollout.spec import RolloutSpec
-from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.state import DesignEffect, RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
 
 EXAMPLES = Path(__file__).parents[3] / "crds" / "examples"
@@ -490,6 +490,7 @@ class ScriptedFeed:
     default: Verdict = Verdict.PASS
     gates: dict[str, Verdict] = field(default_factory=dict)
     thresholds: dict[str, str] = field(default_factory=dict)
+    effects: tuple[DesignEffect, ...] = ()
     looks: int = 0
     last_all_pass: bool = False
 
@@ -509,7 +510,8 @@ class ScriptedFeed:
         self.last_all_pass = all(item.verdict is Verdict.PASS for item in verdicts if item.required)
         failed = next((item.name for item in verdicts if item.verdict is Verdict.FAIL), "")
         measured = tuple(sorted(self.thresholds.items()))
-        return Look(reading.key.opening_fence, now, tuple(verdicts), Carry(), failed, measured)
+        look = Look(reading.key.opening_fence, now, tuple(verdicts), Carry(), failed, measured)
+        return replace(look, effects=self.effects)
 
 
 class World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier_agent.evidence_convert import counts_message
 from kvtier_evidence import metrics
+from kvtier_evidence.design import BlockSums
 from kvtier_evidence.grid import Histogram
 from kvtier_evidence.window import WindowCounts
 from kvtier_operator.ports import AgentTarget
 from kvtier_operator.rollout.feed import EvidenceFeed, Reading, thresholds_of
 from kvtier_operator.rollout.grants import fence_of, window_key
+from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
-from kvtier_operator.rollout.status import from_status
+from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.status import from_status, to_status
 from tests.unit.rollout.rollout_world import World
 
 SLOW, FAST = 0.08, 0.02
@@ -44,6 +48,19 @@ def tpot(*values: float | None) -> WindowCounts:
     counts = WindowCounts()
     for value in values:
         counts.of(metrics.TPOT_RATIO, metrics.Arm.BASELINE).histogram.add(value)
+    return counts
+
+
+def errors(blocks: int) -> WindowCounts:
+    """Ten requests a block, and all of every tenth block above the limit: they share what happens to them."""
+    counts, sums = WindowCounts(), BlockSums()
+    for block in range(blocks):
+        above = 10 if block % 10 == 0 else 0
+        sums.add_one_arm(10, above)
+        for index in range(10):
+            into = counts.of(metrics.OUTPUT_RELATIVE_ERROR, metrics.Arm.CANDIDATE)
+            into.histogram.add(1.0 if index < above else 0.0)
+    counts.blocks["output"] = sums
     return counts
 
 
@@ -84,6 +101,36 @@ async def test_a_look_says_the_baselines_quantiles_of_every_ratio_gate_of_the_la
     assert set(told) == ratio_gates(spec) != set()
     assert set(told.values()) == {quantile(0.99), quantile(0.5)}, "a tail and its median guard"
     assert look.pair_thresholds == tuple(sorted(told.items()))
+
+
+async def test_another_operator_judges_by_the_design_effects_of_the_status() -> None:
+    """One operator measured them, wrote them and died; the next one has read nothing but the open window."""
+    world = World()
+    await world.until("Progressing", "Shadow")
+    spec = replace(parse_spec(world.api.objects[world.rollout]["spec"]), design_effect=None)
+    state = from_status(world.status)
+    assert state.window is not None
+    uid = world.api.objects[world.rollout]["metadata"]["uid"]
+    nodes = (AgentTarget("node-0", "uid-0", "10.0.0.1:7443", "boot"),)
+
+    async def look(counts: WindowCounts, at: RolloutState) -> Look:
+        key = window_key(at, spec, uid)
+        reading = Reading(common.CacheRef(namespace="serving", name="chat"), fence_of(at, uid), key, nodes)
+        feed = EvidenceFeed(EvidenceOf(counts), world.clock)  # type: ignore[arg-type]
+        return await feed.look(reading, at, spec, world.clock.seconds)
+
+    def k_of(found: Look) -> tuple[str, str]:
+        gate = next(one for one in found.verdicts if one.name == "output")
+        return gate.k, gate.reason
+
+    first = await look(errors(blocks=300), state)
+    assert k_of(first) == ("", "DesignEffectUnknown")
+    measured = {one.gate: one for one in first.effects}
+    assert measured["output"].blocks == 300
+    later = replace(state, window=replace(state.window, opening_fence=99, effects=first.effects))
+    second = await look(errors(blocks=2), from_status(to_status(later)))
+    assert float(k_of(second)[0]) == pytest.approx(1.5 * float(measured["output"].k), rel=1e-3)
+    assert k_of(second)[1] != "DesignEffectUnknown"
 
 
 @pytest.mark.parametrize(("age", "rate"), [(20, 0.0), (40, 2.5)], ids=["too-young", "old-enough"])

@@ -15,6 +15,7 @@ from kvtier_evidence.verdicts import Reason
 from kvtier_operator.rollout.state import (
     CandidateRef,
     Condition,
+    DesignEffect,
     ExcludedAgent,
     GateStatus,
     LastIntent,
@@ -62,7 +63,10 @@ async def reached(stage: str) -> RolloutState:
 
 def thresholds(state: RolloutState) -> Window:
     assert state.window is not None
-    return replace(state.window, pair_thresholds=(("tail", "0.0312"), ("tail-median", "1.5e-05")))
+    effects = (DesignEffect("tail", "1.95", 312, "20.5"),)
+    return replace(
+        state.window, effects=effects, pair_thresholds=(("tail", "0.0312"), ("tail-median", "1.5e-05"))
+    )
 
 
 @pytest.mark.parametrize("stage", ["Shadow", "Canary", "Ramp", "Full", "Completed", "RolledBack"])
@@ -155,7 +159,14 @@ def test_every_list_at_its_longest_stays_under_8_kib(count: int) -> None:
         baseline=ManifestRef(DIGEST, "r" * 80),
         candidate=CandidateRef(DIGEST, "r" * 80, CandidateClass.APPROXIMATE),
         candidate_hash="a" * 16,
-        window=Window(12, 1.8e9, "b" * 16, 2, tuple((name, "0.031234567") for name in names)),
+        window=Window(
+            12,
+            1.8e9,
+            "b" * 16,
+            2,
+            tuple((name, "0.031234567") for name in names),
+            tuple(DesignEffect(name, "1.23456", 123456, "123.456") for name in names),
+        ),
         gates=(*gates, failing),
         carry=carry,
         schedule=Schedule(1.8e9, 1.8e9, 0.1),

@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from kvtier_operator.ports import Kind, ObjectKey
+from kvtier_operator.rollout.state import DesignEffect
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World, held
 
@@ -76,6 +77,54 @@ async def test_a_repeated_grant_after_a_crash_says_the_same_thresholds() -> None
     canary = [told for stage, told in world.sims["node-0"].thresholds if stage == "Canary"]
     assert len(canary) > 1
     assert all(told == {"tail": "0.031"} for told in canary)
+
+
+def measured(gate: str, k: str, blocks: int = 300) -> DesignEffect:
+    return DesignEffect(gate, k, blocks, "20")
+
+
+def judged_by(world: World) -> dict[str, str]:
+    """Gate and design effect of the open window, as the status holds them."""
+    return {row["gate"]: row["k"] for row in world.status["window"].get("designEffects") or []}
+
+
+async def test_design_effects_of_a_closed_window_outlive_the_operator() -> None:
+    world = World()
+    await world.until("Progressing", "Shadow")
+    world.feed.effects = (measured("output", "1.5"),)
+    await world.run(3)
+    assert judged_by(world) == {}, "never those of the window itself"
+    await world.until("Progressing", "Canary")
+    world.feed.effects = (measured("output", "1.1", blocks=20), measured("tail", "2.5"))
+    world.restart()
+    await world.run(3)
+    assert judged_by(world) == {"output": "1.5"}
+    await world.until("Progressing", "Ramp")
+    assert judged_by(world) == {"output": "1.5", "tail": "2.5"}, "few blocks do not replace enough"
+
+
+async def test_design_effects_are_kept_when_a_step_is_opened_again() -> None:
+    """An edit or an ended lease closes a window without another look at it."""
+    world = World()
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    world.feed.effects = (measured("output", "1.5"),)
+    await world.run(15)
+    gates = [dict(gate) for gate in world.api.objects[world.rollout]["spec"]["gates"]]
+    gates[0]["max"] = "0.07"
+    world.edit(gates=gates)
+    await world.pass_()
+    assert judged_by(world) == {"output": "1.5"}
+
+
+async def test_another_candidate_begins_without_design_effects() -> None:
+    world = World()
+    await world.until("Progressing", "Shadow")
+    world.feed.effects = (measured("output", "1.5"),)
+    await world.until("Progressing", "Canary")
+    world.edit(candidate={"selectorRef": {"name": "quest-32"}})
+    await world.until("Progressing", "Shadow", limit=30)
+    assert judged_by(world) == {}
 
 
 async def test_a_new_attempt_begins_without_thresholds() -> None:
