@@ -27,7 +27,7 @@ from kvtier_core.tiers.slots import SlotRef as SlotRef
 from kvtier_core.tiers.slots import SlotState as SlotState
 from kvtier_core.tiers.slots import SlotTable as SlotTable
 from kvtier_core.tiers.staging import PAGE, StagingBuffer
-from kvtier_core.tiers.transfer import Landing, TransferItem, TransferSink, move_bytes
+from kvtier_core.tiers.transfer import EraseItem, Landing, TransferItem, TransferSink, move_bytes
 
 
 class MediumKind(StrEnum):
@@ -193,6 +193,17 @@ class Tier(ABC):
         after one, the slot is in no state to publish. This default runs inline, in order."""
         for index, item in enumerate(items):
             settle(sink, index, partial(self._write_item, item, deadline))
+
+    def submit_erase(self, items: Sequence[EraseItem], deadline: float, sink: TransferSink) -> None:
+        """A deletion's part in this tier. `done(index, None)`: no byte of it can come back, not even after a
+        crash; the slots are the caller's to release then. Memory forgets with the process and clears a slot
+        before its next owner sees it, so this default has only to know the slots: RECYCLED_DESTINATION."""
+        for index, item in enumerate(items):
+            settle(sink, index, partial(self._check_erased, item))
+
+    def _check_erased(self, item: EraseItem) -> None:
+        if item.ref is not None:
+            self.slots.check(item.ref)
 
     def landing(self, ref: SlotRef) -> Landing:
         """Where the slot's payload lies: `body` is exactly `layout.payload_bytes`, its address a multiple of
