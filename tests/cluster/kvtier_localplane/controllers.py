@@ -52,6 +52,8 @@ def controllers_argv(program: Path, folder: Path, port: int, ca_file: Path) -> l
         str(program),
         f"--kubeconfig={kubeconfig}",
         f"--authentication-kubeconfig={kubeconfig}",
+        # The local API server has no front proxy whose CA could be looked up.
+        "--authentication-skip-lookup=true",
         f"--authorization-kubeconfig={kubeconfig}",
         "--bind-address=127.0.0.1",
         f"--secure-port={port}",
