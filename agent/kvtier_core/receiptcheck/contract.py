@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_crds.manifest import Dtype, Geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,30 @@ class TensorContract:
 def grouped_map(query_heads: int, kv_heads: int) -> tuple[int, ...]:
     """The usual map: neighbouring query heads share a KV head (A.6)."""
     return tuple(head // (query_heads // kv_heads) for head in range(query_heads))
+
+
+SCALAR_BYTES = {Dtype.FLOAT32: 4, Dtype.FLOAT16: 2, Dtype.BFLOAT16: 2}
+
+
+def tensor_contract(
+    geometry: Geometry, *, layers: tuple[int, int], kv_heads: tuple[int, int], codec: str, layout: str
+) -> TensorContract:
+    """The contract of dense blocks of half-open ranges of a model's layers and KV heads, in its dtype."""
+    width = SCALAR_BYTES[geometry.dtype]
+    group = geometry.query_heads // geometry.kv_heads
+    low, high = kv_heads
+    return TensorContract(
+        layers=layers[1] - layers[0],
+        query_heads=(high - low) * group,
+        kv_heads=high - low,
+        key_dim=geometry.head_dim,
+        value_dim=geometry.head_dim,
+        key_bytes=width,
+        value_bytes=width,
+        query_to_kv=grouped_map((high - low) * group, high - low),
+        codec=codec,
+        layout=layout,
+    )
 
 
 def check_payload(contract: TensorContract, tokens: int, length: int, layers: int | None = None) -> None:

@@ -24,8 +24,10 @@ from kvtier_core.receiptcheck.contract import (
     check_positions,
     check_support,
     grouped_map,
+    tensor_contract,
 )
 from kvtier_core.receiptcheck.copy import copy_reason
+from kvtier_crds.manifest import Dtype, Geometry
 from tests.unit.core.fixture_f2 import (
     EPOCH,
     LOSSLESS,
@@ -303,6 +305,16 @@ def test_c2_01_to_c2_03_and_c2_11_payloads() -> None:
         512 * MiB,
         4096 * MiB,
     ]
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
+def test_a_block_of_some_layers_and_heads_weighs_its_rows(dtype: str, width: int) -> None:
+    geometry = Geometry(layers=4, query_heads=8, kv_heads=4, head_dim=16, dtype=Dtype(dtype))
+    part = tensor_contract(geometry, layers=(1, 3), kv_heads=(2, 3), codec="identity", layout="l")
+    assert (part.layers, part.query_to_kv) == (2, (0, 0))
+    check_payload(part, 64, 2 * 64 * 2 * 16 * width)
+    for wrong in (2 * 64 * 16 * width, 4 * 64 * 2 * 16 * width):
+        assert refusal(lambda wrong=wrong: check_payload(part, 64, wrong)) is Reason.PAYLOAD_GEOMETRY  # type: ignore[misc]
 
 
 def test_c2_04_the_grouped_map() -> None:
