@@ -183,6 +183,34 @@ def test_sources_that_differ_in_any_field_never_share_a_key() -> None:
     assert len(set(keys)) == len(keys)
 
 
+NAMES = st.text("ab:", min_size=1, max_size=3)
+SOURCES = st.builds(
+    lambda dtype, codec, layout, tenant, checkpoint, layers, branch: source(
+        dtype=dtype,
+        codec=codec,
+        layout=layout,
+        tenant_namespace=tenant,
+        checkpoint_generation=checkpoint,
+        layers=(0, layers),
+        branch=tuple(branch),
+        request_generation=len(branch),
+    ),
+    NAMES,
+    NAMES,
+    NAMES,
+    NAMES,
+    NAMES,
+    st.integers(1, 3),
+    st.lists(NAMES, max_size=2),
+)
+
+
+@given(SOURCES, SOURCES)
+def test_two_sources_share_keys_exactly_when_they_are_equal(one: BlockSource, two: BlockSource) -> None:
+    ids = tokens(1, 2, 3, 4)
+    assert (as_bytes(chain_keys(one, ids)) == as_bytes(chain_keys(two, ids))) is (one == two)
+
+
 def test_equal_tokens_at_other_positions_are_other_blocks() -> None:
     shared = source()
     ids = tokens(*[7] * 16)
