@@ -1,7 +1,7 @@
 """[block_key] What naming a block costs, beside a bare SHA-256 chain over the same tokens.
 
 The peer hashes parent and tokens and nothing else, from bytes that are laid out already: the least that any
-chain of this hash can cost in Python. One thread; keys are computed before a lookup and counted apart from it.
+chain of this hash can cost in Python. One thread; keys are computed before a lookup and counted apart.
 """
 
 from __future__ import annotations
