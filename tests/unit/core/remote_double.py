@@ -41,6 +41,9 @@ class VirtualTime:
         self._due.append((when, self._order, what))
         self._order += 1
 
+    def next_due(self) -> float | None:
+        return min(self._due)[0] if self._due else None
+
     def advance(self, seconds: float) -> None:
         until = self.now + seconds
         while self._due and min(self._due)[0] <= until:
