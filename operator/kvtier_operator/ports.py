@@ -123,7 +123,6 @@ class Forbidden(ApiError):
 class PatchVerb(StrEnum):
     TEST = "test"
     ADD = "add"
-    REPLACE = "replace"
     REMOVE = "remove"
 
 
@@ -428,10 +427,6 @@ class Deps:
 
 class SpanPort(Protocol):
     def set_attribute(self, key: str, value: str | int | float | bool) -> object: ...
-
-    def add_event(
-        self, name: str, attributes: Mapping[str, str | int | float | bool] | None = None
-    ) -> object: ...
 
 
 SpanScope = AbstractContextManager[SpanPort]

@@ -25,7 +25,6 @@ from kvtier_operator.ports import AgentUnreachable, Conflict, NotLeader
 
 Attributes = Mapping[str, str | int | float | bool]
 
-RESULT_ATTRIBUTE = "kvtier.reconcile.result"
 QUIET_ERRORS: tuple[type[BaseException], ...] = (Conflict, NotLeader)
 EXPORT_TIMEOUT_MILLIS = 2000
 

@@ -1,4 +1,4 @@
-"""The one function that turns a look at a window into verdicts and a decision.
+"""The one function that turns a look at a window into verdicts.
 
 Pure: the same gates, counts, terms and carried state give the same judgement, on any replica and after any
 restart. Knows no cluster, no clock and no transport; the release machine acts on what it answers.
@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from enum import StrEnum
 
 from kvtier_evidence import metrics
 from kvtier_evidence.bounds import bound_text, value_text
@@ -20,25 +19,21 @@ from kvtier_evidence.budgets import SPLIT_ALPHA, Cell, alpha_promote, cause, fai
 from kvtier_evidence.carry import Carry, FailCause, ProbePass
 from kvtier_evidence.design import Estimate
 from kvtier_evidence.evalues import NEG
-from kvtier_evidence.external import Basis
 from kvtier_evidence.gates import zero_rate_bound
 from kvtier_evidence.gatespec import GateSpec
 from kvtier_evidence.measure import Measured, Setting, measure, measure_probe_set
 from kvtier_evidence.metrics import Arm, Kind, Scope
 from kvtier_evidence.reader import WindowEvidence
 from kvtier_evidence.split import SplitCheck, check_split
-from kvtier_evidence.verdicts import Outcome, Reason, Statistics, Verdict, statistical_outcome, zero_outcome
-
-
-class Decision(StrEnum):
-    PROMOTE = "Promote"
-    """Every required gate passes at this look."""
-    FAIL = "Fail"
-    """Return to the baseline; `Judgement.failed` names the gate."""
-    HOLD = "Hold"
-    """Neither; the policy `onInsufficient` applies at the deadline."""
-    HOLD_UNREADABLE = "HoldUnreadable"
-    """Neither, and some evidence could not be read."""
+from kvtier_evidence.verdicts import (
+    Basis,
+    Outcome,
+    Reason,
+    Statistics,
+    Verdict,
+    statistical_outcome,
+    zero_outcome,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +88,9 @@ class GateResult:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """All gates at one look, the decision, and what the next look must be given."""
+    """All gates at one look, the gate that carries a Fail, and what the next look must be given."""
 
     results: tuple[GateResult, ...]
-    decision: Decision
     failed: FailCause | None
     carry: Carry
 
@@ -106,7 +100,7 @@ def judge(
 ) -> Judgement:
     """Judges one look; `gates` are those resolved for the window's stage. ValueError on bad terms.
 
-    Without `display` no bound and no forecast is computed; verdicts and decision are the same.
+    Without `display` no bound and no forecast is computed; verdicts are the same.
     """
     if (
         terms.planned_cells < 1
@@ -156,15 +150,7 @@ class _Look:
     def judgement(self) -> Judgement:
         results = tuple(self._result(g) for g in self._gates)
         carry = self._remember(results)
-        if carry.failed is not None:
-            decision = Decision.FAIL
-        elif all(r.verdict is Verdict.PASS for r in results if r.required):
-            decision = Decision.PROMOTE
-        elif any(r.verdict is Verdict.PROVIDER_ERROR for r in results):
-            decision = Decision.HOLD_UNREADABLE
-        else:
-            decision = Decision.HOLD
-        return Judgement((*results, *self._split_result()), decision, carry.failed, carry)
+        return Judgement((*results, *self._split_result()), carry.failed, carry)
 
     def _check_split(self, carry: Carry) -> SplitCheck:
         found = check_split(self._evidence.agents, self._terms.fraction)

@@ -23,6 +23,19 @@ class Verdict(StrEnum):
     PROVIDER_ERROR = "ProviderError"
 
 
+class Basis(StrEnum):
+    """What a verdict rests on."""
+
+    ANYTIME = "Anytime"
+    """A statement that holds at every look."""
+    PROBE_SET = "ProbeSet"
+    """An exact statement on one finite set; no error budget."""
+    EVENT_COUNT = "EventCount"
+    """Events among units."""
+    CARRIED = "Carried"
+    """A Pass on the same candidate and probe set earlier in the attempt."""
+
+
 class Reason(StrEnum):
     """Every reason belongs to one verdict; see `VERDICT_OF`."""
 

@@ -77,7 +77,7 @@ class GateStatus(Struct):
     verdict: Verdict
     reason: Short
     basis: Short | None = None
-    """What the verdict rests on: Anytime, Bracket, Point, GuardOnly."""
+    """What the verdict rests on: Anytime, ProbeSet, EventCount, Carried."""
     value: Number | None = None
     bound: Number | None = None
     """On the harmful side, printed rounded away from the limit's safe side."""

@@ -36,9 +36,6 @@ class Feasibility:
     nodes: int
     problems: tuple[Problem, ...]
 
-    def of(self, node: str) -> tuple[Problem, ...]:
-        return tuple(problem for problem in self.problems if problem.node in ("", node))
-
     def condition(self) -> Condition:
         if self.problems:
             shown = "; ".join(str(problem) for problem in self.problems[:PROBLEMS_SHOWN])

@@ -16,6 +16,7 @@ from typing import Any
 from kvtier_crds.quantity import parse_decimal, parse_limit
 from kvtier_evidence import metrics
 from kvtier_evidence.gatespec import GateDeclaration, with_defaults
+from kvtier_evidence.limits import LimitError, parse_quantile
 from kvtier_evidence.metrics import Scope
 from kvtier_evidence.metrics import Stage as EvidenceStage
 
@@ -49,7 +50,7 @@ def _declaration(raw: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> Gate
         name=name,
         metric=str(raw["metric"]),
         limit=parse_limit(raw["max"], f"{where}.max"),
-        quantile=None if quantile is None else parse_decimal(quantile, f"{where}.quantile"),
+        quantile=None if quantile is None else _quantile(quantile, f"{where}.quantile"),
         per_stage=tuple(
             (EvidenceStage(item["stage"]), parse_limit(item["max"], f"{where}.perStage"))
             for item in raw.get("perStage") or []
@@ -61,6 +62,13 @@ def _declaration(raw: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> Gate
         probe_set_digest=probe.digest,
         probe_set_size=probe.size,
     )
+
+
+def _quantile(value: object, where: str) -> Decimal:
+    try:
+        return parse_quantile(value)
+    except LimitError as error:
+        raise LimitError(f"{where}: {error}") from error
 
 
 def probe_names(declared: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

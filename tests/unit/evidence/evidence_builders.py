@@ -6,19 +6,39 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from enum import StrEnum
 from statistics import NormalDist
 
 from kvtier_evidence import metrics
 from kvtier_evidence.gates import ONE, Pair
 from kvtier_evidence.gatespec import GateDeclaration, GateSpec
 from kvtier_evidence.grid import Histogram
-from kvtier_evidence.judge import Terms
+from kvtier_evidence.judge import Judgement, Terms
 from kvtier_evidence.metrics import METRICS, Scope
 from kvtier_evidence.reader import WindowEvidence
-from kvtier_evidence.verdicts import Reason
+from kvtier_evidence.verdicts import Reason, Verdict
 from kvtier_evidence.window import WindowCounts, WindowKey
 
 ROLLOUT = "0b9c6f1e-rollout"
+
+
+class Decision(StrEnum):
+    """What a rollout would do on a judgement if evidence were all that it looks at."""
+
+    PROMOTE = "Promote"
+    FAIL = "Fail"
+    HOLD = "Hold"
+    HOLD_UNREADABLE = "HoldUnreadable"
+
+
+def decision_of(judgement: Judgement) -> Decision:
+    if judgement.failed is not None:
+        return Decision.FAIL
+    if all(one.verdict is Verdict.PASS for one in judgement.results if one.required):
+        return Decision.PROMOTE
+    if any(one.verdict is Verdict.PROVIDER_ERROR for one in judgement.results):
+        return Decision.HOLD_UNREADABLE
+    return Decision.HOLD
 
 
 class Clock:

@@ -17,14 +17,13 @@ from kvtier_evidence.budgets import Cell
 from kvtier_evidence.carry import Carry, FailCause
 from kvtier_evidence.design import BlockSums, Estimate
 from kvtier_evidence.evalues import Side, log_e_counts
-from kvtier_evidence.external import Basis
 from kvtier_evidence.gatespec import GateSpec, resolve
 from kvtier_evidence.grid import Histogram
-from kvtier_evidence.judge import Decision, GateResult, Judgement, Terms, judge
+from kvtier_evidence.judge import GateResult, Judgement, Terms, judge
 from kvtier_evidence.measure import estimates, pair_thresholds
 from kvtier_evidence.metrics import Stage
 from kvtier_evidence.reader import WindowEvidence
-from kvtier_evidence.verdicts import Reason, Verdict
+from kvtier_evidence.verdicts import Basis, Reason, Verdict
 from kvtier_evidence.window import WindowCounts
 from tests.unit.evidence.evidence_builders import (
     DECLARED,
@@ -35,6 +34,8 @@ from tests.unit.evidence.evidence_builders import (
     STALL,
     TAIL,
     Counts,
+    Decision,
+    decision_of,
     evidence,
     gate,
     key,
@@ -120,8 +121,8 @@ def test_reason_of_one_gate(case: str) -> None:
     got = look([spec], evidence(counts))
     assert says(got, spec.name) is reason
     want = {Verdict.PASS: Decision.PROMOTE, Verdict.FAIL: Decision.FAIL}
-    assert got.decision is want.get(only(got, spec.name).verdict, Decision.HOLD)
-    assert (got.failed is not None) is (got.decision is Decision.FAIL)
+    assert decision_of(got) is want.get(only(got, spec.name).verdict, Decision.HOLD)
+    assert (got.failed is not None) is (decision_of(got) is Decision.FAIL)
 
 
 def test_values_and_bounds_as_shown() -> None:
@@ -153,8 +154,8 @@ def test_verdicts_do_not_depend_on_what_is_shown() -> None:
     gates = [OUTPUT, TAIL, STALL, QUALITY, ILLEGAL]
     shown, plain = (judge(gates, evidence(counts), terms(), NOTHING, display=d) for d in (True, False))
     assert [r.reason for r in shown.results] == [r.reason for r in plain.results]
-    assert (shown.decision, shown.failed, shown.carry.cells) == (
-        plain.decision,
+    assert (decision_of(shown), shown.failed, shown.carry.cells) == (
+        decision_of(plain),
         plain.failed,
         plain.carry.cells,
     )
@@ -189,14 +190,14 @@ UNREADABLE: dict[str, tuple[GateSpec, Counts, Reason, Decision]] = {
 def test_an_unreadable_agent(case: str) -> None:
     spec, counts, reason, decision = UNREADABLE[case]
     got = look([spec], evidence(counts, error=Reason.AGENT_UNREACHABLE))
-    assert (says(got, spec.name), got.decision) == (reason, decision)
+    assert (says(got, spec.name), decision_of(got)) == (reason, decision)
 
 
 def test_incomplete_coverage_holds() -> None:
     counts = Counts().output(2000, 0).requests(2000)
     got = look([OUTPUT, ILLEGAL], evidence(counts, complete=False))
     assert {r.reason for r in got.results if r.required} == {Reason.COVERAGE_INCOMPLETE}
-    assert got.decision is Decision.HOLD
+    assert decision_of(got) is Decision.HOLD
 
 
 def test_a_fail_is_sticky_for_the_attempt() -> None:
@@ -204,7 +205,7 @@ def test_a_fail_is_sticky_for_the_attempt() -> None:
     assert first.failed == FailCause("output", "Canary/0/3", Reason.BOUND_OUTSIDE_LIMIT)
     later = evidence(Counts().output(90000, 40).requests(90000), window=key("Ramp", 1, 9))
     second = look([OUTPUT, ILLEGAL], later, carry=first.carry)
-    assert (second.decision, second.failed) == (Decision.FAIL, first.failed)
+    assert (decision_of(second), second.failed) == (Decision.FAIL, first.failed)
     assert only(second, "output").verdict is Verdict.FAIL
 
 
@@ -214,12 +215,12 @@ def test_harm_carries_over_and_harmlessness_does_not() -> None:
     for step in range(3):
         window = evidence(Counts().output(340, 14), window=key("Ramp", step, 10 + step))
         got = look([OUTPUT], window, carry=carry)
-        decisions.append(got.decision)
+        decisions.append(decision_of(got))
         carry = got.carry
     assert decisions == [Decision.HOLD, Decision.HOLD, Decision.FAIL]
     good = look([OUTPUT], evidence(Counts().output(50000, 0)))
     after = look([OUTPUT], evidence(Counts().output(200, 40), window=key("Ramp", 0, 9)), carry=good.carry)
-    assert after.decision is Decision.FAIL
+    assert decision_of(after) is Decision.FAIL
 
 
 def test_the_same_window_replaces_its_cell() -> None:
@@ -227,14 +228,14 @@ def test_the_same_window_replaces_its_cell() -> None:
     for _ in range(50):
         got = look([OUTPUT], evidence(Counts().output(340, 14)), carry=carry)
         carry = got.carry
-    assert got.decision is Decision.HOLD
+    assert decision_of(got) is Decision.HOLD
     assert len(carry.cells) == 1
 
 
 def test_frozen_evidence_of_a_gate_this_stage_lacks_still_fails() -> None:
     frozen = Carry(cells=(Cell("quality", "Shadow/0/2", 1 / 30, 12.0),))
     got = look([ILLEGAL], evidence(Counts().requests(500)), carry=frozen)
-    assert got.decision is Decision.FAIL
+    assert decision_of(got) is Decision.FAIL
     assert got.failed == FailCause("quality", "Canary/0/3", Reason.BOUND_OUTSIDE_LIMIT)
 
 
@@ -242,7 +243,7 @@ def test_warm_up_counts_for_fail_and_not_for_pass() -> None:
     warm = look([OUTPUT], evidence(Counts().warm_output(2000, 0)))
     assert says(warm, "output") is Reason.BELOW_MIN_SAMPLES
     got = look([OUTPUT], evidence(Counts().warm_output(200, 40)))
-    assert got.decision is Decision.FAIL
+    assert decision_of(got) is Decision.FAIL
     assert got.carry.cells[0].log_e == pytest.approx(log_e_counts(Side.FAIL, 0.01, 200, 40)), (
         "pool and agent alike"
     )
@@ -281,15 +282,15 @@ def test_units_without_a_value_do_not_fill_the_floor(kind: str) -> None:
 def test_a_gate_that_is_not_required_is_not_waited_for() -> None:
     spare = replace(OUTPUT, required=False)
     counts = Counts().output(50, 0).requests(500)
-    assert look([spare, ILLEGAL], evidence(counts)).decision is Decision.PROMOTE
-    assert look([OUTPUT, ILLEGAL], evidence(counts)).decision is Decision.HOLD
+    assert decision_of(look([spare, ILLEGAL], evidence(counts))) is Decision.PROMOTE
+    assert decision_of(look([OUTPUT, ILLEGAL], evidence(counts))) is Decision.HOLD
 
 
 def test_one_bad_agent_of_many_is_found() -> None:
     agents = [Counts().output(500, 4) for _ in range(49)] + [Counts().output(500, 40)]
-    assert look([OUTPUT], evidence(*agents)).decision is Decision.FAIL
+    assert decision_of(look([OUTPUT], evidence(*agents))) is Decision.FAIL
     pooled = Counts().output(25000, 49 * 4 + 40)
-    assert look([OUTPUT], evidence(pooled)).decision is Decision.HOLD
+    assert decision_of(look([OUTPUT], evidence(pooled))) is Decision.HOLD
 
 
 # ---------------------------------------------------------------- design effect
@@ -322,8 +323,10 @@ def test_an_unknown_design_effect_can_still_fail() -> None:
     spec = gate("output", metrics.OUTPUT_RELATIVE_ERROR, "0.05", "99", k=None)
     counts = Counts().output(2000, 2000)
     counts.counts.blocks["output"] = _blocks(100, 20)
-    assert look([spec], evidence(counts)).decision is Decision.FAIL
-    assert look([spec], evidence(Counts().output(100, 60))).decision is Decision.HOLD, "it may be one block"
+    assert decision_of(look([spec], evidence(counts))) is Decision.FAIL
+    assert decision_of(look([spec], evidence(Counts().output(100, 60)))) is Decision.HOLD, (
+        "it may be one block"
+    )
 
 
 def _blocks(blocks: int, size: int) -> BlockSums:
@@ -361,11 +364,11 @@ def test_a_split_that_does_not_fit_voids_every_gate_and_stays() -> None:
     how = terms(fraction=0.05)
     got = look([OUTPUT, TAIL, ILLEGAL], evidence(split(650, 10000)), how)
     assert {r.reason for r in got.results} == {Reason.SAMPLE_RATIO_MISMATCH}
-    assert got.decision is Decision.HOLD_UNREADABLE
+    assert decision_of(got) is Decision.HOLD_UNREADABLE
     later = look([OUTPUT, TAIL], evidence(split(50_000, 1_000_000)), how, got.carry)
-    assert later.decision is Decision.HOLD_UNREADABLE, "sticky for the window"
+    assert decision_of(later) is Decision.HOLD_UNREADABLE, "sticky for the window"
     other = evidence(split(500, 10000), window=key("Ramp", 0, 8))
-    assert look([OUTPUT, TAIL], other, how, later.carry).decision is Decision.PROMOTE
+    assert decision_of(look([OUTPUT, TAIL], other, how, later.carry)) is Decision.PROMOTE
 
 
 def test_a_mismatch_voids_harm_in_two_arms_and_not_in_one() -> None:
@@ -373,9 +376,11 @@ def test_a_mismatch_voids_harm_in_two_arms_and_not_in_one() -> None:
     tail = look([TAIL], evidence(Counts().tpot(SLOW, SAME).sessions(650, 10000)), how)
     assert (says(tail, "tail"), tail.failed) == (Reason.SAMPLE_RATIO_MISMATCH, None)
     later = evidence(Counts().tpot(FAST, SAME).sessions(500, 10000), window=key("Ramp", 0, 9))
-    assert look([TAIL], later, how, tail.carry).decision is Decision.PROMOTE, "void evidence is not frozen"
+    assert decision_of(look([TAIL], later, how, tail.carry)) is Decision.PROMOTE, (
+        "void evidence is not frozen"
+    )
     output = look([OUTPUT], evidence(Counts().output(200, 40).sessions(650, 10000)), how)
-    assert output.decision is Decision.FAIL
+    assert decision_of(output) is Decision.FAIL
 
 
 def test_lost_units_of_one_arm_are_a_mismatch() -> None:
@@ -388,14 +393,14 @@ def test_lost_units_of_one_arm_are_a_mismatch() -> None:
 def test_one_wrong_assignment_is_a_mismatch() -> None:
     counts = split(1000, 2000)
     counts.counts.assignment_disagreements = 1
-    assert look([TAIL], evidence(counts)).decision is Decision.HOLD_UNREADABLE
+    assert decision_of(look([TAIL], evidence(counts))) is Decision.HOLD_UNREADABLE
 
 
 def test_a_split_that_fits_is_shown_and_not_waited_for() -> None:
     got = look([OUTPUT], evidence(Counts().output(2000, 0).sessions(30, 60)))
     row = only(got, metrics.SESSION_SPLIT)
     assert (row.reason, row.required, row.value, row.n) == (Reason.BELOW_MIN_SAMPLES, False, 0.5, 60)
-    assert got.decision is Decision.PROMOTE
+    assert decision_of(got) is Decision.PROMOTE
     shadow = look([OUTPUT], evidence(Counts().output(2000, 0)), terms(fraction=0.0))
     assert [r.name for r in shadow.results] == ["output"]
 
@@ -406,11 +411,11 @@ def test_a_split_that_fits_is_shown_and_not_waited_for() -> None:
 def test_a_probe_pass_is_carried_by_digest_and_limit() -> None:
     scored = Counts().probes([0.0] * 20, "golden", "sha256:probes")
     shadow = look([GOLDEN], evidence(scored, window=key("Shadow")), terms(fraction=0.0))
-    assert shadow.decision is Decision.PROMOTE
+    assert decision_of(shadow) is Decision.PROMOTE
     canary = look([GOLDEN], evidence(Counts()), carry=shadow.carry)
     row = only(canary, "golden")
     assert (row.verdict, row.basis, row.n) == (Verdict.PASS, Basis.CARRIED, 20)
-    assert look([GOLDEN], evidence(Counts()), carry=canary.carry).decision is Decision.PROMOTE
+    assert decision_of(look([GOLDEN], evidence(Counts()), carry=canary.carry)) is Decision.PROMOTE
 
     others = {
         "narrower limit": ([replace(GOLDEN, limit=Decimal("0.01"))], key()),
@@ -419,7 +424,7 @@ def test_a_probe_pass_is_carried_by_digest_and_limit() -> None:
     }
     for why, (gates, window) in others.items():
         got = look(gates, evidence(Counts(), window=window), carry=shadow.carry)
-        assert got.decision is Decision.HOLD, why
+        assert decision_of(got) is Decision.HOLD, why
 
 
 def test_a_prompt_scored_on_two_agents_counts_once() -> None:
@@ -432,8 +437,8 @@ def test_a_prompt_scored_on_two_agents_counts_once() -> None:
 
 def test_a_later_share_needs_more() -> None:
     window = evidence(Counts().output(600, 0))
-    assert look([OUTPUT], window, terms(share=1)).decision is Decision.PROMOTE
-    assert look([OUTPUT], window, terms(share=2)).decision is Decision.HOLD
+    assert decision_of(look([OUTPUT], window, terms(share=1))) is Decision.PROMOTE
+    assert decision_of(look([OUTPUT], window, terms(share=2))) is Decision.HOLD
 
 
 def test_a_guard_is_not_waited_for_but_can_fail() -> None:
@@ -521,7 +526,7 @@ def test_once_failed_always_failed(windows: list[tuple[int, int, bool]]) -> None
             carry=carry,
         )
         if failed is not None:
-            assert (got.decision, got.failed) == (Decision.FAIL, failed)
+            assert (decision_of(got), got.failed) == (Decision.FAIL, failed)
         failed, carry = got.failed, got.carry
 
 

@@ -17,8 +17,17 @@ import pytest
 from kvtier_evidence import metrics
 from kvtier_evidence.carry import Carry
 from kvtier_evidence.gatespec import GateSpec
-from kvtier_evidence.judge import Decision, judge
-from tests.unit.evidence.evidence_builders import OUTPUT, Counts, evidence, gate, key, terms
+from kvtier_evidence.judge import judge
+from tests.unit.evidence.evidence_builders import (
+    OUTPUT,
+    Counts,
+    Decision,
+    decision_of,
+    evidence,
+    gate,
+    key,
+    terms,
+)
 
 RUNS = 250
 LOOKS = 15
@@ -54,7 +63,7 @@ def simulate(
         for look in range(1, looks + 1):
             draw(rng, counts)
             got = judge(gates, evidence(counts, window=key()), terms(fraction), carry, display=False)
-            decision, carry = got.decision, got.carry
+            decision, carry = decision_of(got), got.carry
             if decision in (Decision.PROMOTE, Decision.FAIL):
                 units.append(look * per_look)
                 break

@@ -15,7 +15,6 @@ import pytest
 from kvtier_evidence.budgets import LOG_E_CAP, Cell, alpha_promote, cause, fail_total
 from kvtier_evidence.delta import Delta, DeltaLog
 from kvtier_evidence.evalues import NEG
-from kvtier_evidence.external import Source, SourceKind, basis_of
 from kvtier_evidence.limits import LimitError, LimitRange, check_range, parse_limit, parse_quantile
 from kvtier_evidence.reader import Applied, WindowReader
 from kvtier_evidence.verdicts import (
@@ -230,25 +229,6 @@ def test_every_reason_has_one_verdict_and_all_four_exist() -> None:
     assert set(VERDICT_OF) == set(Reason)
     assert set(VERDICT_OF.values()) == set(Verdict)
     assert [v.value for v in Verdict] == ["Pass", "Fail", "Insufficient", "ProviderError"]
-
-
-# ---------------------------------------------------------------- external metrics
-
-SOURCES = {
-    "X1": (Source(SourceKind.COUNTER_PAIR, cumulative=True, resets_marked=True), "Anytime"),
-    "X2": (Source(SourceKind.COUNTER_PAIR, cumulative=True), "ProviderError"),
-    "X3-edge": (Source(SourceKind.CLASSIC_HISTOGRAM, edge_at_limit=True), "Anytime"),
-    "X3-no-edge": (Source(SourceKind.CLASSIC_HISTOGRAM), "Bracket"),
-    "X4-gauge": (Source(SourceKind.GAUGE), "GuardOnly"),
-    "X4-declared": (Source(SourceKind.GAUGE, declared_point=True, has_count=True), "Point"),
-    "X4-summary": (Source(SourceKind.SUMMARY), "GuardOnly"),
-}
-
-
-@pytest.mark.parametrize("vid", SOURCES)
-def test_external_basis(vid: str) -> None:
-    source, want = SOURCES[vid]
-    assert basis_of(source) == want
 
 
 # ---------------------------------------------------------------- delta protocol

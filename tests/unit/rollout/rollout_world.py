@@ -475,9 +475,6 @@ class Spans:
     def set_attribute(self, key: str, value: Any) -> None:
         return None
 
-    def add_event(self, name: str, attributes: Any = None) -> None:
-        return None
-
     def attempt_root(self, uid: str, attempt: int, attributes: Mapping[str, str]) -> str:
         self.roots.append((uid, attempt))
         return "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
