@@ -46,7 +46,7 @@ def with_conditions(state: RolloutState, inputs: Inputs) -> RolloutState:
         ConditionType.SERVABLE: _servable(inputs),
         ConditionType.CANDIDATE_REVOKED: _candidate_revoked(state),
         ConditionType.BASELINE_RESTORED: _baseline_restored(state),
-        ConditionType.DEGRADED: _degraded(state),
+        ConditionType.DEGRADED: _degraded(state, inputs),
     }
     before = {condition.type: condition for condition in state.conditions}
     conditions = []
@@ -147,7 +147,7 @@ def _baseline_restored(state: RolloutState) -> Finding:
     )
 
 
-def _degraded(state: RolloutState) -> Finding:
+def _degraded(state: RolloutState, inputs: Inputs) -> Finding:
     if state.lost:
         return "True", "AgentUnreachable", f"no answer from {', '.join(lost.node for lost in state.lost)}"
     if state.excluded and state.holds_candidate:
@@ -155,7 +155,9 @@ def _degraded(state: RolloutState) -> Finding:
         return "True", "NodeExcluded", f"exact only, since it cannot host the candidate: {who}"
     broken = [gate for gate in state.gates if gate.verdict is Verdict.PROVIDER_ERROR]
     if broken and state.holds_candidate:
-        return "True", "ProviderError", f"{broken[0].name}: {broken[0].reason}"
+        unread = inputs.last_look.unread if inputs.last_look is not None else ()
+        whose = f" of {', '.join(unread[:6])}" if unread else ""
+        return "True", "ProviderError", f"{broken[0].name}: {broken[0].reason}{whose}"
     if state.phase is Phase.ROLLING_BACK and state.rollback and state.rollback.revoked_at:
         return "True", "BaselineUnproved", f"missing {', '.join(state.rollback.missing[:6])}"
     return "False", "AsExpected", ""

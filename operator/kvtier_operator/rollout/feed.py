@@ -91,6 +91,7 @@ class EvidenceFeed:
             failed=judgement.failed.gate if judgement.failed else "",
             requests_per_second=_rate(reader, state, now),
             effects=effects_of(gates, evidence.merged, float(step.traffic)),
+            unread=evidence.error_agents,
             pair_thresholds=thresholds_of(spec, evidence.merged),
         )
 

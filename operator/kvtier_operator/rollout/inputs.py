@@ -108,7 +108,8 @@ class Look:
     """All gates judged on one state of one window. A look at another window than the open one is ignored.
     `failed` names the gate of a Fail, `carry` is what the next look must be given, `pair_thresholds` (gate,
     value as printed) where the next one counts blocks above, `effects` the design effects that it measured
-    for the next, `requests_per_second` is of the blast radius so far, 0 while nobody can tell."""
+    for the next, `requests_per_second` is of the blast radius so far, 0 while nobody can tell,
+    `unread` the agents whose evidence could not be read."""
 
     opening_fence: int
     at: float
@@ -118,6 +119,7 @@ class Look:
     pair_thresholds: tuple[tuple[str, str], ...] = ()
     requests_per_second: float = 0.0
     effects: tuple[DesignEffect, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

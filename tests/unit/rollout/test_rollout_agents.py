@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,22 @@ async def test_silent_agent_is_said_and_holds_the_step() -> None:
     world.sims["node-0"].cut_off = False
     await world.until("Completed")
     assert world.condition("Degraded")["status"] == "False"
+
+
+async def test_evidence_that_cannot_be_read_is_said_with_its_agent() -> None:
+    world = World()
+    await to_canary(world)
+    world.feed.default = Verdict.PROVIDER_ERROR
+    look = world.feed.look
+
+    async def unread(reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
+        return replace(await look(reading, state, spec, now), unread=("node-1",))
+
+    world.feed.look = unread  # type: ignore[method-assign]
+    await world.run(15)
+    degraded = world.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "ProviderError")
+    assert degraded["message"].endswith(" of node-1")
 
 
 async def test_dead_agent_is_missed_by_the_first_look_and_holds_the_step() -> None:
