@@ -63,6 +63,7 @@ class Parts:
     memory: tuple[int, ...]
     storage: tuple[int, ...]
     home: int
+    durable: bool = False
     namespaces: Namespaces = field(default_factory=Namespaces)
     tick: int = 0
 
@@ -86,7 +87,7 @@ class Parts:
             checksum=int(directory.checksum[line]),
             namespace=self.namespaces.digest(int(directory.namespace[line])),
             epoch=int(directory.epoch[line]),
-            durable=True,
+            durable=self.durable,
             cost=float(directory.cost[line]),
         )
 

@@ -21,6 +21,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import CODEC_IDENTITY, LAYOUT_ID
 from kvtier_core.tiers.slots import SlotRef
 from kvtier_core.transactions import Move, MoveKind, MoveReason, MoveRefused, Transactions, TxnState
+from kvtier_core.transactions.eviction import Room
 from kvtier_core.transactions.flights import Asker, Flight, FlightKey, Ticket, TicketState
 from kvtier_core.transactions.pins import Pin, Pins
 from kvtier_core.transactions.singleflight import SingleFlight
@@ -85,7 +86,7 @@ class Reads:
         self,
         parts: Parts,
         moves: Transactions,
-        make_room: Callable[[int, int], int],
+        make_room: Callable[[int, int], Room],
         *,
         max_flights: int,
         max_tickets: int,
@@ -98,6 +99,7 @@ class Reads:
         self._scopes: dict[int, Fetch] = {}
         self._of_move: dict[int, int] = {}
         self._moving: dict[int, Move] = {}
+        self._parked: dict[int, Flight] = {}
         self.pins = Pins(parts.directory)
         self.hits = 0
         self.fetched = 0
@@ -184,11 +186,27 @@ class Reads:
         return MoveReason.READY
 
     def start(self, flights: Sequence[Flight]) -> Mapping[int, MoveReason]:
+        return self._start(flights)
+
+    def _start(self, flights: Sequence[Flight]) -> dict[int, MoveReason]:
+        """Begins the reads of flights, in order of urgency. What finds no slot while copies leave is parked
+        until they have."""
         refused: dict[int, MoveReason] = {}
         moves: list[Move] = []
-        for flight in flights:
+        room: Room | None = None
+        for flight in sorted(flights, key=lambda each: (-each.priority, each.deadline, each.number)):
             try:
-                move = self._begin(flight)
+                try:
+                    move = self._begin(flight)
+                except MoveRefused as full:
+                    if full.code is not MoveReason.NO_STAGING:
+                        raise
+                    if room is None:
+                        room = self._make_room(self._parts.home, len(flights) - len(moves))
+                    if not room.now and room.leaving:
+                        self._parked[flight.number] = flight
+                        continue
+                    move = self._begin(flight)
             except MoveRefused as error:
                 refused[flight.number] = error.code
                 continue
@@ -201,24 +219,30 @@ class Reads:
                 refused[number] = settled.reason
         return refused
 
+    def retry(self) -> None:
+        """Begins parked reads for which there may be room by now. A read that nobody waits for is let go."""
+        if not self._parked:
+            return
+        parked, self._parked = list(self._parked.values()), {}
+        for flight in parked:
+            if not flight.waiters:
+                self.flights.fail(flight.number, MoveReason.FETCH_LATE)
+        for number, reason in self._start([flight for flight in parked if flight.waiters]).items():
+            self.flights.fail(number, reason)
+
     def _begin(self, flight: Flight) -> Move:
         parts = self._parts
         line = parts.directory.find(flight.key.block)
         if line < 0:
             raise MoveRefused(MoveReason.MISS, "no such block")
-        now = parts.clock()
-
-        def begin() -> Move:
-            return self._moves.begin(
-                MoveKind.PROMOTE, line, parts.home, keep_source=True, now=now, deadline=flight.expiry
-            )
-
-        try:
-            return begin()
-        except MoveRefused as full:
-            if full.code is not MoveReason.NO_STAGING or not self._make_room(parts.home, 1):
-                raise
-            return begin()
+        return self._moves.begin(
+            MoveKind.PROMOTE,
+            line,
+            parts.home,
+            keep_source=True,
+            now=parts.clock(),
+            deadline=flight.expiry,
+        )
 
     def urgency(self, flight: Flight) -> None:
         move = self._moving.get(flight.number)
@@ -229,6 +253,7 @@ class Reads:
         """The read belongs to nobody in particular: its slot becomes the block's replica."""
 
     def abandon(self, flight: Flight) -> None:
+        self._parked.pop(flight.number, None)
         move = self._moving.get(flight.number)
         if move is not None and move.state is not TxnState.PUBLISHED:
             self._forget(move)

@@ -20,15 +20,21 @@ from kvtier_core.blockstore.outcomes import Explanation, Found, PutOutcome, Repl
 from kvtier_core.blockstore.parts import BoundBlocks, Parts
 from kvtier_core.blockstore.reads import Fetch, Pinned, Reads, leading
 from kvtier_core.blockstore.reclaim import Reclaim
+from kvtier_core.blockstore.recovery import Recovers, restore
 from kvtier_core.blockstore.writes import Reservation, Writes
 from kvtier_core.credits import BlockSlots, Ledger, Limit, LinkPayer, slots
-from kvtier_core.credits.resources import QUEUE
+from kvtier_core.credits.resources import QUEUE, Resource
 from kvtier_core.directory import NO_LINE, NO_PRODUCER, ChunkState, Directory, ReplicaState
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.base import Tier
+from kvtier_core.tiers.slots import BlockIdentity
 from kvtier_core.tiers.transfer import move_bytes
-from kvtier_core.transactions import MoveReason, Transactions
+from kvtier_core.transactions import MoveReason, MoveRefused, Transactions
+from kvtier_core.transactions.deletion import Deletion, DeletionJournal, Deletions, JournalEntry
+from kvtier_core.transactions.erasing import TierEraser
+from kvtier_core.transactions.eviction import Watermarks
 from kvtier_core.transactions.flights import Asker
+from kvtier_core.transactions.transfers import Settled
 
 
 class BlockStore:
@@ -46,13 +52,15 @@ class BlockStore:
         max_flights: int = 4096,
         max_tickets: int = 4096,
         capacity: int = 1 << 22,
-        high: float = 0.95,
-        low: float = 0.90,
+        policy: str = "greedyDual",
+        watermarks: Watermarks | None = None,
+        journal: DeletionJournal | None = None,
     ) -> None:
-        """wake: called from tiers' threads when `pump` has work; must not block. high, low: fractions of a
-        tier above which room is made, and down to which."""
+        """wake: called from tiers' threads when `pump` has work; must not block. policy: greedyDual, lru or
+        arc. watermarks: shares of a tier above which room is made, and down to which. journal: of deletions;
+        None keeps them in memory, for tiers that do not outlive the process."""
         self.directory = directory or Directory(tiers=max(1, len(tiers)), capacity=capacity)
-        self.ledger = ledger or _own_ledger(tiers, max_flights, high, low)
+        self.ledger = ledger or _own_ledger(tiers, max_flights)
         memory = tuple(
             index for index, tier in enumerate(tiers) if tier.host_memory and tier.capability.kernel_readable
         )
@@ -67,23 +75,50 @@ class BlockStore:
             memory=memory,
             storage=storage,
             home=memory[-1],
+            durable=bool(storage) and all(tiers[index].persistent for index in storage),
         )
         self.moves = Transactions(
             self.directory,
             None,
             tiers,
             self.parts.identity_of,
-            lambda line, identity: None,
+            self._published,
             purse=BlockSlots(self.ledger, self.directory),
             link=LinkPayer(self.ledger, {}),
             live=BoundBlocks(self.directory),
             wake=wake,
         )
-        self.reclaim = Reclaim(self.parts, self.moves, self.ledger)
+        self.reclaim = Reclaim(self.parts, self.moves, self._reap, policy=policy, watermarks=watermarks)
         self.writes = Writes(self.parts, self.moves, self.reclaim.make_room)
         self.reads = Reads(
             self.parts, self.moves, self.reclaim.make_room, max_flights=max_flights, max_tickets=max_tickets
         )
+        self.deletions = Deletions(
+            self.directory,
+            self.moves,
+            TierEraser(tiers),
+            journal or MemoryJournal(),
+            [tier.name for tier in tiers],
+            flights=self.reads.flights,
+            wake=wake,
+        )
+        self._recover()
+
+    def _published(self, line: int, identity: BlockIdentity) -> None:
+        for move in self.moves.moves_of(identity.logical):
+            if move.identity is identity:
+                self.reclaim.evictor.stored(line, move.tier)
+
+    def _recover(self) -> None:
+        """Takes over what storage kept of earlier processes."""
+        resident: dict[tuple[int, Resource], int] = {}
+        for index in self.parts.storage:
+            tier = self.parts.tiers[index]
+            if isinstance(tier, Recovers):
+                for namespace, count in restore(self.parts, index, tier.recovered()).items():
+                    resident[(namespace, slots(index))] = count
+        if resident:
+            self.ledger.rebuild(resident)
 
     # Storing.
 
@@ -95,12 +130,23 @@ class BlockStore:
         deadline: float,
         rows: int = 0,
         cost: float = 0.0,
+        droppable: bool = False,
         producer: int = NO_PRODUCER,
     ) -> Reservation:
         """Slots that only the writer sees, one for each key that is not stored yet. rows: per block. cost:
-        seconds of recomputing one, for eviction. QUEUE_FULL, DEADLINE; all else is told block by block."""
+        seconds of recomputing one, for eviction. droppable: the last copy may make room, since its loss is
+        only a recomputation. QUEUE_FULL, DEADLINE; TOMBSTONED while the namespace is being deleted; all else
+        is told block by block."""
+        if self.deletions.refuses(namespace):
+            raise MoveRefused(MoveReason.TOMBSTONED, "the namespace is being deleted")
         return self.writes.reserve(
-            keys, namespace=namespace, rows=rows, cost=cost, producer=producer, deadline=deadline
+            keys,
+            namespace=namespace,
+            rows=rows,
+            cost=cost,
+            producer=producer,
+            droppable=droppable,
+            deadline=deadline,
         )
 
     def put(
@@ -112,10 +158,13 @@ class BlockStore:
         deadline: float,
         rows: int = 0,
         cost: float = 0.0,
+        droppable: bool = False,
     ) -> list[Stored]:
         """Reserves, copies once, publishes. A key that exists with other bytes is REFUSED with
         IDENTITY_MISMATCH: its identity leaves something out."""
-        with self.reserve(keys, namespace=namespace, deadline=deadline, rows=rows, cost=cost) as scope:
+        with self.reserve(
+            keys, namespace=namespace, deadline=deadline, rows=rows, cost=cost, droppable=droppable
+        ) as scope:
             for index, payload in enumerate(payloads):
                 target = scope.landing(index)
                 if target is not None:
@@ -158,22 +207,50 @@ class BlockStore:
         asker = Asker(request, request_generation, namespace, priority, deadline)
         return self.reads.fetch(keys, asker)
 
+    # Deleting.
+
+    def delete(self, keys: Sequence[bytes]) -> list[Deletion]:
+        """Deletes blocks: from here no lookup finds them, and nothing that is on its way brings them back.
+        Each order goes on with `pump` until it is DONE: erased in every tier, durably where the tier is
+        durable."""
+        with self.parts.lock:
+            return [self.deletions.delete(key) for key in keys]
+
+    def delete_namespace(self, namespace: bytes) -> Deletion:
+        """Deletes every block of a namespace, and refuses new ones until that is done."""
+        with self.parts.lock:
+            return self.deletions.delete_namespace(namespace, self.parts.namespaces.index(namespace))
+
     # Moving on.
 
     def pump(self) -> None:
         """Takes what tiers reported, wakes who waited for it, lets the late go, makes room. Never blocks."""
         with self.parts.lock:
+            self._reap()
             now = self.parts.clock()
-            self.reads.pins.reap()
-            for settled in self.moves.reap():
-                if not self.reads.on_settled(settled):
-                    self.reclaim.on_settled(settled)
             for settled in self.moves.expire(now):
-                if not self.reads.on_settled(settled):
-                    self.reclaim.on_settled(settled)
+                self._on_settled(settled)
             self.reads.flights.expire(now)
             self.writes.expire(now)
-            self.reclaim.run()
+            self.reads.retry()
+            self.reclaim.relieve()
+            for done in self.deletions.pump(now):
+                for key in done.keys:
+                    self.reclaim.note(key, "deleted", MoveReason.MISS, "it was deleted, in every tier")
+
+    def _reap(self) -> None:
+        self.reads.pins.reap()
+        for settled in self.moves.reap():
+            self._on_settled(settled)
+
+    def _on_settled(self, settled: Settled) -> None:
+        if not self.reads.on_settled(settled):
+            self.reclaim.on_settled(settled)
+
+    def next_deadline(self) -> float | None:
+        """When `pump` is next worth calling though nothing was reported."""
+        with self.parts.lock:
+            return self.reads.flights.next_deadline()
 
     # Looking.
 
@@ -225,8 +302,15 @@ class BlockStore:
             self.ledger.check()
 
 
-def _own_ledger(tiers: Sequence[Tier], queue: int, high: float, low: float) -> Ledger:
-    limits = {slots(index): Limit(tier.slots.capacity, high, low) for index, tier in enumerate(tiers)}
+class MemoryJournal:
+    """Deletions of blocks that a restart ends anyway."""
+
+    def append(self, entry: JournalEntry, done: Callable[[CoreError | None], None]) -> None:
+        done(None)
+
+
+def _own_ledger(tiers: Sequence[Tier], queue: int) -> Ledger:
+    limits = {slots(index): Limit(tier.slots.capacity) for index, tier in enumerate(tiers)}
     limits[QUEUE] = Limit(queue)
     return Ledger(limits)
 

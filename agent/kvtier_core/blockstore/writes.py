@@ -21,6 +21,7 @@ from kvtier_core.checksums import checksum
 from kvtier_core.directory import NO_LINE
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.transactions import Move, MoveKind, MoveReason, MoveRefused, Transactions, TxnState
+from kvtier_core.transactions.eviction import Room
 from kvtier_core.transactions.reasons import refusal
 
 _IN_FLIGHT = Stored(PutOutcome.IN_FLIGHT, reason=MoveReason.WRITE_TXN_BUSY)
@@ -32,6 +33,19 @@ class _Slot:
 
     move: Move | None
     ended: Stored | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What all blocks of one reservation have in common."""
+
+    namespace: int
+    rows: int
+    cost: float
+    producer: int
+    droppable: bool
+    tick: int
+    deadline: float
 
 
 class Reservation:
@@ -86,7 +100,7 @@ class Writes:
     """All open reservations of one store, at most `max_open` blocks."""
 
     def __init__(
-        self, parts: Parts, moves: Transactions, make_room: Callable[[int, int], int], max_open: int = 65536
+        self, parts: Parts, moves: Transactions, make_room: Callable[[int, int], Room], max_open: int = 65536
     ) -> None:
         self._parts = parts
         self._moves = moves
@@ -109,6 +123,7 @@ class Writes:
         rows: int,
         cost: float,
         producer: int,
+        droppable: bool,
         deadline: float,
     ) -> Reservation:
         """Takes a slot in the home tier for every key that is not there. Per block: a landing, or EXISTED,
@@ -127,7 +142,8 @@ class Writes:
                 )
             owner = parts.namespaces.index(namespace)
             tick = parts.next_tick()
-            slots = [self._begin(key, owner, rows, cost, producer, tick, deadline) for key in keys]
+            about = _About(owner, rows, cost, producer, droppable, tick, deadline)
+            slots = [self._begin(key, about) for key in keys]
             made = Reservation(self, keys, slots, deadline)
             self._blocks += len(slots)
             self._open[id(made)] = made
@@ -135,26 +151,34 @@ class Writes:
             weakref.finalize(made, self._abandoned.append, slots).atexit = False
             return made
 
-    def _begin(
-        self, key: bytes, namespace: int, rows: int, cost: float, producer: int, tick: int, deadline: float
-    ) -> _Slot:
+    def _begin(self, key: bytes, about: _About) -> _Slot:
         directory, home = self._parts.directory, self._parts.home
         line = directory.locate(key)
         if line != NO_LINE:
-            return _Slot(None, self._there(line, namespace))
+            return _Slot(None, self._there(line, about.namespace))
         try:
             line = directory.insert_block(
-                key, namespace=namespace, rows=rows, producer=producer, cost=cost, tick=tick
+                key,
+                namespace=about.namespace,
+                rows=about.rows,
+                producer=about.producer,
+                cost=about.cost,
+                tick=about.tick,
             )
         except CoreError as error:
             return _Slot(None, _refused(error))
+        if about.droppable:
+            directory.droppable[line] = 1
         try:
             try:
-                move = self._moves.begin(MoveKind.STORE, line, home, deadline=deadline)
+                move = self._moves.begin(MoveKind.STORE, line, home, deadline=about.deadline)
             except MoveRefused as full:
-                if full.code is not MoveReason.NO_DESTINATION_CAPACITY or not self._make_room(home, 1):
+                if full.code is not MoveReason.NO_DESTINATION_CAPACITY:
                     raise
-                move = self._moves.begin(MoveKind.STORE, line, home, deadline=deadline)
+                room = self._make_room(home, 1)
+                if not room.now:
+                    raise MoveRefused(_full(room), full.message, full.facts) from full
+                move = self._moves.begin(MoveKind.STORE, line, home, deadline=about.deadline)
         except CoreError as error:
             directory.remove(line)
             return _Slot(None, _refused(error))
@@ -270,3 +294,8 @@ class Writes:
 
 def _refused(error: CoreError) -> Stored:
     return Stored(PutOutcome.REFUSED, reason=refusal(error).code, message=error.message)
+
+
+def _full(room: Room) -> MoveReason:
+    """Why there is no slot now: copies that leave make it worth asking again."""
+    return MoveReason.CREDIT_PRESSURE if room.leaving else room.reason

@@ -29,9 +29,10 @@ class Directory(BlockTable):
     Columns by line, for reading: state, tier (of the authoritative copy, NO_TIER: nothing is published),
     epoch (authority epoch, grows over all lives of the line), rows, checksum, producer, namespace, cost (of
     recomputing, seconds), last_use (ticks of the caller's coarse clock), reuse (saturates at 65535),
-    write_txn (id of the one open transaction, 0 for none), tombstone_generation. replicas: the copies. Of the
-    session engine: readers, credit, recency; slot, slot_generation and generation of the authoritative copy;
-    logical, the id of the line's occupant.
+    droppable (1: the loss of its last copy is only a recomputation), write_txn (id of the one open
+    transaction, 0 for none), tombstone_generation. replicas: the copies. Of the session engine: readers,
+    credit, recency; slot, slot_generation and generation of the authoritative copy; logical, the id of the
+    line's occupant.
     """
 
     # Copies.

@@ -3,7 +3,7 @@
 Why it exists: ten million blocks in 1.5 GiB is 161 bytes each, so every column is counted here and nowhere
 else. It must not know lookups, transitions or tiers' copies.
 
-Committed per block: 47 bytes here (55 once it was moved), its key's 32 included, besides the index and the
+Committed per block: 48 bytes here (56 once it was moved), its key's 32 included, besides the index and the
 copies. Columns of the session engine (chunk ids, readers, credits, recency) cost memory only on lines that it
 uses.
 """
@@ -41,6 +41,7 @@ class LineColumns:
         self.cost = Column(capacity, "float32")
         self.last_use = Column(capacity, "uint32")
         self.reuse = Column(capacity, "uint16")
+        self.droppable = Column(capacity, "uint8")
         self.write_txn = Column(capacity, "int64")
         self.tombstone = Column(capacity, "int64")
         self.chunk = Column(capacity, "int64")
@@ -79,6 +80,7 @@ class LineColumns:
         for column in (
             self.write_txn,
             self.tombstone,
+            self.droppable,
             self.chunk,
             self.readers,
             self.credit,

@@ -43,6 +43,7 @@ _PUBLIC = (
     "cost",
     "last_use",
     "reuse",
+    "droppable",
     "write_txn",
     "tombstone_generation",
     "readers",
@@ -89,6 +90,7 @@ class BlockTable:
         self.cost: NDArray[np.float32]
         self.last_use: NDArray[np.uint32]
         self.reuse: NDArray[np.uint16]
+        self.droppable: NDArray[np.uint8]
         self.write_txn: NDArray[np.int64]
         self.tombstone_generation: NDArray[np.int64]
         self.readers: NDArray[np.int32]
@@ -246,10 +248,12 @@ class BlockTable:
         checksums: NDArray[np.uint64] | int = 0,
         producers: NDArray[np.int32] | int = NO_PRODUCER,
         costs: NDArray[np.float32] | float = 0.0,
+        generations: NDArray[np.int64] | None = None,
         tick: int = 0,
     ) -> NDArray[np.int64]:
         """Inserts n blocks at once, keys [n, 32], each with one published authoritative copy in `tier`: what
-        recovery found. Returns their lines. All or nothing: IDENTITY_MISMATCH when a key is there or repeats,
+        recovery found. generations: of the copies, as they were when the copies were written; None issues new
+        ones. Returns their lines. All or nothing: IDENTITY_MISMATCH when a key is there or repeats,
         NO_DESTINATION_CAPACITY."""
         words = key_words(keys)
         count = len(words)
@@ -284,11 +288,15 @@ class BlockTable:
         copies = self.replicas.tiers[tier]
         copies.slot.array[span] = slots
         copies.slot_generation.array[span] = slot_generations
-        copies.generation.array[span] = np.arange(self._issued + 1, self._issued + 1 + count)
+        if generations is None:
+            copies.generation.array[span] = np.arange(self._issued + 1, self._issued + 1 + count)
+            self._issued += count
+        else:
+            copies.generation.array[span] = generations
+            self._issued = max(self._issued, int(generations.max()))
         copies.stamp.array[span] = 1
         copies.state.array[span] = ReplicaState.PUBLISHED
         self.replicas.counts[tier] += count
-        self._issued += count
         self.directory_generation += 1
         return lines
 

@@ -92,7 +92,8 @@ CONDITION_READY = "Ready"
 
 
 class Tier(ABC):
-    """One tier of one engine. host_memory: its views can be read by the CPU.
+    """One tier of one engine. host_memory: its views can be read by the CPU. persistent: what it holds is found
+    again by the next process.
 
     The caller's metadata lock is held around every call but `read`, which may run on a reader thread
     against slots that hold a read lease. `submit_read` and `submit_write` are called under no lock or under
@@ -103,6 +104,7 @@ class Tier(ABC):
     medium: MediumKind
     simulated: bool = False
     host_memory: bool = True
+    persistent: bool = False
 
     def __init__(
         self,

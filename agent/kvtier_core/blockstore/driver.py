@@ -1,0 +1,142 @@
+"""The one thread that moves a block store on, and the waits that go with it; each wait has a deadline.
+
+Why it exists: the store's machines never block and never run by themselves. In production this thread pumps
+them whenever a tier reports; tests and the simulator pump by hand and need no thread. It must not know
+blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from kvtier_core.blockstore.outcomes import PutOutcome, Stored
+from kvtier_core.blockstore.reads import Fetch
+from kvtier_core.blockstore.store import BlockStore
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.transactions import MoveReason
+from kvtier_core.transactions.deletion import Deletion, DeletionState
+
+IDLE_SECONDS = 0.25
+CLOSE_SECONDS = 10.0
+
+
+class Bell:
+    """What tiers ring when they have reported. Made before the store, which needs it."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+
+    def wait(self, seconds: float) -> None:
+        self._event.wait(seconds)
+        self._event.clear()
+
+
+class Driver:
+    """Pumps `store` from `start` to `close`. failure: what ended the thread, if anything did."""
+
+    def __init__(self, store: BlockStore, bell: Bell, clock: Callable[[], float]) -> None:
+        self.store = store
+        self._bell = bell
+        self._clock = clock
+        self._stopping = False
+        self._turn = threading.Condition()
+        self._turns = 0
+        self._thread = threading.Thread(target=self._run, name="kvtier-blocks", daemon=True)
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._bell.wait(self._patience())
+                self.store.pump()
+                with self._turn:
+                    self._turns += 1
+                    self._turn.notify_all()
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            with self._turn:
+                self._stopping = True
+                self._turn.notify_all()
+
+    def _patience(self) -> float:
+        due = self.store.next_deadline()
+        return IDLE_SECONDS if due is None else min(IDLE_SECONDS, max(0.0, due - self._clock()))
+
+    def wait_until(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Waits for a condition that pumping may bring about; False at the deadline. DRAINING when the driver
+        ended."""
+        with self._turn:
+            while not done():
+                left = deadline - self._clock()
+                if left <= 0:
+                    return False
+                if self._stopping:
+                    raise CoreError(Reason.DRAINING, "the block store has stopped")
+                self._turn.wait(min(left, IDLE_SECONDS))
+            return True
+
+    def wait_for(self, fetch: Fetch, blocks: int, deadline: float) -> int:
+        """Waits for the first `blocks` of a fetch; returns how many are ready, fewer at the deadline or when
+        the prefix ends before."""
+        self.wait_until(lambda: fetch.over or fetch.ready >= blocks, deadline)
+        return min(blocks, fetch.ready)
+
+    def wait_deleted(self, deletions: Sequence[Deletion], deadline: float) -> bool:
+        """Waits until deletions are done in every tier; False at the deadline, and they go on."""
+        self._bell.ring()
+        return self.wait_until(lambda: all(each.state is DeletionState.DONE for each in deletions), deadline)
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        payloads: Sequence[memoryview | bytes],
+        *,
+        namespace: bytes,
+        deadline: float,
+        rows: int = 0,
+        cost: float = 0.0,
+        droppable: bool = False,
+    ) -> list[Stored]:
+        """As `BlockStore.put`, but blocks that found no slot while others are leaving wait for one."""
+        done: dict[int, Stored] = {}
+        left = list(range(len(keys)))
+        while left:
+            turn = self._turns
+            stored = self.store.put(
+                [keys[index] for index in left],
+                [payloads[index] for index in left],
+                namespace=namespace,
+                deadline=deadline,
+                rows=rows,
+                cost=cost,
+                droppable=droppable,
+            )
+            done.update(zip(left, stored, strict=True))
+            left = [index for index in left if _worth_waiting(done[index])]
+            if left and not self._next_turn(turn, deadline):
+                break
+        return [done[index] for index in range(len(keys))]
+
+    def _next_turn(self, seen: int, deadline: float) -> bool:
+        return self.wait_until(lambda: self._turns > seen, deadline)
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Ends the thread. DEADLINE when it does not end."""
+        self._stopping = True
+        self._bell.ring()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise CoreError(Reason.DEADLINE, f"the block store did not stop within {seconds} s")
+
+
+def _worth_waiting(stored: Stored) -> bool:
+    return stored.outcome is PutOutcome.REFUSED and stored.reason is MoveReason.CREDIT_PRESSURE

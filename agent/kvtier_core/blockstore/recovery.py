@@ -1,0 +1,53 @@
+"""What storage kept of earlier processes, put back into the directory in one step.
+
+Why it exists: after a restart a block is served again only as what it was: its key, namespace and generation
+come from its own header, and a namespace that nobody has asked for yet is known by its digest. It must not
+know files.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from kvtier_core.blockstore.parts import Parts
+from kvtier_core.tiers.nvme.recovery import RecoveredBlock
+
+_AT_ONCE = 65536
+
+
+@runtime_checkable
+class Recovers(Protocol):
+    """A tier that may hold blocks of an earlier process."""
+
+    def recovered(self) -> Iterator[RecoveredBlock]: ...
+
+
+def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock]) -> Counter[int]:
+    """Inserts every recovered block of a tier with its one copy; returns how many by namespace index. A block
+    whose recomputation has a stated cost may be dropped again. Raises CoreError: NO_DESTINATION_CAPACITY."""
+    owners: Counter[int] = Counter()
+    directory = parts.directory
+    while batch := list(islice(found, _AT_ONCE)):
+        each = [block.identity for block in batch]
+        keys = np.frombuffer(b"".join(item.chunk_digest for item in each), dtype=np.uint8)
+        namespaces = np.asarray([parts.namespaces.index(item.namespace) for item in each], dtype=np.int32)
+        costs = np.asarray([item.cost for item in each], dtype=np.float32)
+        lines = directory.restore_blocks(
+            keys.reshape(-1, 32),
+            tier=tier,
+            slots=np.asarray([block.ref.slot for block in batch], dtype=np.int64),
+            slot_generations=np.asarray([block.ref.generation for block in batch], dtype=np.int64),
+            namespaces=namespaces,
+            rows=np.asarray([item.rows for item in each], dtype=np.int32),
+            checksums=np.asarray([item.checksum for item in each], dtype=np.uint64),
+            costs=costs,
+            generations=np.asarray([item.replica_generation for item in each], dtype=np.int64),
+        )
+        directory.droppable[lines] = costs > 0
+        owners.update(namespaces.tolist())
+    return owners
