@@ -7,6 +7,7 @@ to 24, stand with the ledger. With them the worked numbers of C2 and the order i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -27,6 +28,9 @@ from kvtier_core.receiptcheck.contract import (
     tensor_contract,
 )
 from kvtier_core.receiptcheck.copy import copy_reason
+from kvtier_core.tiers.slots import BlockIdentity, SlotRef
+from kvtier_core.transactions import Completion, LiveView, MoveKind, TxnState, completion_reason
+from kvtier_core.transactions.moves import Move
 from kvtier_crds.manifest import Dtype, Geometry
 from tests.unit.core.fixture_f2 import (
     EPOCH,
@@ -212,6 +216,50 @@ def test_b1_01_the_four_published_reasons_of_a_copy_in_order() -> None:
         Reason.SHORT_COPY,
         None,
     ]
+
+
+def test_the_machine_and_the_receipt_name_the_same_reason_whatever_is_wrong() -> None:
+    identity = BlockIdentity(VALID.ordered.block, 77, 18, ROWS, 512, VALID.ordered.checksum)
+    order = VALID.ordered
+    for wrong in itertools.product((False, True), repeat=6):
+        dead, cache, slot, owner, length, transfer = wrong
+        move = Move(
+            id=order.txn,
+            kind=MoveKind.PROMOTE,
+            line=0,
+            owner=order.owner,
+            cache_generation=order.cache_generation,
+            epoch=EPOCH,
+            source_tier=1,
+            source=SlotRef(3, 40),
+            tier=0,
+            destination=SlotRef(order.slot, order.slot_generation),
+            identity=identity,
+            credit=0,
+            state=TxnState.DEAD if dead else TxnState.COPYING,
+            transfer_generation=order.transfer_generation,
+        )
+        done = Completion(
+            txn=order.txn,
+            owner=order.owner + owner,
+            cache_generation=order.cache_generation - cache,
+            slot=order.slot,
+            slot_generation=order.slot_generation - slot,
+            transfer_generation=order.transfer_generation - transfer,
+            bytes=order.length - 64 * length,
+        )
+        reported = dataclasses.replace(
+            order,
+            owner=done.owner,
+            cache_generation=done.cache_generation,
+            slot_generation=done.slot_generation,
+            transfer_generation=done.transfer_generation,
+            length=done.bytes,
+        )
+        live = dataclasses.replace(VALID.live_copy, alive=not dead)
+        of_machine = completion_reason(move, LiveView(23, 85, 77), done)
+        of_receipt = copy_reason(order, reported, live, epoch=EPOCH, lossless=LOSSLESS)
+        assert of_machine.value == ("READY" if of_receipt is None else of_receipt.value), wrong
 
 
 # N.3, exact offload: 4096 rows of 4 layers in blocks of 64.
