@@ -3,8 +3,8 @@
 Why it exists: completion is not publication. A copy may end for an owner that is gone, in a slot that is
 another's, short, re-encoded or flipped, and only the whole tuple tells. Inside an agent the transactions
 compare their own moves so; this is the same for a copy that another process reports, and for copies that
-count towards a block's survival. It must not know tiers or threads. Order of guards: specification B.1 (D3 and
-P3), B.3, A.9.
+count towards a block's survival. It must not know tiers or threads. Order of guards: specification B.1 (D3
+and P3), B.3, A.9.
 """
 
 from __future__ import annotations
