@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,12 +59,22 @@ class Room:
         return self.free >= self.wanted
 
 
+@dataclass(slots=True)
+class _Attempt:
+    """One attempt at one tier. relieved: the tier below was asked for room already."""
+
+    tier: int
+    now: float
+    started: list[Move] = field(default_factory=list)
+    relieved: bool = False
+
+
 class Evictor:
     """Eviction over all tiers of one cache. `below[tier]`: the tier that it demotes to; absent: none.
     `reap` takes what has ended (pins, moves) and routes it, so that nothing finished stands in the way of
     what comes. droppable(lines) [n] bool: whose last copy may be lost. evictable(lines) [n] bool: whose
     copies are this evictor's; by default blocks of a namespace, since a session's chunks are moved by their
-    placement."""
+    placement. on_gone(key, tier, lost): told of each dropped copy; lost: it was the last."""
 
     def __init__(
         self,
@@ -79,6 +89,7 @@ class Evictor:
         droppable: Callable[[Lines], NDArray[np.bool_]] | None = None,
         evictable: Callable[[Lines], NDArray[np.bool_]] | None = None,
         watermarks: Watermarks | None = None,
+        on_gone: Callable[[bytes, int, bool], None] | None = None,
         seconds: float = 30.0,
     ) -> None:
         self._directory = directory
@@ -93,6 +104,7 @@ class Evictor:
         self._droppable = droppable
         self._evictable = evictable
         self._watermarks = watermarks or Watermarks()
+        self._on_gone = on_gone
         self._seconds = seconds
         self.counts: Counter[tuple[int, str]] = Counter()
         """(tier, dropped | lost | demoted | refused): copies and refusals since start."""
@@ -103,16 +115,16 @@ class Evictor:
 
     def make_room(self, tier: int, count: int, now: float) -> Room:
         """Frees `count` slots of a tier, or starts what will. Raises MoveRefused when it cannot:
-        WOULD_EVICT_PINNED when copies that somebody holds stand in the way, else NO_DESTINATION_CAPACITY;
-        `held` and `last` copies are in the facts. Each copy is looked at once a call, so a refusal comes in
-        bounded time."""
+        WOULD_EVICT_PINNED when copies that somebody holds stand in the way, else NO_DESTINATION_CAPACITY; the
+        facts have the numbers. Each copy is looked at once a call, so a refusal comes in bounded time."""
         self._reap()
         room = self._try(tier, count, now)
         if room.reason is not MoveReason.READY:
             self.counts[(tier, "refused")] += 1
+            name = self._tiers[tier].name
             raise MoveRefused(
                 room.reason,
-                f"{room.free} of {count} slots are free in tier {self._tiers[tier].name}, {room.held} are held",
+                f"{room.free} of {count} slots are free in tier {name}, {room.held} copies are held",
                 {"free": room.free, "wanted": count, "leaving": room.leaving, "held": room.held},
             )
         return room
@@ -140,19 +152,14 @@ class Evictor:
 
     def _try(self, tier: int, count: int, now: float) -> Room:
         missing = count - self._free(tier) - self._leaving(tier)
-        started: list[Move] = []
         if missing > 0:
-            lower = self._below.get(tier)
-            if lower is not None and self._free(lower) < missing:
-                # Once a call: what comes free there later is for a later call.
-                self._try(lower, missing, now)
             candidates = self._mine(self._directory.evictable(tier))
-            done = 0
+            attempt = _Attempt(tier, now)
             for batch in self._victims(tier, candidates, missing):
-                done += self._take(tier, batch, missing - done, started, now)
-                if done >= missing:
+                missing -= self._take(attempt, batch, missing)
+                if missing <= 0:
                     break
-            self._refused(self._moves.start(started))
+            self._refused(self._moves.start(attempt.started))
         free, leaving = self._free(tier), self._leaving(tier)
         if free + leaving >= count:
             return Room(tier, count, free, leaving, MoveReason.READY)
@@ -173,35 +180,58 @@ class Evictor:
         rest = np.setdiff1d(candidates, first, assume_unique=True)
         return [first, self._policies[tier].order(rest, len(rest))]
 
-    def _take(self, tier: int, lines: Lines, missing: int, started: list[Move], now: float) -> int:
-        """Drops or begins to demote lines in order until `missing` slots are on their way to be free."""
-        others = self._directory.survivors_of(lines, tier) >= max(1, self._moves.survival)
-        may_go = self._droppable(lines) if self._droppable is not None else np.zeros(len(lines), dtype=bool)
+    def _take(self, attempt: _Attempt, lines: Lines, missing: int) -> int:
+        """Drops or begins to demote lines in order; returns how many slots, at most `missing`, are free or on
+        their way to be."""
+        others = self._directory.survivors_of(lines, attempt.tier) >= max(1, self._moves.survival)
+        left = list(zip(lines.tolist(), others.tolist(), strict=True))
+        left.reverse()
         done = 0
-        for line, spare, droppable in zip(lines.tolist(), others.tolist(), may_go.tolist(), strict=True):
-            if done >= missing:
-                break
-            if spare:
-                done += self._drop(tier, line, last=False)
-            elif self._demote(tier, line, started, now):
+        while left and done < missing:
+            last: list[int] = []
+            while left and done + len(last) < missing:
+                line, spare = left.pop()
+                if spare:
+                    done += self._drop(attempt.tier, line, last=False)
+                else:
+                    last.append(line)
+            done += self._take_last(attempt, last)
+        return done
+
+    def _take_last(self, attempt: _Attempt, lines: list[int]) -> int:
+        """Last copies: down where there is room, lost where that is allowed."""
+        if not lines:
+            return 0
+        lower = self._below.get(attempt.tier)
+        if lower is not None and not attempt.relieved and self._free(lower) < len(lines):
+            # Once an attempt: what comes free there only later is for a later call.
+            attempt.relieved = True
+            self._try(lower, len(lines), attempt.now)
+        may_go = [False] * len(lines)
+        if self._droppable is not None:
+            may_go = self._droppable(np.asarray(lines, dtype=np.int64)).tolist()
+        done = 0
+        for line, droppable in zip(lines, may_go, strict=True):
+            if lower is not None and self._demote(attempt, lower, line):
                 done += 1
             elif droppable:
-                done += self._drop(tier, line, last=True)
+                done += self._drop(attempt.tier, line, last=True)
         return done
 
     def _drop(self, tier: int, line: int, last: bool) -> int:
+        key = self._directory.key_of(line)
         self._policies[tier].evicted(line)
         try:
-            self._moves.drop(line, tier, last=last)
+            lost = self._moves.drop(line, tier, last=last)
         except MoveRefused:
             return 0
+        if self._on_gone is not None:
+            self._on_gone(key, tier, lost)
         self.counts[(tier, "lost" if last else "dropped")] += 1
         return 1
 
-    def _demote(self, tier: int, line: int, started: list[Move], now: float) -> bool:
-        lower = self._below.get(tier)
-        if lower is None:
-            return False
+    def _demote(self, attempt: _Attempt, lower: int, line: int) -> bool:
+        tier, now = attempt.tier, attempt.now
         if self._free(lower) == 0:
             return False
         try:
@@ -211,7 +241,7 @@ class Evictor:
         except MoveRefused:
             return False
         self._policies[tier].evicted(line)
-        started.append(move)
+        attempt.started.append(move)
         self.counts[(tier, "demoted")] += 1
         return True
 
