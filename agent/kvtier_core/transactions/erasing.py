@@ -15,7 +15,6 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.base import Tier
@@ -25,48 +24,16 @@ from kvtier_core.transactions.deletion import EntryKind, JournalEntry
 
 _HEAD = struct.Struct(">4sI32s")
 _MAGIC = b"KVDJ"
-_MAX_ENTRY = 16 << 20
-
-
-@runtime_checkable
-class ErasesDurably(Protocol):
-    """A tier that finds and erases what it may still hold, also of copies that were evicted."""
-
-    def submit_erase(self, items: Sequence[EraseItem], deadline: float, sink: TransferSink) -> None: ...
 
 
 class TierEraser:
-    """Storage erases durably; memory is overwritten by zeros in place."""
+    """Erases in the tiers themselves, each by its own threads."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._tiers = tiers
 
     def erase(self, tier: int, items: Sequence[EraseItem], deadline: float, sink: TransferSink) -> None:
-        found = self._tiers[tier]
-        if isinstance(found, ErasesDurably):
-            found.submit_erase(items, deadline, sink)
-            return
-        for index, item in enumerate(items):
-            error: CoreError | None = None
-            try:
-                _overwrite(found, item)
-            except CoreError as raised:
-                error = raised
-            sink.done(index, error)
-            sink.drained(index)
-
-
-def _overwrite(tier: Tier, item: EraseItem) -> None:
-    if item.ref is None:
-        return
-    try:
-        body = tier.landing(item.ref).body
-    except CoreError as error:
-        if error.reason is not Reason.TIER_INCAPABLE:
-            raise
-        tier.view(item.ref).zero_()
-        return
-    body[:] = bytes(len(body))
+        self._tiers[tier].submit_erase(items, deadline, sink)
 
 
 class JournalFile:
@@ -74,7 +41,7 @@ class JournalFile:
     give it a thread's queue so that nobody who holds a lock waits for a disk. Entries are written in the
     order of `append`.
 
-    Raises CoreError STORAGE_UNAVAILABLE."""
+    Raises CoreError: STORAGE_UNAVAILABLE, CHECKSUM_MISMATCH."""
 
     def __init__(
         self,
@@ -96,6 +63,9 @@ class JournalFile:
             files.sync_folder(folder)
         except OSError as error:
             raise _unavailable(error) from error
+        except CoreError:
+            files.close(self._fd)
+            raise
 
     @property
     def entries(self) -> tuple[JournalEntry, ...]:
@@ -130,19 +100,24 @@ class JournalFile:
         done(None)
 
     def _load(self) -> tuple[list[JournalEntry], int]:
-        size = self._files.size(self._fd)
+        """Entries up to the first that is not whole, and where that begins. A whole one after it means that
+        an intent was damaged, not torn: CHECKSUM_MISMATCH, since going on could serve what was to be
+        deleted."""
+        data = self._read(0, self._files.size(self._fd))
         found: list[JournalEntry] = []
         at = 0
-        while at + _HEAD.size <= size:
-            head = self._read(at, _HEAD.size)
-            magic, length, digest = _HEAD.unpack(head)
-            if magic != _MAGIC or length > _MAX_ENTRY or at + _HEAD.size + length > size:
-                break
-            payload = self._read(at + _HEAD.size, length)
-            if hashlib.sha256(payload).digest() != digest:
-                break
+        while (payload := _payload(data, at)) is not None:
             found.append(_entry(json.loads(payload)))
-            at += _HEAD.size + length
+            at += _HEAD.size + len(payload)
+        later = data.find(_MAGIC, at)
+        while later >= 0:
+            if _payload(data, later) is not None:
+                raise CoreError(
+                    Reason.CHECKSUM_MISMATCH,
+                    f"the journal {self._path.name} is damaged between bytes {at} and {later}",
+                    {"first": at, "next": later},
+                )
+            later = data.find(_MAGIC, later + 1)
         return found, at
 
     def _read(self, offset: int, length: int) -> bytes:
@@ -170,6 +145,16 @@ class JournalFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._files.close(fd)
+
+
+def _payload(data: bytes, at: int) -> bytes | None:
+    """The payload of the entry at `at`, None when there is no whole one."""
+    if at + _HEAD.size > len(data):
+        return None
+    magic, length, digest = _HEAD.unpack_from(data, at)
+    payload = data[at + _HEAD.size : at + _HEAD.size + length]
+    whole = magic == _MAGIC and len(payload) == length and hashlib.sha256(payload).digest() == digest
+    return payload if whole else None
 
 
 def _entry(fields: dict[str, object]) -> JournalEntry:
