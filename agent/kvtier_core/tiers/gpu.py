@@ -253,11 +253,9 @@ class GpuTier(PoolTier):
         stream.run(copy)
         self.copies_started += 1
         event = stream.record()
-        for item in items:
-            if store:
+        if store:
+            for item in items:
                 self._events.read(item.ref.slot, event)
-            else:
-                self._events.written(item.ref.slot, event)
         return event
 
     def _stored(self, item: TransferItem) -> None:

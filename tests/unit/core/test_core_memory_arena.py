@@ -190,6 +190,19 @@ def test_namespaces_never_share_a_segment_and_none_sees_anothers_bytes() -> None
     os.close(old)
 
 
+def test_segments_that_change_hands_cost_no_descriptors() -> None:
+    ram = tier(slots=4, per_segment=2)
+    put(ram, payload(0), A)
+    counts = []
+    for turn in range(6):
+        ref = put(ram, payload(turn), bytes([turn]) * 32)
+        ram.release(ref)
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert len(set(counts)) == 1
+    assert ram.arena.namespaces == 2
+
+
 def test_a_slot_is_reused_within_its_namespace_before_a_new_segment_is_claimed() -> None:
     ram = tier(slots=4, per_segment=2)
     refs = [ram.reserve(1, A) for _ in range(2)]

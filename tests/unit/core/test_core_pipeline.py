@@ -280,6 +280,25 @@ def test_a_fetch_that_is_refused_before_it_starts_holds_no_slot(refusal: str) ->
     assert bench.runner.quarantined() == frozenset()
 
 
+def test_after_a_fetch_that_failed_no_further_layer_is_fetched() -> None:
+    bench = Bench([LayerCost(1.0, 10.0), LayerCost(1.0, 10.0), LayerCost(1.0, 1.0)], slots=3)
+    jobs = bench.jobs()
+
+    def fail(slot: int, deadline: float, sink: TransferSink) -> None:
+        def end() -> None:
+            sink.done(0, CoreError(Reason.STORAGE_UNAVAILABLE, "broken"))
+            sink.drained(0)
+
+        bench.time.at(bench.time.now + 1.0, end)
+
+    jobs[1] = dataclasses.replace(jobs[1], fetch=fail)
+    with pytest.raises(CoreError) as error:
+        bench.runner.run(jobs, deadline=1e6)
+    assert error.value.reason is Reason.STORAGE_UNAVAILABLE
+    assert bench.computed == [0]
+    assert bench.holds == {0: 0}
+
+
 # The runner, on threads.
 
 

@@ -187,6 +187,27 @@ def test_a_load_waits_for_a_store_that_still_reads_the_slots_former_life() -> No
     assert later.outcome == {0: None}
 
 
+def test_a_load_waits_for_a_writer_that_was_cancelled_on_the_host_only() -> None:
+    """The request is gone and its slot given up, but its kernel still runs and would write over what was
+    loaded."""
+    bench = Bench(slots=1)
+    new = payload(2)
+    ref = bench.tier.reserve(7)
+    bench.tier.adopt(ref)
+    bench.compute.kernel(20.0, partial(bench.tier.view(ref).fill_, 1.0))
+    bench.tier.written(ref, bench.compute.record())
+    bench.tier.release(ref)
+    loaded = bench.tier.reserve(8)
+    item = TransferItem(loaded, named(new), bench.filled_landing(0, new))
+    bench.tier.submit_write([item], NEVER, bench.sink)
+    bench.advance(20.5)
+    assert bench.sink.outcome == {}
+    bench.advance(1.0)
+    assert bench.sink.outcome == {0: None}
+    bench.tier.publish(loaded)
+    assert torch.equal(bench.tier.view(loaded), new)
+
+
 def test_nothing_is_published_before_its_visibility_event() -> None:
     bench = Bench()
     data = payload(3)
