@@ -14,6 +14,7 @@ from typing import Protocol
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.fileops import Buffer
 from kvtier_core.tiers.nvme.batch import Batch, runs
+from kvtier_core.tiers.nvme.endurance import WriteBudget
 from kvtier_core.tiers.nvme.groupcommit import GroupCommit
 from kvtier_core.tiers.nvme.store import Pieces, Store
 from kvtier_core.tiers.slots import SlotRef, SlotState
@@ -63,6 +64,7 @@ class Backend:
     lead_later: Callable[[], None]
     counts: IoCounts
     read_back: bool = False
+    budget: WriteBudget | None = None
 
 
 class Settling(Protocol):

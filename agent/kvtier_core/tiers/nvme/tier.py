@@ -47,11 +47,11 @@ from kvtier_core.tiers.nvme.recovery import RecoveredBlock, RecoveryReport
 from kvtier_core.tiers.nvme.slots import NvmeSlots
 from kvtier_core.tiers.nvme.store import Pieces, Store
 from kvtier_core.tiers.nvme.superblock import SUPERBLOCK_BYTES
+from kvtier_core.tiers.nvme.verify import SUFFIX
 from kvtier_core.tiers.nvme.writejobs import EraseJob, WriteJob
 from kvtier_core.tiers.staging import PAGE, StagingBuffer
 from kvtier_core.tiers.transfer import EraseItem, Landing, TransferItem, TransferSink
 
-SUFFIX = ".blocks"
 PERSISTENT = ("node", "durable")
 GROW_BLOCKS = 16
 EXTENT_BYTES = 64 << 20
@@ -130,7 +130,7 @@ class NvmeTier(Tier):
             self.options.queue_items,
             self.options.spare_threads,
             clock,
-            self._health.hung_changed,
+            self._hung_changed,
         )
         self._backend = Backend(
             self._store,
@@ -140,6 +140,7 @@ class NvmeTier(Tier):
             self._lead_later,
             self.counts,
             self.options.read_back,
+            self.options.budget,
         )
         self._charged: set[SlotRef] = set()
         self.pinned_bytes = 2 * len(self._write_buffer)
@@ -251,13 +252,18 @@ class NvmeTier(Tier):
         if not self.persistent and any(item.identity.durable for item in items):
             raise self._not_durable()
         batch = Batch(sink, len(items))
-        self._charged.difference_update(item.ref for item in items)
         jobs: list[WriteJob] = []
         for durable in (True, False):
             chosen = [i for i, item in enumerate(items) if item.identity.durable is durable]
             parts = self._parts(items, chosen)
             jobs += [WriteJob(self._backend, batch, items, part, deadline, durable) for part in parts]
-        self._submit_expected(jobs, sum(job.durable for job in jobs))
+        charged = self._charged.intersection(item.ref for item in items)
+        self._charged -= charged
+        try:
+            self._submit_expected(jobs, sum(job.durable for job in jobs))
+        except CoreError:
+            self._charged |= charged
+            raise
 
     def submit_erase(self, items: Sequence[EraseItem], deadline: float, sink: TransferSink) -> None:
         """`done(index, None)`: no header of it is left on the device, durably."""
@@ -425,7 +431,7 @@ class NvmeTier(Tier):
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Ends what is queued within `seconds`, refuses the rest, and gives the file back. While a call hangs
-        in the device, descriptor and lock stay taken, for bytes may still arrive."""
+        in the device, descriptor and lock stay taken until it returns, for bytes may still arrive."""
         if self.condition == "Closed":
             return
         over = self._pool.drain(seconds)
@@ -435,11 +441,18 @@ class NvmeTier(Tier):
                 self._keeper.record(self.commit.frontier, clean=True)
                 self._file.sync()
         super().close()
-        if not over:
-            return
+        if over:
+            self._give_back()
+
+    def _give_back(self) -> None:
         if not self.persistent:
             self._file.remove()
         self._file.release()
+
+    def _hung_changed(self) -> None:
+        self._health.hung_changed()
+        if self.condition == "Closed" and not self.hung_threads:
+            self._give_back()
 
 
 def store_path(folder: Path, file_key: str) -> Path:

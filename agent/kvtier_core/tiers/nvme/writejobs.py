@@ -237,6 +237,8 @@ class EraseJob(Job):
         if done != PAGE:
             raise to.health.short("erase", done, PAGE, ref)
         to.counts.erased(done)
+        if to.budget is not None:
+            to.budget.charge(done)
         to.store.slots.clean(ref.slot)
 
 
