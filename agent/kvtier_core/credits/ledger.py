@@ -29,6 +29,7 @@ RETRY_MS = 50
 _MIN_RETRY_MS, _MAX_RETRY_MS = 1, 10_000
 # Over how many seconds the speed of giving back is remembered.
 _MEMORY_SECONDS = 1.0
+_NO_QUOTA: Mapping[Resource, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +127,8 @@ class Ledger:
 
     def quota(self, tenant: int, resource: Resource) -> int | None:
         """The tenant's limit of a resource; None: only the total."""
-        if tenant == NO_TENANT:
-            return None
-        return self._quotas.get(tenant, self._default_quota).get(resource)
+        quotas = _NO_QUOTA if tenant == NO_TENANT else self._quotas.get(tenant, self._default_quota)
+        return quotas.get(resource)
 
     def set_quota(self, tenant: int, quota: Mapping[Resource, int]) -> None:
         """Replaces a tenant's quota. One below what is used takes effect as room comes back."""
@@ -218,7 +218,7 @@ class Ledger:
         held = self._grants.get(_id(grant))
         if held is None or resource not in held[1]:
             return self._not_held(grant)
-        self._note(self._resident, (held[0].tenant, resource), held[1].pop(resource))
+        _note(self._resident, (held[0].tenant, resource), held[1].pop(resource))
         return Release.RELEASED
 
     def vacate(self, resource: Resource, count: int, tenant: int = NO_TENANT) -> Release:
@@ -228,7 +228,7 @@ class Ledger:
         if self._resident.get((tenant, resource), 0) < count:
             self.double_releases += 1
             return Release.DOUBLE
-        self._note(self._resident, (tenant, resource), -count)
+        _note(self._resident, (tenant, resource), -count)
         self._give(tenant, resource, count)
         return Release.RELEASED
 
@@ -241,15 +241,15 @@ class Ledger:
         units: dict[bytes, _Charged] = {}
         used: dict[tuple[int, Resource], int] = {}
         for (tenant, resource), amount in resident.items():
-            self._note(used, (tenant, resource), amount)
+            _note(used, (tenant, resource), amount)
         for grant, parts in kept.values():
             for resource, amount in parts.items():
-                self._note(used, (grant.tenant, resource), amount)
+                _note(used, (grant.tenant, resource), amount)
             if grant.unit is not None and grant.unit not in units:
                 old = self._units[grant.unit]
                 units[grant.unit] = _Charged(old.tenant, old.backend, 0)
                 for resource, amount in old.backend.items():
-                    self._note(used, (old.tenant, resource), amount)
+                    _note(used, (old.tenant, resource), amount)
             if grant.unit is not None:
                 units[grant.unit].sharers += 1
         free = {resource: limit.total for resource, limit in self._limits.items()}
@@ -301,15 +301,16 @@ class Ledger:
         return want
 
     def _shortage(self, charge: Mapping[Resource, int], tenant: int) -> CreditRefused | None:
+        quotas = _NO_QUOTA if tenant == NO_TENANT else self._quotas.get(tenant, self._default_quota)
         for resource, amount in charge.items():
             free = self._free.get(resource)
             if free is None or amount < 0:
                 raise CoreError(Reason.BAD_ARGUMENT, f"{amount} of {resource.label} wanted")
-            quota = self.quota(tenant, resource)
+            quota = quotas.get(resource) if quotas else None
             if quota is not None:
-                left = quota - self._used.get((tenant, resource), 0)
-                if amount > max(0, left):
-                    return self._refuse(Reason.QUOTA_EXCEEDED, resource, amount, max(0, left), quota)
+                left = max(0, quota - self._used.get((tenant, resource), 0))
+                if amount > left:
+                    return self._refuse(Reason.QUOTA_EXCEEDED, resource, amount, left, quota)
             if amount > free:
                 total = self._limits[resource].total
                 return self._refuse(_reason(resource, amount, total), resource, amount, free, total)
@@ -337,23 +338,24 @@ class Ledger:
     def _take(self, tenant: int, resource: Resource, amount: int) -> None:
         if amount:
             self._free[resource] -= amount
-            self._note(self._used, (tenant, resource), amount)
+            key = (tenant, resource)
+            self._used[key] = self._used.get(key, 0) + amount
 
     def _give(self, tenant: int, resource: Resource, amount: int) -> None:
         if amount:
             self._free[resource] += amount
-            self._note(self._used, (tenant, resource), -amount)
+            _note(self._used, (tenant, resource), -amount)
             if self._clock is not None:
                 self._flows[resource].add(amount, self._clock())
 
-    @staticmethod
-    def _note(table: dict[tuple[int, Resource], int], key: tuple[int, Resource], amount: int) -> None:
-        """Adds to a sparse table; what is zero is not in it."""
-        left = table.get(key, 0) + amount
-        if left:
-            table[key] = left
-        else:
-            table.pop(key, None)
+
+def _note(table: dict[tuple[int, Resource], int], key: tuple[int, Resource], amount: int) -> None:
+    """Adds to a sparse table; what is zero is not in it."""
+    left = table.get(key, 0) + amount
+    if left:
+        table[key] = left
+    else:
+        table.pop(key, None)
 
 
 def _reason(resource: Resource, wanted: int, total: int) -> Reason:

@@ -8,7 +8,7 @@ not know who asks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
@@ -84,14 +84,13 @@ class Unit:
     backend: Mapping[Resource, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """What was acquired; the ledger keeps what is left of it. epoch: of the ledger's job epoch."""
 
     id: int
     tenant: int
     epoch: int
-    want: Mapping[Resource, int] = field(compare=False)
+    want: Mapping[Resource, int]
     unit: bytes | None = None
 
 
