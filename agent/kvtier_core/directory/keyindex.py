@@ -29,7 +29,8 @@ _LOW = 0xFFFFFFFF
 _LOW64 = np.uint64(_LOW)
 _32 = np.uint64(32)
 _GROUP = np.arange(8, dtype=np.int64)
-_BULK = 8
+# With fewer new keys, adding them one by one is cheaper than laying a shard out anew.
+_BULK = 48
 
 
 class KeyIndex:
