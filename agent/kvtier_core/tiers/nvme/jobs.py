@@ -7,6 +7,7 @@ queues; its deadline is kept by the pool.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -78,7 +79,7 @@ class Settling(Protocol):
     def refuse(self, error: CoreError) -> None: ...
 
 
-class Job:
+class Job(ABC):
     """Base of the three: reports each of its items once, whatever happens."""
 
     def __init__(self, backend: Backend, batch: Batch, indexes: Sequence[int], deadline: float) -> None:
@@ -95,8 +96,9 @@ class Job:
             self.refuse(CoreError(Reason.INTERNAL, f"{type(defect).__name__}: {defect}"))
             raise
 
+    @abstractmethod
     def _run(self) -> bool:
-        raise NotImplementedError
+        """As `IoPool.Job.run`."""
 
     def expire(self) -> None:
         late = CoreError(Reason.DEADLINE, "storage did not end in time; it may still do so")
