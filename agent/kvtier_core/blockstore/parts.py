@@ -54,7 +54,8 @@ class Namespaces:
 class Parts:
     """lock: held for each step of metadata, never while bytes move. clock: monotonic seconds. memory: indexes
     of tiers with host memory, fastest first; storage: the others that are homes, fastest first. home: where
-    puts and fetches land. tick: coarse clock of uses, grows with each call."""
+    puts and fetches land. wake: called when there is something to do for whoever moves the store on; must not
+    block. tick: coarse clock of uses, grows with each call."""
 
     lock: threading.RLock
     clock: Callable[[], float]
@@ -64,6 +65,7 @@ class Parts:
     storage: tuple[int, ...]
     home: int
     durable: bool = False
+    wake: Callable[[], None] = lambda: None
     namespaces: Namespaces = field(default_factory=Namespaces)
     tick: int = 0
 

@@ -9,6 +9,8 @@ room is made.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -23,21 +25,25 @@ from kvtier_core.tiers.slots import SlotRef
 from kvtier_core.transactions import Move, MoveKind, MoveReason, MoveRefused, Transactions, TxnState
 from kvtier_core.transactions.eviction import Room
 from kvtier_core.transactions.flights import Asker, Flight, FlightKey, Ticket, TicketState
-from kvtier_core.transactions.pins import Pin, Pins
+from kvtier_core.transactions.reasons import refusal
 from kvtier_core.transactions.singleflight import SingleFlight
 from kvtier_core.transactions.transfers import Settled
 
 _REPRESENTATION = f"{LAYOUT_ID}|{CODEC_IDENTITY}"
+_BAD = (MoveReason.CHECKSUM_MISMATCH, MoveReason.IDENTITY_MISMATCH)
 
 
 class Fetch:
     """A request's scope over the leading blocks of its prefix. What is ready stays where it is, at its bytes,
     until the scope is left; leaving it while blocks are on their way lets them go."""
 
-    def __init__(self, reads: Reads, ticket: Ticket) -> None:
+    def __init__(self, reads: Reads, ticket: Ticket, changed: threading.Event) -> None:
         self._reads = reads
         self._ticket = ticket
-        self.changed = threading.Event()
+        self.changed = changed
+        # A scope that is dropped without being left must not hold its blocks for ever.
+        self._finalizer = weakref.finalize(self, reads.dropped.append, ticket)
+        self._finalizer.atexit = False
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +82,8 @@ class Fetch:
 
     def close(self) -> None:
         """Lets every pin and wait of this scope go. A second call has no effect."""
-        self._reads.close(self._ticket)
+        if self._finalizer.detach() is not None:
+            self._reads.close(self._ticket)
 
 
 class Reads:
@@ -96,13 +103,15 @@ class Reads:
         self._make_room = make_room
         self.flights = SingleFlight(self, max_flights=max_flights, max_tickets=max_tickets)
         self._held: dict[int, dict[int, tuple[int, int, SlotRef]]] = {}
-        self._scopes: dict[int, Fetch] = {}
-        self._of_move: dict[int, int] = {}
+        self._changed: dict[int, threading.Event] = {}
+        self._of_move: dict[int, Flight] = {}
         self._moving: dict[int, Move] = {}
         self._parked: dict[int, Flight] = {}
-        self.pins = Pins(parts.directory)
+        self.dropped: deque[Ticket] = deque()
         self.hits = 0
         self.fetched = 0
+        self.retried = 0
+        self.leaked = 0
 
     # Opening and closing.
 
@@ -112,12 +121,12 @@ class Reads:
         with parts.lock:
             wanted = [self._key(key, asker.namespace) for key in keys]
             ticket = self.flights.join(asker, wanted, parts.clock())
-            scope = Fetch(self, ticket)
+            changed = threading.Event()
             if ticket.over:
-                scope.changed.set()
+                changed.set()
             else:
-                self._scopes[ticket.number] = scope
-            return scope
+                self._changed[ticket.number] = changed
+            return Fetch(self, ticket, changed)
 
     def _key(self, key: bytes, namespace: bytes) -> FlightKey:
         directory = self._parts.directory
@@ -149,9 +158,24 @@ class Reads:
 
     def close(self, ticket: Ticket) -> None:
         with self._parts.lock:
-            self.flights.cancel(ticket)
-            self._scopes.pop(ticket.number, None)
-            self._let_go(ticket, 0)
+            self._end(ticket)
+        self.released()
+
+    def _end(self, ticket: Ticket) -> None:
+        self.flights.cancel(ticket)
+        self._changed.pop(ticket.number, None)
+        self._let_go(ticket, 0)
+
+    def reap(self) -> None:
+        """Gives back what scopes held that were dropped without being left."""
+        while self.dropped:
+            self._end(self.dropped.popleft())
+            self.leaked += 1
+
+    def released(self) -> None:
+        """Somebody let copies go: what waits for that need not wait for the next report."""
+        if self._parked:
+            self._parts.wake()
 
     def _let_go(self, ticket: Ticket, first: int) -> None:
         held = self._held.get(ticket.number)
@@ -177,7 +201,10 @@ class Reads:
         tier = parts.readable(line)
         if tier < 0:
             return MoveReason.MISS
-        directory.lease(line, tier)
+        try:
+            directory.lease(line, tier)
+        except CoreError as error:
+            return refusal(error, MoveReason.NOT_VISIBLE).code
         copy = directory.replica(line, tier)
         ref = SlotRef(copy.slot, copy.slot_generation)
         self._held.setdefault(ticket.number, {})[index] = (line, tier, ref)
@@ -189,8 +216,8 @@ class Reads:
         return self._start(flights)
 
     def _start(self, flights: Sequence[Flight]) -> dict[int, MoveReason]:
-        """Begins the reads of flights, in order of urgency. What finds no slot while copies leave is parked
-        until they have."""
+        """Begins the reads of flights, in order of urgency. What finds no slot while copies leave, or its
+        block being moved by another, is parked until that is over."""
         refused: dict[int, MoveReason] = {}
         moves: list[Move] = []
         room: Room | None = None
@@ -203,20 +230,23 @@ class Reads:
                         raise
                     if room is None:
                         room = self._make_room(self._parts.home, len(flights) - len(moves))
-                    if not room.now and room.leaving:
-                        self._parked[flight.number] = flight
-                        continue
                     move = self._begin(flight)
             except MoveRefused as error:
-                refused[flight.number] = error.code
+                leaving = room is not None and room.leaving > 0
+                if error.code is MoveReason.WRITE_TXN_BUSY or (
+                    error.code is MoveReason.NO_STAGING and leaving
+                ):
+                    self._parked[flight.number] = flight
+                else:
+                    refused[flight.number] = error.code
                 continue
-            self._of_move[move.id] = flight.number
+            self._of_move[move.id] = flight
             self._moving[flight.number] = move
             moves.append(move)
         for settled in self._moves.start(moves):
-            number = self._forget(settled.move)
-            if number is not None:
-                refused[number] = settled.reason
+            ended = self._forget(settled.move)
+            if ended is not None:
+                refused[ended.number] = settled.reason
         return refused
 
     def retry(self) -> None:
@@ -262,91 +292,48 @@ class Reads:
     def settled(self, ticket: Ticket) -> None:
         keeps = ticket.ready if ticket.state is TicketState.SETTLED else 0
         self._let_go(ticket, keeps)
-        scope = self._scopes.pop(ticket.number, None)
-        if scope is not None:
-            scope.changed.set()
+        changed = self._changed.pop(ticket.number, None)
+        if changed is not None:
+            changed.set()
 
     # What moves report. The lock is held.
 
     def on_settled(self, settled: Settled) -> bool:
         """Tells the waiters of a promotion that ended; False when it is no fetch of ours."""
-        if settled.late and settled.reason is MoveReason.FETCH_LATE:
-            number = self._of_move.get(settled.move.id)
-            return number is not None
-        number = self._forget(settled.move)
-        if number is None:
+        if settled.reason is MoveReason.FETCH_LATE and settled.move.state is TxnState.COPYING:
+            # It flies on and ends later: as a replica, or as a failure.
+            return settled.move.id in self._of_move
+        flight = self._forget(settled.move)
+        if flight is None:
             return False
         if settled.reason is MoveReason.READY:
             self.fetched += 1
-            self.flights.complete(number)
+            self.flights.complete(flight.number)
+        elif self._worth_another(flight, settled):
+            self.retried += 1
+            self._parked[flight.number] = flight
+            self._parts.wake()
         else:
-            self.flights.fail(number, settled.reason)
+            self.flights.fail(flight.number, settled.reason)
         return True
 
-    def _forget(self, move: Move) -> int | None:
-        number = self._of_move.pop(move.id, None)
-        if number is not None:
-            self._moving.pop(number, None)
-        return number
+    def _worth_another(self, flight: Flight, settled: Settled) -> bool:
+        """Whether another read may succeed for those who still wait: of another copy, when this one was found
+        bad and will never be read again; of the same, when only the more patient ones' time is not up."""
+        directory, move = self._parts.directory, settled.move
+        if not flight.waiters:
+            return False
+        if settled.reason is MoveReason.FETCH_LATE:
+            return flight.expiry > self._parts.clock()
+        if settled.reason not in _BAD or directory.line_of(move.owner) != move.line:
+            return False
+        return directory.readable(move.line) and not directory.counts(move.line, move.source_tier)
 
-    # Without waiting.
-
-    def pin(self, keys: NDArray[np.uint8], namespace: bytes, deadline: float) -> Pinned:
-        """The leading blocks of keys [n, 32] that are in memory now, found and pinned in this step."""
-        parts = self._parts
-        directory = parts.directory
-        with parts.lock:
-            lines = directory.published_prefix(keys)
-            owner = parts.namespaces.known(namespace)
-            lines = lines[: leading(directory.namespace[lines] == owner)] if owner is not None else lines[:0]
-            tiers: list[int] = []
-            for line in lines.tolist():
-                tier = parts.readable(line)
-                if tier < 0:
-                    break
-                tiers.append(tier)
-            found = lines[: len(tiers)]
-            directory.touch(found, parts.next_tick())
-            self.hits += len(tiers)
-            return Pinned(self, self.pins.hold(found, tiers, deadline))
-
-    def view(self, line: int, tier: int) -> memoryview:
-        """The payload of a pinned copy, in place."""
-        copy = self._parts.directory.replica(line, tier)
-        landing = self._parts.tiers[tier].landing(SlotRef(copy.slot, copy.slot_generation))
-        return landing.body.toreadonly()
-
-
-class Pinned:
-    """A scope over blocks in memory: their bytes stay where they are, as they are, until it is left."""
-
-    __slots__ = ("_pin", "_reads")
-
-    def __init__(self, reads: Reads, pin: Pin) -> None:
-        self._reads = reads
-        self._pin = pin
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pin.close()
-
-    def __len__(self) -> int:
-        return len(self._pin)
-
-    def body(self, index: int) -> memoryview:
-        """The payload of block `index`, in place, not to be written."""
-        return self._reads.view(self._pin.lines[index], self._pin.tiers[index])
-
-    def check(self, now: float) -> None:
-        """LEASE_EXPIRED when it no longer holds: before an answer from it is published."""
-        self._pin.check(now)
-
-    def close(self) -> None:
-        self._pin.close()
+    def _forget(self, move: Move) -> Flight | None:
+        flight = self._of_move.pop(move.id, None)
+        if flight is not None:
+            self._moving.pop(flight.number, None)
+        return flight
 
 
 def leading(flags: NDArray[np.bool_]) -> int:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from kvtier_core.blockstore.outcomes import Explanation, Found, PutOutcome, ReplicaFacts, Stored
 from kvtier_core.blockstore.parts import BoundBlocks, Parts
-from kvtier_core.blockstore.reads import Fetch, Pinned, Reads, leading
+from kvtier_core.blockstore.pinned import Keys, MemoryPins, Pinned
+from kvtier_core.blockstore.reads import Fetch, Reads, leading
 from kvtier_core.blockstore.reclaim import Reclaim
 from kvtier_core.blockstore.recovery import Recovers, restore
 from kvtier_core.blockstore.writes import Reservation, Writes
@@ -89,7 +90,7 @@ class BlockStore:
             wake=wake,
         )
         self.reclaim = Reclaim(self.parts, self.moves, self._reap, policy=policy, watermarks=watermarks)
-        self.writes = Writes(self.parts, self.moves, self.reclaim.make_room)
+        self.writes = Writes(self.parts, self.ledger, self.reclaim.make_room, self._stored)
         self.reads = Reads(
             self.parts, self.moves, self.reclaim.make_room, max_flights=max_flights, max_tickets=max_tickets
         )
@@ -102,7 +103,12 @@ class BlockStore:
             flights=self.reads.flights,
             wake=wake,
         )
+        self.directory.keep_resident(self.parts.home)
+        self.pins = MemoryPins(self.parts)
         self._recover()
+
+    def _stored(self, line: int) -> None:
+        self.reclaim.evictor.stored(line, self.parts.home)
 
     def _published(self, line: int, identity: BlockIdentity) -> None:
         for move in self.moves.moves_of(identity.logical):
@@ -188,9 +194,9 @@ class BlockStore:
             tier = int(self.directory.tier[line])
         return Found(tier, self.directory.replica(line, tier).generation, int(self.directory.checksum[line]))
 
-    def pin(self, keys: NDArray[np.uint8], namespace: bytes, deadline: float) -> Pinned:
+    def pin(self, keys: Keys, namespace: bytes, deadline: float) -> Pinned:
         """What of the leading blocks is in memory, pinned in the step that found it."""
-        return self.reads.pin(keys, namespace, deadline)
+        return self.pins.pin(keys, namespace, deadline)
 
     def fetch(
         self,
@@ -239,7 +245,7 @@ class BlockStore:
                     self.reclaim.note(key, "deleted", MoveReason.MISS, "it was deleted, in every tier")
 
     def _reap(self) -> None:
-        self.reads.pins.reap()
+        self.pins.reap()
         for settled in self.moves.reap():
             self._on_settled(settled)
 
@@ -258,7 +264,7 @@ class BlockStore:
         """Why a lookup of this key hits or misses now."""
         directory = self.directory
         with self.parts.lock:
-            self.reads.pins.reap()
+            self.pins.reap()
             line = directory.locate(key)
             if line == NO_LINE:
                 return self.reclaim.obituary(key)

@@ -4,6 +4,9 @@
 Why it exists: the bytes of a put move once, from the client's memory into the slot that will be read, and no
 reader may meet the slot before all of them are there and sealed. A writer that stalls or goes loses its
 reservation, and whatever it still writes lands in a slot that is nobody's. It must not know how room is made.
+
+States of a block: RESERVED (a line, a slot and a credit, seen by the writer alone) > PUBLISHED, or gone. The
+line carries the reservation's number as its claim, so that evictions, moves and deletions keep off it.
 """
 
 from __future__ import annotations
@@ -11,41 +14,45 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import xxhash
+
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.blockstore.parts import Parts
-from kvtier_core.checksums import checksum
-from kvtier_core.directory import NO_LINE
+from kvtier_core.credits import CreditRefused, Grant, Ledger, slots
+from kvtier_core.directory import NO_LINE, StoreFacts
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.transactions import Move, MoveKind, MoveReason, MoveRefused, Transactions, TxnState
+from kvtier_core.tiers.base import PoolTier
+from kvtier_core.tiers.slots import SlotRef
+from kvtier_core.transactions import MoveReason
 from kvtier_core.transactions.eviction import Room
 from kvtier_core.transactions.reasons import refusal
 
+# Claims of reservations and numbers of moves never meet.
+FIRST_CLAIM = 1 << 62
 _IN_FLIGHT = Stored(PutOutcome.IN_FLIGHT, reason=MoveReason.WRITE_TXN_BUSY)
+_CANCELLED = Stored(PutOutcome.REFUSED, reason=MoveReason.CANCELLED, message="the scope was left")
+_LATE = Stored(PutOutcome.REFUSED, reason=MoveReason.TRANSFER_TIMEOUT, message="the writer was too slow")
 
 
-@dataclass(slots=True)
-class _Slot:
-    """One block of a reservation: its move while it is ours to write, else how it ended."""
+class _Held:
+    """What a reservation holds, block by block; no reference to the reservation itself, or it could never be
+    collected. lines[i]: NO_LINE when block i needs no bytes. slots: (slot, generation) of those that do."""
 
-    move: Move | None
-    ended: Stored | None = None
+    __slots__ = ("claim", "deadline", "ended", "grant", "lines", "namespace", "over", "slots", "waiting")
 
-
-@dataclass(frozen=True, slots=True)
-class _About:
-    """What all blocks of one reservation have in common."""
-
-    namespace: int
-    rows: int
-    cost: float
-    producer: int
-    droppable: bool
-    tick: int
-    deadline: float
+    def __init__(self, claim: int, deadline: float, namespace: int) -> None:
+        self.claim = claim
+        self.deadline = deadline
+        self.namespace = namespace
+        self.lines: list[int] = []
+        self.slots: list[tuple[int, int]] = []
+        self.ended: list[Stored | None] = []
+        self.grant: Grant | None = None
+        self.waiting = 0
+        self.over = False
 
 
 class Reservation:
@@ -54,12 +61,12 @@ class Reservation:
 
     Not for several threads at once; other reservations are independent of it."""
 
-    def __init__(self, writes: Writes, keys: Sequence[bytes], slots: list[_Slot], deadline: float) -> None:
+    __slots__ = ("__weakref__", "_held", "_writes", "keys")
+
+    def __init__(self, writes: Writes, keys: Sequence[bytes], held: _Held) -> None:
         self._writes = writes
-        self.keys = tuple(keys)
-        self.slots = slots
-        self.deadline = deadline
-        self._views: list[memoryview | None] = [None] * len(slots)
+        self._held = held
+        self.keys = keys
 
     def __enter__(self) -> Self:
         return self
@@ -70,50 +77,67 @@ class Reservation:
         self.close()
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self._held.lines)
+
+    def __del__(self) -> None:
+        # A scope that was never left, from the collector: nothing here may take a lock.
+        if self._held.waiting or self._held.grant is not None:
+            self._writes.abandoned.append(self._held)
 
     def outcome(self, index: int) -> Stored | None:
         """How block `index` ended; None while it waits for its bytes."""
-        return self.slots[index].ended
+        return self._held.ended[index]
 
     def landing(self, index: int) -> memoryview | None:
         """Where block `index` is to be written, exactly a payload long; None when it needs no bytes. Writing
         to it after the scope ended is the writer's defect: the slot may be another's."""
-        slot = self.slots[index]
-        if slot.ended is not None or slot.move is None:
-            return None
-        if self._views[index] is None:
-            self._views[index] = self._writes.body(slot.move)
-        return self._views[index]
+        held = self._held
+        return None if held.ended[index] is not None else self._writes.body(held.slots[index][0])
 
     def publish(self, stated: Sequence[int] | None = None) -> list[Stored]:
         """Seals every block by the XXH3-64 of what lies in its slot and makes it readable. stated: what the
         writer says the checksums are; a difference is CHECKSUM_MISMATCH and that block is not published."""
-        return self._writes.publish(self, self.slots, stated)
+        return self._writes.publish(self._held, stated)
 
     def close(self) -> None:
         """Gives back what is not published. A second call has no effect."""
-        self._writes.close(self, self.slots)
+        held = self._held
+        if held.waiting or held.grant is not None:
+            self._writes.close(held)
 
 
 class Writes:
     """All open reservations of one store, at most `max_open` blocks."""
 
     def __init__(
-        self, parts: Parts, moves: Transactions, make_room: Callable[[int, int], Room], max_open: int = 65536
+        self,
+        parts: Parts,
+        ledger: Ledger,
+        make_room: Callable[[int, int], Room],
+        published: Callable[[int], None],
+        max_open: int = 65536,
     ) -> None:
+        home = parts.tiers[parts.home]
+        if not isinstance(home, PoolTier):
+            raise CoreError(Reason.TIER_INCAPABLE, f"tier {home.name} has no memory to store into")
         self._parts = parts
-        self._moves = moves
+        self._ledger = ledger
         self._make_room = make_room
+        self._published = published
         self._max_open = max_open
-        self._open: dict[int, Reservation] = {}
-        self._abandoned: deque[list[_Slot]] = deque()
-        self._blocks = 0
+        self._home = home
+        self._resource = slots(parts.home)
+        self._open: weakref.WeakSet[Reservation] = weakref.WeakSet()
+        self._dying: dict[int, _Held] = {}
+        self._next = FIRST_CLAIM
+        self.abandoned: deque[_Held] = deque()
+        self.open_blocks = 0
         self.expired = 0
 
-    @property
-    def open_blocks(self) -> int:
-        return self._blocks
+    def body(self, slot: int) -> memoryview:
+        return self._home.body(slot)
+
+    # Reserving.
 
     def reserve(
         self,
@@ -127,63 +151,94 @@ class Writes:
         deadline: float,
     ) -> Reservation:
         """Takes a slot in the home tier for every key that is not there. Per block: a landing, or EXISTED,
-        IN_FLIGHT, or REFUSED with its reason (NO_DESTINATION_CAPACITY, QUOTA_EXCEEDED, CREDIT_PRESSURE,
-        TOMBSTONED). Raises QUEUE_FULL, DEADLINE."""
+        IN_FLIGHT, or REFUSED with its reason (NO_DESTINATION_CAPACITY, QUOTA_EXCEEDED, CREDIT_PRESSURE while
+        copies leave, TOMBSTONED). Raises QUEUE_FULL, DEADLINE."""
         parts = self._parts
         with parts.lock:
-            now = parts.clock()
-            if now >= deadline:
+            if parts.clock() >= deadline:
                 raise CoreError(Reason.DEADLINE, "the deadline passed before the blocks were stored")
-            if self._blocks + len(keys) > self._max_open:
+            if self.open_blocks + len(keys) > self._max_open:
                 raise CoreError(
                     Reason.QUEUE_FULL,
-                    f"{self._blocks} blocks are being stored, {self._max_open} may be",
-                    {"open": self._blocks},
+                    f"{self.open_blocks} blocks are being stored, {self._max_open} may be",
+                    {"open": self.open_blocks},
                 )
             owner = parts.namespaces.index(namespace)
-            tick = parts.next_tick()
-            about = _About(owner, rows, cost, producer, droppable, tick, deadline)
-            slots = [self._begin(key, about) for key in keys]
-            made = Reservation(self, keys, slots, deadline)
-            self._blocks += len(slots)
-            self._open[id(made)] = made
-            # A scope that ended by its deadline and is never left: its writer is gone with it.
-            weakref.finalize(made, self._abandoned.append, slots).atexit = False
+            self._next += 1
+            held = _Held(self._next, deadline, owner)
+            facts = StoreFacts(owner, rows, producer, cost, droppable, parts.next_tick(), held.claim)
+            self._fill(held, keys, namespace, facts)
+            self.open_blocks += held.waiting
+            made = Reservation(self, keys, held)
+            if held.waiting:
+                self._open.add(made)
             return made
 
-    def _begin(self, key: bytes, about: _About) -> _Slot:
-        directory, home = self._parts.directory, self._parts.home
-        line = directory.locate(key)
-        if line != NO_LINE:
-            return _Slot(None, self._there(line, about.namespace))
+    def _fill(self, held: _Held, keys: Sequence[bytes], namespace: bytes, facts: StoreFacts) -> None:
+        locate = self._parts.directory.locate
+        found = [locate(key) for key in keys]
+        missing = found.count(NO_LINE)
+        paid, refused = self._pay(held, missing) if missing else (0, None)
+        for key, line in zip(keys, found, strict=True):
+            ended: Stored | None = None
+            slot = (-1, 0)
+            if line == NO_LINE and paid == 0:
+                ended = refused
+            elif line == NO_LINE:
+                # The same key twice in one call is there by now.
+                again = locate(key) if len(keys) > 1 else NO_LINE
+                if again == NO_LINE:
+                    line, slot, ended = self._begin(key, namespace, facts)
+                    paid -= ended is None
+                else:
+                    ended = self._there(again, facts.namespace)
+            else:
+                ended = self._there(line, facts.namespace)
+            held.lines.append(line if ended is None else NO_LINE)
+            held.slots.append(slot)
+            held.ended.append(ended)
+            held.waiting += ended is None
+        if paid:
+            self._return(held, paid)
+
+    def _pay(self, held: _Held, count: int) -> tuple[int, Stored | None]:
+        """Credits for up to `count` slots; how many there are, and why there are no more."""
         try:
-            line = directory.insert_block(
-                key,
-                namespace=about.namespace,
-                rows=about.rows,
-                producer=about.producer,
-                cost=about.cost,
-                tick=about.tick,
-            )
-        except CoreError as error:
-            return _Slot(None, _refused(error))
-        if about.droppable:
-            directory.droppable[line] = 1
-        try:
+            held.grant = self._ledger.acquire({self._resource: count}, held.namespace)
+            return count, None
+        except CreditRefused as short:
+            refused = _refused(short)
+        if refused.reason is not MoveReason.QUOTA_EXCEEDED:
+            room = self._make_room(self._parts.home, count)
+            if room.leaving:
+                refused = Stored(
+                    PutOutcome.REFUSED, reason=MoveReason.CREDIT_PRESSURE, message="copies leave"
+                )
+            elif not room.now:
+                refused = Stored(PutOutcome.REFUSED, reason=room.reason, message=refused.message)
+        while count > 0:
             try:
-                move = self._moves.begin(MoveKind.STORE, line, home, deadline=about.deadline)
-            except MoveRefused as full:
-                if full.code is not MoveReason.NO_DESTINATION_CAPACITY:
-                    raise
-                room = self._make_room(home, 1)
-                if not room.now:
-                    raise MoveRefused(_full(room), full.message, full.facts) from full
-                move = self._moves.begin(MoveKind.STORE, line, home, deadline=about.deadline)
+                held.grant = self._ledger.acquire({self._resource: count}, held.namespace)
+                return count, refused
+            except CreditRefused as short:
+                count = min(count - 1, short.available)
+        return 0, refused
+
+    def _begin(
+        self, key: bytes, namespace: bytes, facts: StoreFacts
+    ) -> tuple[int, tuple[int, int], Stored | None]:
+        directory, table = self._parts.directory, self._home.slots
+        try:
+            slot = table.begin(namespace)
         except CoreError as error:
-            directory.remove(line)
-            return _Slot(None, _refused(error))
-        self._moves.lend(move)
-        return _Slot(move)
+            return NO_LINE, (-1, 0), _refused(error)
+        try:
+            line = directory.begin_store(key, facts, self._parts.home, *slot)
+        except CoreError as error:
+            table.release(SlotRef(*slot))
+            return NO_LINE, (-1, 0), _refused(error)
+        table.own(slot[0], directory.logical_of(line))
+        return line, slot, None
 
     def _there(self, line: int, namespace: int) -> Stored:
         directory = self._parts.directory
@@ -200,102 +255,135 @@ class Writes:
         copy = directory.authority(line)
         return _IN_FLIGHT if copy is None else Stored(PutOutcome.EXISTED, copy.generation)
 
-    def body(self, move: Move) -> memoryview:
-        return self._parts.tiers[move.tier].landing(move.destination).body
+    # Publishing.
 
-    def publish(
-        self, reservation: Reservation, slots: list[_Slot], stated: Sequence[int] | None
-    ) -> list[Stored]:
-        sums: list[int | None] = [None] * len(slots)
-        for index, slot in enumerate(slots):
-            # The bytes are the writer's until here, and nobody else's: hashing needs no lock.
-            view = reservation.landing(index)
-            if view is not None and slot.move is not None:
-                sums[index] = checksum("xxh3", view)
+    def publish(self, held: _Held, stated: Sequence[int] | None) -> list[Stored]:
+        digest, body = xxhash.xxh3_64_intdigest, self._home.body
+        # The bytes are the writer's until here, and nobody else's: hashing needs no lock.
+        sums = [
+            digest(body(slot[0])) if ended is None else 0
+            for slot, ended in zip(held.slots, held.ended, strict=True)
+        ]
         with self._parts.lock:
-            for index, slot in enumerate(slots):
-                found = sums[index]
-                if slot.ended is None and slot.move is not None and found is not None:
+            failed = done = 0
+            for index, ended in enumerate(held.ended):
+                if ended is None:
                     wanted = None if stated is None else stated[index]
-                    slot.ended = self._seal(slot.move, found, wanted)
-            self._forget(reservation, slots)
-        return [slot.ended or _IN_FLIGHT for slot in slots]
+                    stored = self._seal(held, index, sums[index], wanted)
+                    held.ended[index] = stored
+                    done += stored.outcome is PutOutcome.STORED
+                    failed += stored.outcome is not PutOutcome.STORED
+            self.open_blocks -= done + failed
+            held.waiting = 0
+            if held.grant is not None and done + failed:
+                self._ledger.settle(held.grant, self._resource)
+                self._ledger.release(held.grant)
+                held.grant = None
+                if failed:
+                    self._ledger.vacate(self._resource, failed, held.namespace)
+        return [ended or _IN_FLIGHT for ended in held.ended]
 
-    def _seal(self, move: Move, found: int, wanted: int | None) -> Stored:
-        if move.state is not TxnState.RESERVED:
-            return Stored(PutOutcome.REFUSED, reason=move.reason, message="the reservation has ended")
+    def _seal(self, held: _Held, index: int, found: int, wanted: int | None) -> Stored:
+        line, slot = held.lines[index], held.slots[index]
         if wanted is not None and wanted != found:
-            self._drop(move, MoveReason.CHECKSUM_MISMATCH)
+            self._drop(held, index)
             return Stored(
                 PutOutcome.REFUSED,
                 reason=MoveReason.CHECKSUM_MISMATCH,
                 message=f"xxh3:{wanted:016x} was stated, xxh3:{found:016x} arrived",
             )
+        directory = self._parts.directory
         try:
-            self._moves.seal(move, found)
+            self._home.slots.publish_filled(*slot)
+            generation = directory.publish_store(line, self._parts.home, held.claim, found)
         except CoreError as error:
-            self._remove(move)
+            deleted = directory.find(directory.key_of(line)) == NO_LINE
+            self._drop(held, index)
+            if deleted:
+                return Stored(
+                    PutOutcome.REFUSED, reason=MoveReason.TOMBSTONED, message="it was deleted meanwhile"
+                )
             return _refused(error)
-        return Stored(PutOutcome.STORED, move.identity.replica_generation)
+        self._published(line)
+        return Stored(PutOutcome.STORED, generation)
+
+    def _drop(self, held: _Held, index: int) -> None:
+        """Takes a block that is not published back: its line first, then its slot."""
+        self._parts.directory.abort_store(held.lines[index], self._parts.home, held.claim)
+        self._home.slots.release(SlotRef(*held.slots[index]))
+
+    def _return(self, held: _Held, count: int) -> None:
+        """Gives `count` slots' credits back that were paid and not used."""
+        assert held.grant is not None
+        self._ledger.settle(held.grant, self._resource)
+        self._ledger.release(held.grant)
+        self._ledger.vacate(self._resource, count, held.namespace)
+        held.grant = None
+        if held.waiting:
+            self._ledger.vacate(self._resource, held.waiting, held.namespace)
+            held.grant = self._ledger.acquire({self._resource: held.waiting}, held.namespace)
+
+    # Ending without publishing.
+
+    def close(self, held: _Held) -> None:
+        with self._parts.lock:
+            self._end(held, _CANCELLED)
+            if held.claim in self._dying:
+                self._bury(held)
 
     def expire(self, now: float) -> int:
         """Ends reservations whose deadline has come. Their slots stay quarantined until the writer's scope
         ends, since it may still be writing. Returns how many blocks were ended."""
         count = 0
-        while self._abandoned:
-            for slot in self._abandoned.popleft():
-                if slot.move is not None:
-                    self._moves.returned(slot.move)
-        for reservation in list(self._open.values()):
-            if now < reservation.deadline:
-                continue
-            for slot in reservation.slots:
-                if slot.ended is None and slot.move is not None:
-                    self._moves.cancel(slot.move, MoveReason.TRANSFER_TIMEOUT)
-                    self._remove(slot.move)
-                    slot.ended = Stored(
-                        PutOutcome.REFUSED,
-                        reason=MoveReason.TRANSFER_TIMEOUT,
-                        message="the writer was too slow",
-                    )
-                    count += 1
-            self._forget(reservation, reservation.slots)
+        while self.abandoned:
+            held = self.abandoned.popleft()
+            self._end(held, _CANCELLED)
+            if held.claim in self._dying:
+                self._bury(held)
+        for reservation in list(self._open):
+            held = reservation._held
+            if held.waiting and now >= held.deadline:
+                count += self._suspend(held)
         self.expired += count
         return count
 
-    def close(self, reservation: Reservation, slots: list[_Slot]) -> None:
-        with self._parts.lock:
-            for slot in slots:
-                if slot.move is None or slot.move.state in (TxnState.PUBLISHED, TxnState.RELEASED):
-                    continue
-                if slot.ended is None:
-                    self._drop(slot.move, MoveReason.CANCELLED)
-                    slot.ended = Stored(PutOutcome.REFUSED, reason=MoveReason.CANCELLED)
-                self._moves.returned(slot.move)
-            self._forget(reservation, slots)
+    def _end(self, held: _Held, why: Stored) -> None:
+        if not held.waiting:
+            return
+        for index, ended in enumerate(held.ended):
+            if ended is None:
+                held.ended[index] = why
+                self._drop(held, index)
+        self.open_blocks -= held.waiting
+        held.waiting = 0
+        if held.grant is not None:
+            self._ledger.release(held.grant)
+            held.grant = None
 
-    def _drop(self, move: Move, reason: MoveReason) -> None:
-        self._moves.cancel(move, reason)
-        self._remove(move)
+    def _suspend(self, held: _Held) -> int:
+        count = held.waiting
+        for index, ended in enumerate(held.ended):
+            if ended is None:
+                held.ended[index] = _LATE
+                self._parts.directory.abort_store(held.lines[index], self._parts.home, held.claim)
+                self._home.quarantine(SlotRef(*held.slots[index]))
+            else:
+                held.slots[index] = (-1, 0)
+        self.open_blocks -= count
+        held.waiting = 0
+        self._dying[held.claim] = held
+        return count
 
-    def _remove(self, move: Move) -> None:
-        """A block that was never published leaves no line behind."""
-        directory = self._parts.directory
-        if directory.line_of(move.owner) == move.line and not directory.replicas.held_in(move.line):
-            directory.remove(move.line)
-
-    def _forget(self, reservation: Reservation, slots: list[_Slot]) -> None:
-        if (
-            all(slot.ended is not None for slot in slots)
-            and self._open.pop(id(reservation), None) is not None
-        ):
-            self._blocks -= len(slots)
+    def _bury(self, held: _Held) -> None:
+        """The writer is gone: its quarantined slots are free again, and so are their credits."""
+        del self._dying[held.claim]
+        for slot, generation in held.slots:
+            if slot >= 0:
+                self._home.slots.release(SlotRef(slot, generation))
+        if held.grant is not None:
+            self._ledger.release(held.grant)
+            held.grant = None
 
 
 def _refused(error: CoreError) -> Stored:
     return Stored(PutOutcome.REFUSED, reason=refusal(error).code, message=error.message)
-
-
-def _full(room: Room) -> MoveReason:
-    """Why there is no slot now: copies that leave make it worth asking again."""
-    return MoveReason.CREDIT_PRESSURE if room.leaving else room.reason

@@ -15,6 +15,7 @@ from kvtier_core.directory.ids import (
     recency_key,
 )
 from kvtier_core.directory.replicas import Replica, ReplicaTable
+from kvtier_core.directory.storing import StoreFacts
 
 __all__ = [
     "KEY_BYTES",
@@ -27,6 +28,7 @@ __all__ = [
     "Replica",
     "ReplicaState",
     "ReplicaTable",
+    "StoreFacts",
     "block_id",
     "is_block_id",
     "logical_id",

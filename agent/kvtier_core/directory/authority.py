@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from kvtier_core.directory import checks, scans
 from kvtier_core.directory.ids import NO_TIER, ChunkState, ReplicaState
 from kvtier_core.directory.replicas import PUBLISHED, Replica
-from kvtier_core.directory.table import BlockTable, mix
+from kvtier_core.directory.storing import StoringTable
+from kvtier_core.directory.table import mix
 from kvtier_core.errors import CoreError, Reason
 
 MAX_REUSE = (1 << 16) - 1
 _TOMBSTONED = int(ChunkState.TOMBSTONED)
 
 
-class Directory(BlockTable):
+class Directory(StoringTable):
     """Lines, each belonging to one block or session chunk from its insertion to `remove`.
 
     `capacity` lines and `tiers` tiers are reserved as address space; memory is committed where it is used.
@@ -75,6 +76,7 @@ class Directory(BlockTable):
         columns.stamp.cells[line] = self._epochs[line]
         if authority or self._authority[line] < 0:
             self._advance(line, tier)
+        self._is_resident(line, tier)
         self.directory_generation += 1
 
     def move_authority(self, line: int, tier: int) -> None:
@@ -99,6 +101,7 @@ class Directory(BlockTable):
         columns = self.replicas.of(tier)
         if columns.state.cells[line] != PUBLISHED:
             raise self._not_visible(line, tier, "PUBLISHED")
+        self._not_resident(line, tier)
         columns.state.cells[line] = ReplicaState.INVALID
         columns.stamp.cells[line] = 0
         if self._authority[line] == tier:
@@ -123,6 +126,7 @@ class Directory(BlockTable):
         self._expect_counting(line, tier)
         if self._authority[line] == tier:
             raise CoreError(Reason.SURVIVAL_VIOLATION, f"tier {tier} is the authority of line {line}")
+        self._not_resident(line, tier)
         self.replicas.tiers[tier].stamp.cells[line] = 0
 
     def drop_replica(self, line: int, tier: int, *, r_min: int = 1, last: bool = False) -> None:
@@ -151,6 +155,7 @@ class Directory(BlockTable):
                     f"tier {tier} holds {role} of line {line}; {others} others count",
                     {"line": line, "tier": tier, "survivors": others, "authority": answers},
                 )
+        self._not_resident(line, tier)
         self.replicas.clear(line, tier)
         if answers:
             self._authority[line] = NO_TIER
@@ -201,6 +206,11 @@ class Directory(BlockTable):
             raise CoreError(
                 Reason.NOT_VISIBLE, f"line {line} is tombstoned", {"line": line, "state": "TOMBSTONED"}
             )
+
+    def tombstone(self, line: int) -> int:
+        generation = super().tombstone(line)
+        self._not_resident(line, self.resident_tier)
+        return generation
 
     # Readers, writers, use.
 
@@ -266,6 +276,8 @@ class Directory(BlockTable):
     def check(self) -> None:
         """Invariants over all lines; raises AssertionError. For tests and `inspect`."""
         checks.check(self._lines, self.replicas, self._index, self._chunk_index)
+        if self.resident_tier != NO_TIER:
+            checks.check_resident(self._lines, self.replicas, self.resident, self.resident_tier)
 
     # Session chunks: one copy each, moved as a whole.
 

@@ -6,9 +6,11 @@ needs to say what is wrong. It must not repair anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from kvtier_core.directory.ids import ChunkState, ReplicaState
+from kvtier_core.directory.ids import KEY_BYTES, ChunkState, ReplicaState
 from kvtier_core.directory.keyindex import KeyIndex
 from kvtier_core.directory.lines import LineColumns
 from kvtier_core.directory.replicas import PUBLISHED, ReplicaTable
@@ -53,6 +55,23 @@ def check(lines: LineColumns, replicas: ReplicaTable, keys: KeyIndex, chunks: Ke
         np.flatnonzero(~free & stamped & (tier < 0) & (state != ChunkState.TOMBSTONED)),
         "copies, no authority",
     )
+
+
+def check_resident(
+    lines: LineColumns, replicas: ReplicaTable, resident: Mapping[bytes, int], tier: int
+) -> None:
+    """Raises AssertionError unless the map names exactly the blocks that may be read in the tier."""
+    used = slice(0, lines.used)
+    copy = replicas.tiers[tier]
+    readable = (lines.state.array[used] == ChunkState.SEALED) & (lines.chunk.array[used] == 0)
+    readable &= (copy.state.array[used] == PUBLISHED) & (copy.stamp.array[used] == lines.epoch.array[used])
+    wanted = np.flatnonzero(readable)
+    named = np.sort(np.fromiter(resident.values(), dtype=np.int64, count=len(resident)))
+    _expect(np.array_equal(named, wanted), f"the map names {len(named)} blocks in memory, not {len(wanted)}")
+    for key, line in resident.items():
+        _expect(
+            lines.key.raw[line * KEY_BYTES : (line + 1) * KEY_BYTES] == key, f"line {line} has another key"
+        )
 
 
 def _expect_indexed(index: KeyIndex, lines: np.ndarray[tuple[int], np.dtype[np.int64]], what: str) -> None:

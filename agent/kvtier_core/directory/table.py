@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier_core.directory.columns import Column
 from kvtier_core.directory.ids import (
     KEY_BYTES,
     NO_LINE,
@@ -101,6 +102,11 @@ class BlockTable:
 
     def __len__(self) -> int:
         return self._lines.live
+
+    def cells(self, name: str) -> memoryview[Any]:
+        """A public column as single numbers, over its whole length: for paths that are short."""
+        column: Column = getattr(self._lines, _STORED.get(name, name))
+        return column.cells
 
     @property
     def used(self) -> int:

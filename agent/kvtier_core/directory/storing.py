@@ -1,0 +1,138 @@
+"""The short way of a block's first copy, and the map of what lies in memory: both are on every request's
+path.
+
+Why it exists: a put and a pinned read are a few microseconds of metadata, so the columns they touch are
+written in one pass here, under the same rules as the single steps of the directory. It must not know slots,
+bytes or who stores.
+
+`resident` maps key to line for blocks whose copy in one memory tier may be read. It costs a dictionary entry
+for each such block, which that tier's slots bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier_core.directory.ids import KEY_BYTES, NO_TIER, ChunkState, ReplicaState
+from kvtier_core.directory.replicas import PUBLISHED
+from kvtier_core.directory.table import BlockTable
+from kvtier_core.errors import CoreError, Reason
+
+_SEALED = int(ChunkState.SEALED)
+_RESERVED = int(ReplicaState.RESERVED)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFacts:
+    """What all blocks of one store have in common. rows: of each block; cost: seconds to recompute one;
+    txn: who claims the lines."""
+
+    namespace: int
+    rows: int
+    producer: int
+    cost: float
+    droppable: bool
+    tick: int
+    txn: int
+
+
+class StoringTable(BlockTable):
+    """Lines with their first copies."""
+
+    resident_tier = NO_TIER
+
+    def keep_resident(self, tier: int) -> None:
+        """Maps from now on what may be read in `tier`. Once, before or after blocks are there."""
+        self.resident_tier = tier
+        self.resident: dict[bytes, int] = {}
+        columns = self.replicas.tiers[tier]
+        span = slice(0, self.used)
+        found = (self._lines.state.array[span] == _SEALED) & (self._lines.chunk.array[span] == 0)
+        found &= (columns.state.array[span] == PUBLISHED) & (
+            columns.stamp.array[span] == self._lines.epoch.array[span]
+        )
+        for line in np.flatnonzero(found).tolist():
+            self.resident[self.key_of(line)] = line
+
+    def begin_store(self, key: bytes, facts: StoreFacts, tier: int, slot: int, slot_generation: int) -> int:
+        """A line for a key that is not there: SEALED, claimed, its one copy RESERVED and seen by nobody.
+        NO_DESTINATION_CAPACITY, BAD_ARGUMENT; nothing has changed then."""
+        columns = self._lines
+        line = columns.take()
+        try:
+            columns.namespace.cells[line] = facts.namespace
+            columns.rows.cells[line] = facts.rows
+            columns.producer.cells[line] = facts.producer
+            columns.cost.cells[line] = facts.cost
+            columns.last_use.cells[line] = facts.tick
+            self._index.insert(int.from_bytes(key[:8], "little"), line)
+        except ValueError as error:
+            columns.give_back(line)
+            raise CoreError(Reason.BAD_ARGUMENT, "a number of the block does not fit") from error
+        except CoreError:
+            columns.give_back(line)
+            raise
+        columns.key.raw[line * KEY_BYTES : (line + 1) * KEY_BYTES] = key
+        self._begin(line)
+        columns.checksum.cells[line] = 0
+        columns.write_txn.cells[line] = facts.txn
+        if facts.droppable:
+            columns.droppable.cells[line] = 1
+        self._states[line] = _SEALED
+        self._issued += 1
+        copy = self.replicas.tiers[tier]
+        copy.slot.cells[line] = slot
+        copy.slot_generation.cells[line] = slot_generation
+        copy.generation.cells[line] = self._issued
+        copy.stamp.cells[line] = 0
+        copy.state.cells[line] = _RESERVED
+        self.replicas.counts[tier] += 1
+        return line
+
+    def publish_store(self, line: int, tier: int, txn: int, checksum: int) -> int:
+        """Makes the first copy readable, the authority, and ends the claim: one step. Returns the replica
+        generation. GENERATION_NOT_OWNED when the line is another's or claimed by another, NOT_VISIBLE when it
+        is tombstoned or the copy is not RESERVED; nothing has changed then."""
+        columns = self._lines
+        copy = self.replicas.tiers[tier]
+        if columns.write_txn.cells[line] != txn:
+            raise CoreError(
+                Reason.GENERATION_NOT_OWNED, f"line {line} is not stored by {txn}", {"line": line}
+            )
+        if self._states[line] != _SEALED or copy.state.cells[line] != _RESERVED:
+            raise CoreError(Reason.NOT_VISIBLE, f"line {line} may not be published", {"line": line})
+        epoch = self._epochs[line] + 1
+        columns.checksum.cells[line] = checksum
+        copy.state.cells[line] = PUBLISHED
+        copy.stamp.cells[line] = epoch
+        self._epochs[line] = epoch
+        self._authority[line] = tier
+        columns.write_txn.cells[line] = 0
+        self.directory_generation += 1
+        if tier == self.resident_tier:
+            self.resident[columns.key.raw[line * KEY_BYTES : (line + 1) * KEY_BYTES]] = line
+        return int(copy.generation.cells[line])
+
+    def abort_store(self, line: int, tier: int, txn: int) -> bool:
+        """Forgets a first copy that is not published, and its line with it unless that is being deleted.
+        False when the line is not `txn`'s: nothing has changed then."""
+        columns = self._lines
+        if columns.write_txn.cells[line] != txn or not self._states[line]:
+            return False
+        self.replicas.clear(line, tier)
+        columns.write_txn.cells[line] = 0
+        if self._states[line] == _SEALED:
+            self.remove(line)
+        return True
+
+    def _is_resident(self, line: int, tier: int) -> None:
+        """A block's copy in `tier` became readable."""
+        if tier == self.resident_tier and not self._lines.chunk.cells[line]:
+            self.resident[self.key_of(line)] = line
+
+    def _not_resident(self, line: int, tier: int) -> None:
+        """Its copy in `tier` is no longer readable, or the block is not."""
+        if tier == self.resident_tier and not self._lines.chunk.cells[line]:
+            self.resident.pop(self.key_of(line), None)
