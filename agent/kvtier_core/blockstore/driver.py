@@ -111,6 +111,8 @@ class Driver:
         left = list(range(len(keys)))
         while left:
             turn = self._turns
+            if done and self._clock() >= deadline:
+                break
             stored = self.store.put(
                 [keys[index] for index in left],
                 [payloads[index] for index in left],

@@ -56,7 +56,8 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a key is served or not. state: published, storing, moving, evicted, deleted or unknown."""
+    """Why a key is served or not. state: published, storing, moving, evicted, lost, deleted
+    or unknown."""
 
     key: bytes
     state: str

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +78,7 @@ class BlockStore:
             storage=storage,
             home=memory[-1],
             durable=bool(storage) and all(tiers[index].persistent for index in storage),
+            wake=wake or (lambda: None),
         )
         self.moves = Transactions(
             self.directory,
@@ -105,7 +107,7 @@ class BlockStore:
         )
         self.directory.keep_resident(self.parts.home)
         self.pins = MemoryPins(self.parts)
-        self._recover()
+        self._recover(journal)
 
     def _stored(self, line: int) -> None:
         self.reclaim.evictor.stored(line, self.parts.home)
@@ -115,8 +117,9 @@ class BlockStore:
             if move.identity is identity:
                 self.reclaim.evictor.stored(line, move.tier)
 
-    def _recover(self) -> None:
-        """Takes over what storage kept of earlier processes."""
+    def _recover(self, journal: DeletionJournal | None) -> None:
+        """Takes over what storage kept of earlier processes, and goes on with the deletions they began: their
+        blocks are found by nobody from here."""
         resident: dict[tuple[int, Resource], int] = {}
         for index in self.parts.storage:
             tier = self.parts.tiers[index]
@@ -125,6 +128,8 @@ class BlockStore:
                     resident[(namespace, slots(index))] = count
         if resident:
             self.ledger.rebuild(resident)
+        if isinstance(journal, Remembers):
+            self.deletions.resume(journal.entries, self.parts.namespaces.index)
 
     # Storing.
 
@@ -246,10 +251,19 @@ class BlockStore:
 
     def _reap(self) -> None:
         self.pins.reap()
+        self.reads.reap()
         for settled in self.moves.reap():
             self._on_settled(settled)
 
     def _on_settled(self, settled: Settled) -> None:
+        if settled.lost:
+            name = self.parts.tiers[settled.move.source_tier].name
+            self.reclaim.note(
+                settled.move.identity.chunk_digest,
+                "lost",
+                settled.reason,
+                f"its only copy, in tier {name}, was found bad",
+            )
         if not self.reads.on_settled(settled):
             self.reclaim.on_settled(settled)
 
@@ -284,6 +298,10 @@ class BlockStore:
                 moving = bool(directory.write_txn[line])
                 what = "moving" if moving else "published"
                 return Explanation(key, what, MoveReason.READY, "a lookup finds it", replicas, facts)
+            if any(copy.state == ReplicaState.INVALID.name for copy in replicas):
+                return Explanation(
+                    key, "lost", MoveReason.CHECKSUM_MISMATCH, "its copies were found bad", replicas, facts
+                )
             return Explanation(
                 key, "storing", MoveReason.WRITE_TXN_BUSY, "no copy is published yet", replicas, facts
             )
@@ -306,6 +324,14 @@ class BlockStore:
         with self.parts.lock:
             self.directory.check()
             self.ledger.check()
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A journal that knows what earlier processes wrote into it."""
+
+    @property
+    def entries(self) -> tuple[JournalEntry, ...]: ...
 
 
 class MemoryJournal:
