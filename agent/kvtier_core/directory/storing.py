@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtier_core.directory.ids import KEY_BYTES, NO_TIER, ChunkState, ReplicaState
 from kvtier_core.directory.replicas import PUBLISHED
-from kvtier_core.directory.table import BlockTable
+from kvtier_core.directory.table import DEFAULT_CAPACITY, BlockTable
 from kvtier_core.errors import CoreError, Reason
 
 _SEALED = int(ChunkState.SEALED)
@@ -41,12 +41,15 @@ class StoreFacts:
 class StoringTable(BlockTable):
     """Lines with their first copies."""
 
-    resident_tier = NO_TIER
+    def __init__(self, lines: int = 256, *, tiers: int = 4, capacity: int = DEFAULT_CAPACITY) -> None:
+        super().__init__(lines, tiers=tiers, capacity=capacity)
+        self.resident_tier = NO_TIER
+        self.resident: dict[bytes, int] = {}
 
     def keep_resident(self, tier: int) -> None:
         """Maps from now on what may be read in `tier`. Once, before or after blocks are there."""
         self.resident_tier = tier
-        self.resident: dict[bytes, int] = {}
+        self.resident.clear()
         columns = self.replicas.tiers[tier]
         span = slice(0, self.used)
         found = (self._lines.state.array[span] == _SEALED) & (self._lines.chunk.array[span] == 0)
@@ -134,5 +137,5 @@ class StoringTable(BlockTable):
 
     def _not_resident(self, line: int, tier: int) -> None:
         """Its copy in `tier` is no longer readable, or the block is not."""
-        if tier == self.resident_tier and not self._lines.chunk.cells[line]:
+        if tier == self.resident_tier != NO_TIER and not self._lines.chunk.cells[line]:
             self.resident.pop(self.key_of(line), None)
