@@ -1,22 +1,28 @@
-"""What a tier really does, measured once when it is built.
+"""What a tier and a path between two tiers really do, measured with one spare slot.
 
-Why it exists: a declared bandwidth is a promise and plans need numbers. It must not know what is stored: it
-writes and reads one spare slot. A simulated tier's numbers are a memcpy's, and its `simulated` says so.
+Why it exists: a declared bandwidth is a promise and plans need numbers, of whole, verified blocks and of
+the path that a block takes. It must not know what is stored. A simulated tier's numbers are a memcpy's, and
+its `simulated` says so.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 
 import torch
 
-from kvtier_core.errors import CoreError
-from kvtier_core.tiers.base import BlockIdentity, Tier, seal_checksum
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.layer_runner import MAX_WAIT_SECONDS, ThreadWaiter, Waiter
+from kvtier_core.tiers.base import BlockIdentity, SlotRef, Tier, seal_checksum, slot_stride
 from kvtier_core.tiers.nvme import NvmeTier
 from kvtier_core.tiers.staging import StagingBuffer
+from kvtier_core.tiers.transfer import Landing, TransferItem, move_bytes
+from kvtier_core.units import BytesPerSecond
 
 PROBE_BYTES = 8 << 20
 MAX_ROUNDS = 64
+PATH_SECONDS = 10.0
 
 
 def measure(tier: Tier, clock: Callable[[], float]) -> None:
@@ -26,7 +32,7 @@ def measure(tier: Tier, clock: Callable[[], float]) -> None:
         return
     payload = torch.ones(tier.layout.shape, dtype=torch.float32)
     size = tier.layout.payload_bytes
-    rounds = max(1, min(MAX_ROUNDS, PROBE_BYTES // size))
+    rounds = _rounds(size)
     identity = BlockIdentity(bytes(32), 0, 0, 0, size, seal_checksum(payload))
     buffer = StagingBuffer(tier.layout)
     written = read = 0.0
@@ -54,3 +60,129 @@ def measure(tier: Tier, clock: Callable[[], float]) -> None:
     moved = float(rounds * size)
     tier.measured.write_bytes_per_second = moved / written if written > 0 else 0.0
     tier.measured.read_bytes_per_second = moved / read if read > 0 else 0.0
+
+
+def measure_memmove(size: int, clock: Callable[[], float]) -> BytesPerSecond | None:
+    """The floor of every copy of blocks of `size` bytes in host memory: memmove over pages that are there.
+    None when the clock saw no time pass."""
+    count = max(2, _rounds(size))
+    source, target = (memoryview(mmap.mmap(-1, size * count)) for _ in range(2))
+    for view in (source, target):
+        move_bytes(view, memoryview(bytes(size * count)))
+    started = clock()
+    for at in range(0, size * count, size):
+        move_bytes(target[at : at + size], source[at : at + size])
+    seconds = clock() - started
+    return BytesPerSecond(size * count / seconds) if seconds > 0 else None
+
+
+class _Arrival:
+    """Hears of one item."""
+
+    def __init__(self, waiter: Waiter) -> None:
+        self._waiter = waiter
+        self.over = self.is_drained = False
+        self.error: CoreError | None = None
+
+    def done(self, index: int, error: CoreError | None) -> None:
+        self.error, self.over = error, True
+        self._waiter.notify()
+
+    def drained(self, index: int) -> None:
+        self.is_drained = True
+        self._waiter.notify()
+
+
+def measure_path(
+    source: Tier, target: Tier, clock: Callable[[], float], waiter: Waiter | None = None
+) -> BytesPerSecond:
+    """Bandwidth of blocks that move from `source` to `target` one after the other: read into the target's
+    slot where it has memory to land in, else written from the source's, else through staging; verified on
+    the way as always. What a tier refuses is raised: NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE,
+    DEADLINE, ... A slot that bytes may still arrive in stays quarantined."""
+    payload = torch.ones(source.layout.shape, dtype=torch.float32)
+    size = source.layout.payload_bytes
+    identity = BlockIdentity(bytes(32), 0, 0, 0, size, seal_checksum(payload))
+    wait = waiter or ThreadWaiter()
+    staging = memoryview(mmap.mmap(-1, slot_stride(source.layout)))[:size]
+    taken = source.reserve(0)
+    seconds = 0.0
+    try:
+        source.write(taken, payload, identity)
+        source.validate(taken, identity)
+        source.publish(taken)
+        for _ in range(_rounds(size)):
+            started = clock()
+            _move_once(source, taken, target, identity, Landing(staging), clock, wait)
+            seconds += clock() - started
+    finally:
+        source.release(taken)
+    if seconds <= 0.0:
+        raise CoreError(Reason.COST_MODEL, f"no time passed from {source.name} to {target.name}")
+    return BytesPerSecond(_rounds(size) * size / seconds)
+
+
+def _move_once(
+    source: Tier,
+    taken: SlotRef,
+    target: Tier,
+    identity: BlockIdentity,
+    staging: Landing,
+    clock: Callable[[], float],
+    waiter: Waiter,
+) -> None:
+    ref = target.reserve(0)
+    arrivals: list[_Arrival] = []
+    deadline = clock() + PATH_SECONDS
+
+    def carry(tier: Tier, at: SlotRef, landing: Landing, *, write: bool) -> None:
+        arrivals.append(_Arrival(waiter))
+        submit = tier.submit_write if write else tier.submit_read
+        submit([TransferItem(at, identity, landing)], deadline, arrivals[-1])
+        _until(arrivals[-1], tier, deadline, clock, waiter)
+
+    try:
+        into, out_of = _landing(target, ref), _landing(source, taken)
+        if into is not None:
+            carry(source, taken, into, write=False)
+            target.filled(ref)
+            target.validate(ref, identity)
+        else:
+            if out_of is None:
+                carry(source, taken, staging, write=False)
+            carry(target, ref, out_of or staging, write=True)
+        target.publish(ref)
+    finally:
+        if all(arrival.is_drained for arrival in arrivals):
+            target.release(ref)
+        else:
+            target.quarantine(ref)
+
+
+def _landing(tier: Tier, ref: SlotRef) -> Landing | None:
+    try:
+        return tier.landing(ref)
+    except CoreError as error:
+        if error.reason is not Reason.TIER_INCAPABLE:
+            raise
+        return None
+
+
+def _until(
+    arrival: _Arrival, tier: Tier, deadline: float, clock: Callable[[], float], waiter: Waiter
+) -> None:
+    """Waits until the item is over and drained. DEADLINE, or what it ended with."""
+    while not (arrival.over and arrival.is_drained):
+        tier.poll()
+        left = deadline - clock()
+        if arrival.is_drained:
+            break
+        if left <= 0.0:
+            raise arrival.error or CoreError(Reason.DEADLINE, f"tier {tier.name} did not answer in time")
+        waiter.wait(min(left, MAX_WAIT_SECONDS))
+    if arrival.error is not None:
+        raise arrival.error
+
+
+def _rounds(size: int) -> int:
+    return max(1, min(MAX_ROUNDS, PROBE_BYTES // size))

@@ -34,7 +34,7 @@ from kvtier_core.tiers.borrowed import AllocationGenerations, BorrowedSlots
 from kvtier_core.tiers.flights import Flight, Flights
 from kvtier_core.tiers.ordering import SlotEvents
 from kvtier_core.tiers.staging import PAGE
-from kvtier_core.tiers.streams import Event, Stream, stream_of
+from kvtier_core.tiers.streams import Event, InlineStream, Stream, stream_of
 from kvtier_core.tiers.transfer import Landing, TransferItem, TransferSink
 
 QUEUE_DEPTH = 1024
@@ -133,6 +133,10 @@ class GpuTier(PoolTier):
         return int(self._flat.shape[1]) * FLOAT_BYTES
 
     def landing(self, ref: SlotRef) -> Landing:
+        """In place only in host memory without streams of its own: elsewhere a copy that went past
+        `submit_read` and `submit_write` would overtake writers and readers."""
+        if not (isinstance(self._load, InlineStream) and isinstance(self._store, InlineStream)):
+            raise CoreError(Reason.TIER_INCAPABLE, f"copies of tier {self.name} go in stream order")
         if self.stride % PAGE:
             raise CoreError(Reason.TIER_INCAPABLE, f"slots of tier {self.name} do not lie on whole pages")
         return super().landing(ref)

@@ -132,5 +132,5 @@ def test_a_borrowed_slot_off_page_bounds_is_no_landing_for_storage() -> None:
     engine = Engine()
     tier = GpuTier.borrow("hbm", odd, torch.zeros((3, *odd.shape)), engine)
     ref = tier.adopt_allocation(0, 7, engine.allocate(0))
-    refused(Reason.TIER_INCAPABLE, tier.landing, ref)
+    assert "whole pages" in refused(Reason.TIER_INCAPABLE, tier.landing, ref).message
     assert seal_checksum(tier.payload(0)) == seal_checksum(torch.zeros(odd.shape))

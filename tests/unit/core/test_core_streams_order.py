@@ -346,6 +346,13 @@ def test_closing_ends_each_item_for_its_caller_and_drains_it_later() -> None:
     assert bench.sink.drained_items == [0]
 
 
+def test_a_pool_with_streams_is_no_landing_that_would_go_past_them() -> None:
+    bench = Bench()
+    refused(Reason.TIER_INCAPABLE, bench.tier.landing, bench.resident(payload(1)))
+    inline = GpuTier("hbm", LAYOUT, 1, device=CPU)
+    assert len(inline.landing(inline.reserve(7)).body) == LAYOUT.payload_bytes
+
+
 def test_host_memory_ends_a_batch_before_the_call_returns() -> None:
     tier = GpuTier("hbm", LAYOUT, 2, device=CPU)
     data, sink = payload(1), Sink()
