@@ -24,13 +24,15 @@ class PutOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """generation: of the published replica, 0 when nothing was published. durable: a restart keeps it."""
+    """generation: of the published replica, 0 when nothing was published. durable: a restart keeps it. checksum:
+    XXH3-64 of the published bytes, where they EXISTED."""
 
     outcome: PutOutcome
     generation: int = 0
     reason: MoveReason = MoveReason.READY
     message: str = ""
     durable: bool = False
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)

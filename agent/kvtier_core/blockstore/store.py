@@ -23,7 +23,8 @@ from kvtier_core.blockstore.pinned import Keys, MemoryPins, Pinned
 from kvtier_core.blockstore.reads import Fetch, Reads, leading
 from kvtier_core.blockstore.reclaim import Reclaim
 from kvtier_core.blockstore.recovery import Recovers, restore
-from kvtier_core.blockstore.writes import Reservation, Writes
+from kvtier_core.blockstore.writes import Reservation, Writes, compared
+from kvtier_core.checksums import checksum
 from kvtier_core.credits import BlockSlots, Ledger, Limit, LinkPayer, slots
 from kvtier_core.credits.resources import QUEUE, Resource
 from kvtier_core.directory import NO_LINE, NO_PRODUCER, ChunkState, Directory, ReplicaState
@@ -180,7 +181,12 @@ class BlockStore:
                 target = scope.landing(index)
                 if target is not None:
                     move_bytes(target, memoryview(payload).cast("B"))
-            return scope.publish()
+            stored = scope.publish()
+        for index, each in enumerate(stored):
+            if each.outcome is PutOutcome.EXISTED:
+                found = checksum("xxh3", memoryview(payloads[index]).cast("B"))
+                stored[index] = compared(each, found)
+        return stored
 
     # Finding.
 

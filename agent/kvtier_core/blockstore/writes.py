@@ -96,7 +96,8 @@ class Reservation:
 
     def publish(self, stated: Sequence[int] | None = None) -> list[Stored]:
         """Seals every block by the XXH3-64 of what lies in its slot and makes it readable. stated: what the
-        writer says the checksums are; a difference is CHECKSUM_MISMATCH and that block is not published."""
+        writer says the checksums are; a difference is CHECKSUM_MISMATCH and that block is not published, or
+        IDENTITY_MISMATCH when other bytes of that key are there."""
         return self._writes.publish(self._held, stated)
 
     def close(self) -> None:
@@ -253,7 +254,15 @@ class Writes:
                 message="the key is another namespace's",
             )
         copy = directory.authority(line)
-        return _IN_FLIGHT if copy is None else Stored(PutOutcome.EXISTED, copy.generation)
+        if copy is not None:
+            return Stored(PutOutcome.EXISTED, copy.generation, checksum=int(directory.checksum[line]))
+        if directory.write_txn[line] >= FIRST_CLAIM:
+            return _IN_FLIGHT
+        return Stored(
+            PutOutcome.REFUSED,
+            reason=MoveReason.LEASES_HELD,
+            message="what is left of a bad copy is still being read; ask again",
+        )
 
     # Publishing.
 
@@ -273,6 +282,8 @@ class Writes:
                     held.ended[index] = stored
                     done += stored.outcome is PutOutcome.STORED
                     failed += stored.outcome is not PutOutcome.STORED
+                elif stated is not None:
+                    held.ended[index] = compared(ended, stated[index])
             self.open_blocks -= done + failed
             held.waiting = 0
             if held.grant is not None and done + failed:
@@ -383,6 +394,17 @@ class Writes:
         if held.grant is not None:
             self._ledger.release(held.grant)
             held.grant = None
+
+
+def compared(there: Stored, found: int) -> Stored:
+    """What becomes of a block that is there already when its writer's bytes have the checksum `found`."""
+    if there.outcome is not PutOutcome.EXISTED or there.checksum == found:
+        return there
+    return Stored(
+        PutOutcome.REFUSED,
+        reason=MoveReason.IDENTITY_MISMATCH,
+        message=f"its bytes are xxh3:{there.checksum:016x}, not xxh3:{found:016x}: its key leaves something out",
+    )
 
 
 def _refused(error: CoreError) -> Stored:
