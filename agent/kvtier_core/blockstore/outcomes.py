@@ -24,8 +24,8 @@ class PutOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """generation: of the published replica, 0 when nothing was published. durable: a restart keeps it. checksum:
-    XXH3-64 of the published bytes, where they EXISTED."""
+    """generation: of the published replica, 0 when nothing was published. durable: a restart keeps it.
+    checksum: XXH3-64 of the published bytes, where they EXISTED."""
 
     outcome: PutOutcome
     generation: int = 0

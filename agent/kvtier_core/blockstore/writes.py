@@ -403,7 +403,7 @@ def compared(there: Stored, found: int) -> Stored:
     return Stored(
         PutOutcome.REFUSED,
         reason=MoveReason.IDENTITY_MISMATCH,
-        message=f"its bytes are xxh3:{there.checksum:016x}, not xxh3:{found:016x}: its key leaves something out",
+        message=f"its bytes are xxh3:{there.checksum:016x}, not xxh3:{found:016x}; the key lacks something",
     )
 
 
