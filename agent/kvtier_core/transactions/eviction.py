@@ -74,7 +74,8 @@ class Evictor:
     `reap` takes what has ended (pins, moves) and routes it, so that nothing finished stands in the way of
     what comes. droppable(lines) [n] bool: whose last copy may be lost. evictable(lines) [n] bool: whose
     copies are this evictor's; by default blocks of a namespace, since a session's chunks are moved by their
-    placement. on_gone(key, tier, lost): told of each dropped copy; lost: it was the last."""
+    placement. on_gone(key, tier, lost): told of each dropped copy; lost: it was the last. free(tier): slots
+    that blocks may take now; by default those that nobody has."""
 
     def __init__(
         self,
@@ -90,6 +91,7 @@ class Evictor:
         evictable: Callable[[Lines], NDArray[np.bool_]] | None = None,
         watermarks: Watermarks | None = None,
         on_gone: Callable[[bytes, int, bool], None] | None = None,
+        free: Callable[[int], int] | None = None,
         seconds: float = 30.0,
     ) -> None:
         self._directory = directory
@@ -105,6 +107,7 @@ class Evictor:
         self._evictable = evictable
         self._watermarks = watermarks or Watermarks()
         self._on_gone = on_gone
+        self._free = free or self._unused
         self._seconds = seconds
         self.counts: Counter[tuple[int, str]] = Counter()
         """(tier, dropped | lost | demoted | refused): copies and refusals since start."""
@@ -138,7 +141,7 @@ class Evictor:
             return Room(tier, 0, self._free(tier), 0, MoveReason.READY)
         return self._try(tier, capacity - math.floor(self._watermarks.low * capacity), now)
 
-    def _free(self, tier: int) -> int:
+    def _unused(self, tier: int) -> int:
         slots = self._tiers[tier].slots
         return slots.capacity - slots.used
 
@@ -232,7 +235,7 @@ class Evictor:
 
     def _demote(self, attempt: _Attempt, lower: int, line: int) -> bool:
         tier, now = attempt.tier, attempt.now
-        if self._free(lower) == 0:
+        if self._free(lower) <= 0:
             return False
         try:
             move = self._moves.begin(

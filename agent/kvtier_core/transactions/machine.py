@@ -100,6 +100,9 @@ class MoveMachine(Holdings):
         self._expect(move, TxnState.RESERVED)
         if move.kind is not MoveKind.PROMOTE:
             move.link = self._take_link(move.source_tier, move.tier, move.identity, move.line)
+        self._launch(move)
+
+    def _launch(self, move: Move) -> None:
         if move.source_tier != NO_TIER:
             self._directory.lease(move.line, move.source_tier)
             move.leased = True

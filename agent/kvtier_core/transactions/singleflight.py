@@ -123,8 +123,11 @@ class SingleFlight:
             self._tickets[ticket.number] = ticket
             heapq.heappush(self._deadlines, (asker.deadline, ticket.number))
         refused = self._actions.start(started) if started else {}
-        for number, reason in refused.items():
-            self.fail(number, reason)
+        # All of them go before any waiter hears of one: what was never started cannot be abandoned.
+        gone = [(self._remove(number), reason) for number, reason in refused.items()]
+        for flight, reason in gone:
+            if flight is not None:
+                self._fail_waiters(flight, reason)
         self._settle(ticket)
         return ticket
 
@@ -217,11 +220,14 @@ class SingleFlight:
         flight = self._remove(number)
         if flight is None:
             return False
+        self._fail_waiters(flight, reason)
+        return True
+
+    def _fail_waiters(self, flight: Flight, reason: MoveReason) -> None:
         for ticket, indexes in flight.waiters.values():
             if not ticket.over and indexes[0] < ticket.limit:
                 self._cut(ticket, indexes[0], reason)
             self._settle(ticket)
-        return True
 
     def fail_block(self, block: bytes, reason: MoveReason) -> int:
         """Fails every flight of a block, whatever its other fields; for deletion. Returns how many."""

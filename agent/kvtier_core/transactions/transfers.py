@@ -184,8 +184,10 @@ class Transactions(Copies):
         """Publishes a STORE whose bytes were written in place, through the destination's `landing`: they are
         what they are, so `checksum` (XXH3-64 of them) becomes the block's. Raises MoveRefused after the
         abort."""
+        self._expect(move, TxnState.RESERVED)
         move.drained = True
-        self.submit(move)
+        # Bytes that were written in place took no link.
+        self._launch(move)
         move.identity = replace(move.identity, checksum=checksum)
         self._directory.checksum[move.line] = checksum
         tier = self._tiers[move.tier]

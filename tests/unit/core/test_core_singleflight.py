@@ -267,6 +267,15 @@ def test_a_read_that_cannot_start_leaves_no_future_behind(desk: Desk) -> None:
     assert again.ready == 1
 
 
+def test_what_was_never_started_is_not_abandoned() -> None:
+    """Two reads are refused at once: the first ends the prefix, and the second is nobody's to cancel."""
+    desk = Desk(OrphanPolicy.DISCARD)
+    desk.backend.broken = MoveReason.NO_STAGING
+    ticket = desk.join(asker(1), 1, 2, 3)
+    assert (ticket.ready, ticket.reason) == (0, MoveReason.NO_STAGING)
+    assert desk.backend.abandoned == [] and len(desk.flights) == 0
+
+
 def test_a_failed_read_tells_every_waiter_the_same_reason(desk: Desk) -> None:
     """Each keeps the blocks before the failed one, and no longer waits for those after it."""
     one, two = desk.join(asker(1), 0, 1, 2), desk.join(asker(2), 0, 1)
