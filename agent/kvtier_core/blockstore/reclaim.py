@@ -41,6 +41,7 @@ class Reclaim:
         parts: Parts,
         moves: Transactions,
         reap: Callable[[], None],
+        free: Callable[[int], int],
         *,
         policy: str = "greedyDual",
         watermarks: Watermarks | None = None,
@@ -60,6 +61,7 @@ class Reclaim:
             droppable=self._droppable,
             watermarks=watermarks,
             on_gone=self._on_gone,
+            free=free,
         )
         self.failed: dict[str, int] = {}
         """Demotions that failed, by reason."""

@@ -58,16 +58,18 @@ class BlockStore:
         policy: str = "greedyDual",
         watermarks: Watermarks | None = None,
         journal: DeletionJournal | None = None,
+        homes: Sequence[int] | None = None,
     ) -> None:
         """wake: called from tiers' threads when `pump` has work; must not block. policy: greedyDual, lru or
         arc. watermarks: shares of a tier above which room is made, and down to which. journal: of deletions;
-        None keeps them in memory, for tiers that do not outlive the process."""
+        None keeps them in memory, for tiers that do not outlive the process. homes: indexes of tiers where
+        blocks may lie; None: all. Device memory that the CPU cannot read holds none."""
         self.directory = directory or Directory(tiers=max(1, len(tiers)), capacity=capacity)
         self.ledger = ledger or _own_ledger(tiers, max_flights)
-        memory = tuple(
-            index for index, tier in enumerate(tiers) if tier.host_memory and tier.capability.kernel_readable
-        )
-        storage = tuple(index for index in range(len(tiers)) if index not in memory)
+        may_hold = range(len(tiers)) if homes is None else sorted(homes)
+        readable = [index for index in may_hold if tiers[index].capability.kernel_readable]
+        memory = tuple(index for index in readable if tiers[index].host_memory)
+        storage = tuple(index for index in may_hold if index not in readable)
         if not memory:
             raise CoreError(Reason.TIER_INCAPABLE, "a block store needs one tier with host memory")
         self.parts = Parts(
@@ -92,7 +94,9 @@ class BlockStore:
             live=BoundBlocks(self.directory),
             wake=wake,
         )
-        self.reclaim = Reclaim(self.parts, self.moves, self._reap, policy=policy, watermarks=watermarks)
+        self.reclaim = Reclaim(
+            self.parts, self.moves, self._reap, self._free, policy=policy, watermarks=watermarks
+        )
         self.writes = Writes(self.parts, self.ledger, self.reclaim.make_room, self._stored)
         self.reads = Reads(
             self.parts, self.moves, self.reclaim.make_room, max_flights=max_flights, max_tickets=max_tickets
@@ -109,6 +113,9 @@ class BlockStore:
         self.directory.keep_resident(self.parts.home)
         self.pins = MemoryPins(self.parts)
         self._recover(journal)
+
+    def _free(self, tier: int) -> int:
+        return self.ledger.offered(slots(tier))
 
     def _stored(self, line: int) -> None:
         self.reclaim.evictor.stored(line, self.parts.home)

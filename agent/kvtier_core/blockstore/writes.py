@@ -326,13 +326,10 @@ class Writes:
     def _return(self, held: _Held, count: int) -> None:
         """Gives `count` slots' credits back that were paid and not used."""
         assert held.grant is not None
-        self._ledger.settle(held.grant, self._resource)
-        self._ledger.release(held.grant)
-        self._ledger.vacate(self._resource, count, held.namespace)
-        held.grant = None
-        if held.waiting:
-            self._ledger.vacate(self._resource, held.waiting, held.namespace)
-            held.grant = self._ledger.acquire({self._resource: held.waiting}, held.namespace)
+        self._ledger.shrink(held.grant, self._resource, count)
+        if not held.waiting:
+            self._ledger.release(held.grant)
+            held.grant = None
 
     # Ending without publishing.
 

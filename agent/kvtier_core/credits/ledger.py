@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvtier_core.credits.resources import (
     NO_TENANT,
@@ -30,6 +31,7 @@ _MIN_RETRY_MS, _MAX_RETRY_MS = 1, 10_000
 # Over how many seconds the speed of giving back is remembered.
 _MEMORY_SECONDS = 1.0
 _NO_QUOTA: Mapping[Resource, int] = {}
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Ledger:
         self._resident: dict[tuple[int, Resource], int] = {}
         self._grants: dict[int, tuple[Grant, dict[Resource, int]]] = {}
         self._units: dict[bytes, _Charged] = {}
+        self._claimed: dict[Resource, int] = {}
         self._clock = clock
         self._flows = {resource: _Flow() for resource in limits}
         self._next = 1
@@ -106,6 +109,11 @@ class Ledger:
 
     def available(self, resource: Resource) -> int:
         return self._free[resource]
+
+    def offered(self, resource: Resource) -> int:
+        """What tenants may take of it: what is free and not claimed; negative when more is claimed than
+        free."""
+        return self._free[resource] - self._claimed.get(resource, 0)
 
     def resident(self, resource: Resource, tenant: int | None = None) -> int:
         """What occupies a resource without a grant, of one tenant or of all."""
@@ -186,6 +194,14 @@ class Ledger:
         self._grants[grant.id] = (grant, dict(want))
         return grant
 
+    def claim(self, resource: Resource, count: int) -> None:
+        """Until `unclaim`, tenants leave `count` of what is or comes free to NO_TENANT: sessions' rows go before
+        cached blocks, and what is freed for a row must not be a block's before the row has it."""
+        self._claimed[resource] = self._claimed.get(resource, 0) + count
+
+    def unclaim(self, resource: Resource, count: int) -> None:
+        _note(self._claimed, resource, -count)
+
     def release(self, grant: Grant | int) -> Release:
         """Gives back what is left of a grant (or of the grant of that id), once; see `Release`."""
         held = self._grants.pop(_id(grant), None)
@@ -210,6 +226,15 @@ class Ledger:
         if held is None or resource not in held[1]:
             return self._not_held(grant)
         self._give(held[0].tenant, resource, held[1].pop(resource))
+        return Release.RELEASED
+
+    def shrink(self, grant: Grant | int, resource: Resource, count: int) -> Release:
+        """Gives `count` of a resource of a grant back. DOUBLE when the grant holds less of it."""
+        held = self._grants.get(_id(grant))
+        if held is None or not 0 <= count <= held[1].get(resource, 0):
+            return self._not_held(grant)
+        held[1][resource] -= count
+        self._give(held[0].tenant, resource, count)
         return Release.RELEASED
 
     def settle(self, grant: Grant | int, resource: Resource) -> Release:
@@ -311,8 +336,10 @@ class Ledger:
                 left = max(0, quota - self._used.get((tenant, resource), 0))
                 if amount > left:
                     return self._refuse(Reason.QUOTA_EXCEEDED, resource, amount, left, quota)
+            if self._claimed and tenant != NO_TENANT:
+                free -= self._claimed.get(resource, 0)
             if amount > free:
-                total = self._limits[resource].total
+                free, total = max(0, free), self._limits[resource].total
                 return self._refuse(_reason(resource, amount, total), resource, amount, free, total)
         return None
 
@@ -349,7 +376,7 @@ class Ledger:
                 self._flows[resource].add(amount, self._clock())
 
 
-def _note(table: dict[tuple[int, Resource], int], key: tuple[int, Resource], amount: int) -> None:
+def _note(table: dict[_Key, int], key: _Key, amount: int) -> None:
     """Adds to a sparse table; what is zero is not in it."""
     left = table.get(key, 0) + amount
     if left:
