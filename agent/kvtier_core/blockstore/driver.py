@@ -47,6 +47,17 @@ class Driver:
         self._turns = 0
         self._thread = threading.Thread(target=self._run, name="kvtier-blocks", daemon=True)
         self.failure: BaseException | None = None
+        self._listeners: tuple[Callable[[], None], ...] = ()
+
+    @property
+    def stopping(self) -> bool:
+        """Nothing moves on any more, or soon will not."""
+        return self._stopping
+
+    def listen(self, turned: Callable[[], None]) -> None:
+        """Calls `turned` after every turn and at the end, from the driver's thread; it must not block or
+        raise."""
+        self._listeners = (*self._listeners, turned)
 
     def start(self) -> None:
         self._thread.start()
@@ -59,6 +70,7 @@ class Driver:
                 with self._turn:
                     self._turns += 1
                     self._turn.notify_all()
+                self._tell()
         except BaseException as error:
             self.failure = error
             raise
@@ -66,6 +78,11 @@ class Driver:
             with self._turn:
                 self._stopping = True
                 self._turn.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        for turned in self._listeners:
+            turned()
 
     def _patience(self) -> float:
         due = self.store.next_deadline()

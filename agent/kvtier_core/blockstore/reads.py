@@ -18,6 +18,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier_core.blockstore.outcomes import Found
 from kvtier_core.blockstore.parts import Parts
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import CODEC_IDENTITY, LAYOUT_ID
@@ -79,6 +80,10 @@ class Fetch:
     def tier(self, index: int) -> str:
         """Name of the memory tier that serves a ready block."""
         return self._reads.tier(self._ticket, index)
+
+    def found(self, index: int) -> Found:
+        """The copy that serves a ready block: what its bytes must hash to, and its generation."""
+        return self._reads.found(self._ticket, index)
 
     def close(self) -> None:
         """Lets every pin and wait of this scope go. A second call has no effect."""
@@ -149,6 +154,12 @@ class Reads:
 
     def tier(self, ticket: Ticket, index: int) -> str:
         return self._parts.tiers[self._pin(ticket, index)[1]].name
+
+    def found(self, ticket: Ticket, index: int) -> Found:
+        line, tier, _ = self._pin(ticket, index)
+        directory = self._parts.directory
+        # It is leased, so neither moves on.
+        return Found(tier, directory.replica(line, tier).generation, int(directory.checksum[line]))
 
     def _pin(self, ticket: Ticket, index: int) -> tuple[int, int, SlotRef]:
         held = self._held.get(ticket.number, {}).get(index)
