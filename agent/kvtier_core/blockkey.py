@@ -142,13 +142,14 @@ def _seal(source: BlockSource) -> bytes:
 def namespace_digest(source: BlockSource) -> bytes:
     """Whose the blocks are: what quotas, deletion, arenas and keys of encryption go by. Branches of a tenant
     are in their tenant's namespace; a re-created namespace (another generation) is another one."""
-    binding = source.binding
+    return tenancy_digest(source.binding.tenant_namespace, source.binding.namespace_generation)
+
+
+def tenancy_digest(tenant_namespace: str, namespace_generation: int) -> bytes:
+    """The namespace of a tenant, for who names no source: its whole deletion, and people who ask."""
     return digest(
         "namespace",
-        [
-            ("tenant_namespace", binding.tenant_namespace),
-            ("namespace_generation", binding.namespace_generation),
-        ],
+        [("tenant_namespace", tenant_namespace), ("namespace_generation", namespace_generation)],
     )
 
 
