@@ -38,9 +38,10 @@ class Fetch:
     """A request's scope over the leading blocks of its prefix. What is ready stays where it is, at its bytes,
     until the scope is left; leaving it while blocks are on their way lets them go."""
 
-    def __init__(self, reads: Reads, ticket: Ticket, changed: threading.Event) -> None:
+    def __init__(self, reads: Reads, ticket: Ticket, asked: int, changed: threading.Event) -> None:
         self._reads = reads
         self._ticket = ticket
+        self._asked = asked
         self.changed = changed
         # A scope that is dropped without being left must not hold its blocks for ever.
         self._finalizer = weakref.finalize(self, reads.dropped.append, ticket)
@@ -55,7 +56,7 @@ class Fetch:
         self.close()
 
     def __len__(self) -> int:
-        return len(self._ticket.keys)
+        return self._asked
 
     @property
     def over(self) -> bool:
@@ -70,7 +71,8 @@ class Fetch:
     @property
     def reason(self) -> MoveReason:
         """Why the prefix ends at `ready`; READY when nothing is missing."""
-        return self._ticket.reason
+        reason = self._ticket.reason
+        return MoveReason.MISS if reason is MoveReason.READY and len(self._ticket.keys) < self._asked else reason
 
     def body(self, index: int) -> memoryview:
         """The payload of a ready block, in place, not to be written. NOT_VISIBLE for one that is not
@@ -124,27 +126,31 @@ class Reads:
         """Waits for the leading blocks among `keys`. Raises DEADLINE, QUEUE_FULL."""
         parts = self._parts
         with parts.lock:
-            wanted = [self._key(key, asker.namespace) for key in keys]
+            # What lies behind a hole in the prefix is of no use, and is not read.
+            wanted: list[FlightKey] = []
+            for key in keys:
+                line = parts.directory.find(key)
+                if line < 0 or not parts.directory.readable(line):
+                    break
+                wanted.append(self._key(key, line, asker.namespace))
             ticket = self.flights.join(asker, wanted, parts.clock())
             changed = threading.Event()
             if ticket.over:
                 changed.set()
             else:
                 self._changed[ticket.number] = changed
-            return Fetch(self, ticket, changed)
+            return Fetch(self, ticket, len(keys), changed)
 
-    def _key(self, key: bytes, namespace: bytes) -> FlightKey:
+    def _key(self, key: bytes, line: int, namespace: bytes) -> FlightKey:
         directory = self._parts.directory
-        line = directory.find(key)
-        there = line >= 0
         return FlightKey(
             namespace=namespace,
             block=key,
             representation=_REPRESENTATION,
             layers=(0, 0),
             generation=self._moves.cache_generation,
-            authority_epoch=int(directory.epoch[line]) if there else 0,
-            integrity=int(directory.checksum[line]) if there else 0,
+            authority_epoch=int(directory.epoch[line]),
+            integrity=int(directory.checksum[line]),
             destination=self._parts.home,
         )
 
