@@ -123,7 +123,8 @@ class Driver:
         cost: float = 0.0,
         droppable: bool = False,
     ) -> list[Stored]:
-        """As `BlockStore.put`, but blocks that found no slot while others are leaving wait for one."""
+        """As `BlockStore.put`, but blocks that found no slot while others are leaving wait for one; also for
+        others of this call, when they are more than the home tier holds."""
         done: dict[int, Stored] = {}
         left = list(range(len(keys)))
         while left:
@@ -140,8 +141,9 @@ class Driver:
                 droppable=droppable,
             )
             done.update(zip(left, stored, strict=True))
-            left = [index for index in left if _worth_waiting(done[index])]
-            if left and not self._next_turn(turn, deadline):
+            progress = any(each.outcome is PutOutcome.STORED for each in stored)
+            left = [index for index in left if _worth_waiting(done[index], progress)]
+            if left and not progress and not self._next_turn(turn, deadline):
                 break
         return [done[index] for index in range(len(keys))]
 
@@ -157,5 +159,10 @@ class Driver:
             raise CoreError(Reason.DEADLINE, f"the block store did not stop within {seconds} s")
 
 
-def _worth_waiting(stored: Stored) -> bool:
-    return stored.outcome is PutOutcome.REFUSED and stored.reason is MoveReason.CREDIT_PRESSURE
+def _worth_waiting(stored: Stored, progress: bool) -> bool:
+    """Whether a slot may come: copies leave, or those just stored by this call can."""
+    if stored.outcome is not PutOutcome.REFUSED:
+        return False
+    return stored.reason is MoveReason.CREDIT_PRESSURE or (
+        progress and stored.reason is MoveReason.NO_DESTINATION_CAPACITY
+    )

@@ -91,6 +91,7 @@ class Parts:
             epoch=int(directory.epoch[line]),
             durable=self.durable,
             cost=float(directory.cost[line]),
+            droppable=bool(directory.droppable[line]),
         )
 
     def readable(self, line: int) -> int:

@@ -28,8 +28,8 @@ class Recovers(Protocol):
 
 
 def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock]) -> Counter[int]:
-    """Inserts every recovered block of a tier with its one copy; returns how many by namespace index. A block
-    whose recomputation has a stated cost may be dropped again. Raises CoreError: NO_DESTINATION_CAPACITY."""
+    """Inserts every recovered block of a tier with its one copy; returns how many by namespace index.
+    Raises CoreError: NO_DESTINATION_CAPACITY."""
     owners: Counter[int] = Counter()
     directory = parts.directory
     while batch := list(islice(found, _AT_ONCE)):
@@ -48,6 +48,6 @@ def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock]) -> Counter
             costs=costs,
             generations=np.asarray([item.replica_generation for item in each], dtype=np.int64),
         )
-        directory.droppable[lines] = costs > 0
+        directory.droppable[lines] = [item.droppable for item in each]
         owners.update(namespaces.tolist())
     return owners

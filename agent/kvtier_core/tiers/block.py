@@ -44,15 +44,16 @@ _U64 = (1 << 64) - 1
 
 class BlockFlag(IntFlag):
     """DURABLE: recovered after the process ended. ENCRYPTED: the payload is AES-256-GCM. ERASED: deleted; the
-    page holds nothing else."""
+    page holds nothing else. DROPPABLE: the loss of its last copy is only a recomputation."""
 
     DURABLE = 1
     ENCRYPTED = 2
     ERASED = 4
+    DROPPABLE = 8
 
 
 # As numbers, for what runs once per block.
-_DURABLE, _ENCRYPTED, _ERASED = (int(flag) for flag in BlockFlag)
+_DURABLE, _ENCRYPTED, _ERASED, _DROPPABLE = (int(flag) for flag in BlockFlag)
 
 
 class HeaderState(StrEnum):
@@ -118,6 +119,7 @@ class BlockHeader(NamedTuple):
             self.epoch,
             self.durable,
             self.cost,
+            bool(self.flags & _DROPPABLE),
         )
 
 
@@ -186,6 +188,7 @@ class HeaderWriter:
         and payload checksum `amend` fills in."""
         reference, salt, nonce = sealed_by or ("", b"", b"")
         flags = (_DURABLE if identity.durable else 0) | (_ENCRYPTED if sealed_by else 0)
+        flags |= _DROPPABLE if identity.droppable else 0
         header = bytearray(HEADER_BYTES)
         _FIELDS.pack_into(
             header,
