@@ -394,3 +394,58 @@ class BlockReplica(_message.Message):
     authority: bool
     published: bool
     def __init__(self, tier_class: _Optional[str] = ..., generation: _Optional[int] = ..., slot_generation: _Optional[int] = ..., readers: _Optional[int] = ..., authority: _Optional[bool] = ..., published: _Optional[bool] = ...) -> None: ...
+
+class InspectBlocksRequest(_message.Message):
+    __slots__ = ("scope", "after", "limit")
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    scope: BlockScope
+    after: int
+    limit: int
+    def __init__(self, scope: _Optional[_Union[BlockScope, _Mapping]] = ..., after: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class InspectBlocksResponse(_message.Message):
+    __slots__ = ("boot_id", "cache_generation", "block_bytes", "tiers", "counters", "blocks", "next")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHE_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    cache_generation: int
+    block_bytes: int
+    tiers: _containers.RepeatedCompositeFieldContainer[BlockTierTotals]
+    counters: _containers.ScalarMap[str, int]
+    blocks: _containers.RepeatedCompositeFieldContainer[ExplainBlockResponse]
+    next: int
+    def __init__(self, boot_id: _Optional[str] = ..., cache_generation: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[BlockTierTotals, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., blocks: _Optional[_Iterable[_Union[ExplainBlockResponse, _Mapping]]] = ..., next: _Optional[int] = ...) -> None: ...
+
+class BlockTierTotals(_message.Message):
+    __slots__ = ("tier_class", "medium", "capacity_blocks", "used_blocks", "published_blocks", "read_blocks", "persistent", "condition")
+    TIER_CLASS_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    READ_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PERSISTENT_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    tier_class: str
+    medium: str
+    capacity_blocks: int
+    used_blocks: int
+    published_blocks: int
+    read_blocks: int
+    persistent: bool
+    condition: str
+    def __init__(self, tier_class: _Optional[str] = ..., medium: _Optional[str] = ..., capacity_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., published_blocks: _Optional[int] = ..., read_blocks: _Optional[int] = ..., persistent: _Optional[bool] = ..., condition: _Optional[str] = ...) -> None: ...

@@ -69,6 +69,11 @@ class BlocksStub:
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.ExplainBlockRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_blocks__pb2.ExplainBlockResponse.FromString,
                 _registered_method=True)
+        self.InspectBlocks = channel.unary_unary(
+                '/kvtier.v1.Blocks/InspectBlocks',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.InspectBlocksRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.InspectBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class BlocksServicer:
@@ -122,6 +127,13 @@ class BlocksServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InspectBlocks(self, request, context):
+        """Totals of a cache and, of one tenant, what lies where: for people.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlocksServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -159,6 +171,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.ExplainBlock,
                     request_deserializer=kvtier_dot_v1_dot_blocks__pb2.ExplainBlockRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_blocks__pb2.ExplainBlockResponse.SerializeToString,
+            ),
+            'InspectBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.InspectBlocks,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.InspectBlocksRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.InspectBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -350,6 +367,33 @@ class Blocks:
             '/kvtier.v1.Blocks/ExplainBlock',
             kvtier_dot_v1_dot_blocks__pb2.ExplainBlockRequest.SerializeToString,
             kvtier_dot_v1_dot_blocks__pb2.ExplainBlockResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InspectBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/InspectBlocks',
+            kvtier_dot_v1_dot_blocks__pb2.InspectBlocksRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.InspectBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,
