@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
+from typing import ParamSpec
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from kvtier_core.tiers.slots import SlotState as SlotState
 from kvtier_core.tiers.slots import SlotTable as SlotTable
 from kvtier_core.tiers.staging import PAGE, StagingBuffer
 from kvtier_core.tiers.transfer import EraseItem, Landing, TransferItem, TransferSink, move_bytes
+
+P = ParamSpec("P")
 
 
 class MediumKind(StrEnum):
@@ -92,8 +94,8 @@ CONDITION_READY = "Ready"
 
 
 class Tier(ABC):
-    """One tier of one engine. host_memory: its views can be read by the CPU. persistent: what it holds is found
-    again by the next process.
+    """One tier of one engine. host_memory: its views can be read by the CPU. persistent: what it holds is
+    found again by the next process.
 
     The caller's metadata lock is held around every call but `read`, which may run on a reader thread
     against slots that hold a read lease. `submit_read` and `submit_write` are called under no lock or under
@@ -185,7 +187,7 @@ class Tier(ABC):
         DEADLINE included, is an item's: what `read` raises, told through the sink. This default runs
         inline, in order."""
         for index, item in enumerate(items):
-            settle(sink, index, partial(self._read_item, item, deadline))
+            settle(sink, index, self._read_item, item, deadline)
 
     def submit_write(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
         """Starts writing landings into reserved slots. `done(index, None)`: all bytes arrived and the slot is
@@ -194,14 +196,14 @@ class Tier(ABC):
         QUEUE_FULL is raised before anything starts. Every other error is an item's, told through the sink;
         after one, the slot is in no state to publish. This default runs inline, in order."""
         for index, item in enumerate(items):
-            settle(sink, index, partial(self._write_item, item, deadline))
+            settle(sink, index, self._write_item, item, deadline)
 
     def submit_erase(self, items: Sequence[EraseItem], deadline: float, sink: TransferSink) -> None:
         """A deletion's part in this tier. `done(index, None)`: no byte of it can come back, not even after a
         crash; the slots are the caller's to release then. Memory forgets with the process and clears a slot
         before its next owner sees it, so this default has only to know the slots: RECYCLED_DESTINATION."""
         for index, item in enumerate(items):
-            settle(sink, index, partial(self._check_erased, item))
+            settle(sink, index, self._check_erased, item)
 
     def _check_erased(self, item: EraseItem) -> None:
         if item.ref is not None:
@@ -263,11 +265,13 @@ class Tier(ABC):
         buffer's bytes are nobody's."""
 
 
-def settle(sink: TransferSink, index: int, work: Callable[[], None]) -> None:
+def settle(
+    sink: TransferSink, index: int, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+) -> None:
     """Runs one item inline and reports it: done with what it raised as CoreError, then drained."""
     error: CoreError | None = None
     try:
-        work()
+        work(*args, **kwargs)
     except CoreError as raised:
         error = raised
     sink.done(index, error)
@@ -350,9 +354,10 @@ class PoolTier(Tier):
             return
         self.slots.check(item.ref, SlotState.RESERVED)
         self.check_deadline(deadline)
-        move_bytes(self.body(item.ref.slot), item.landing.body)
-        self.slots.advance(item.ref, SlotState.WRITTEN, SlotState.RESERVED)
-        self.validate(item.ref, item.identity, deadline)
+        body = self.body(item.ref.slot)
+        move_bytes(body, item.landing.body)
+        self.verify(body, item.identity)
+        self.slots.advance(item.ref, SlotState.VALIDATED, SlotState.RESERVED)
 
     def validate(self, ref: SlotRef, identity: BlockIdentity, deadline: float | None = None) -> None:
         self.slots.check(ref, SlotState.WRITTEN)

@@ -68,6 +68,10 @@ class BorrowedSlots(SlotTable):
             )
         super().check(ref, *legal)
 
+    def publish_filled(self, slot: int, generation: int) -> None:
+        self.check(SlotRef(slot, generation), SlotState.RESERVED)
+        super().publish_filled(slot, generation)
+
     def release(self, ref: SlotRef) -> None:
         """Ends the adoption, whoever the engine gave the slot to by now."""
         if 0 <= ref.slot < self.capacity and int(self._generation[ref.slot]) == ref.generation:

@@ -27,7 +27,6 @@ from kvtier_core.tiers.base import (
     SlotRef,
     SlotState,
     TierCapability,
-    settle,
     slot_stride,
 )
 from kvtier_core.tiers.borrowed import AllocationGenerations, BorrowedSlots
@@ -199,7 +198,8 @@ class GpuTier(PoolTier):
             try:
                 self._check_item(item, deadline, store=store)
             except CoreError as error:
-                settle(sink, index, partial(_raise, error))
+                sink.done(index, error)
+                sink.drained(index)
             else:
                 legal.append((index, item))
         for run in self._runs([item for _, item in legal]):
@@ -270,10 +270,6 @@ class GpuTier(PoolTier):
     def _loaded(self, item: TransferItem) -> None:
         self.slots.advance(item.ref, SlotState.WRITTEN, SlotState.RESERVED)
         self.validate(item.ref, item.identity)
-
-
-def _raise(error: CoreError) -> None:
-    raise error
 
 
 def _address(body: memoryview) -> int:

@@ -122,19 +122,22 @@ class SlotTable:
 
     def check(self, ref: SlotRef, *legal: SlotState) -> None:
         """RECYCLED_DESTINATION when the slot lives another life; NOT_VISIBLE when it is in no legal state."""
-        if not 0 <= ref.slot < self.capacity or int(self._generation[ref.slot]) != ref.generation:
+        slot = ref.slot
+        alive = 0 <= slot < self.capacity and self._generations[slot] == ref.generation
+        if alive and (not legal or self._states[slot] in legal):
+            return
+        if not alive:
             raise CoreError(
                 Reason.RECYCLED_DESTINATION,
                 f"slot {ref.slot} is no longer of generation {ref.generation}",
                 {"slot": ref.slot, "generation": ref.generation},
             )
-        state = SlotState(int(self._state[ref.slot]))
-        if legal and state not in legal:
-            raise CoreError(
-                Reason.NOT_VISIBLE,
-                f"slot {ref.slot} is {state.name}, not {' or '.join(item.name for item in legal)}",
-                {"slot": ref.slot, "state": state.name},
-            )
+        state = SlotState(self._states[slot])
+        raise CoreError(
+            Reason.NOT_VISIBLE,
+            f"slot {slot} is {state.name}, not {' or '.join(item.name for item in legal)}",
+            {"slot": slot, "state": state.name},
+        )
 
     def generation(self, slot: int) -> int:
         return int(self._generation[slot])
@@ -155,7 +158,7 @@ class SlotTable:
         """Checks life and state and changes the state in one step. RECYCLED_DESTINATION, NOT_VISIBLE."""
         with self._lock:
             self.check(ref, *legal)
-            self._state[ref.slot] = to
+            self._states[ref.slot] = int(to)
 
     def release(self, ref: SlotRef) -> None:
         """Ends the slot's life: its generation moves on before anyone else can have it."""
