@@ -336,3 +336,21 @@ def test_an_erasure_by_key_leaves_a_block_alone_that_was_written_over_the_remnan
     assert tier.counts.erasures == 0
     assert load(tier, [new]) == [content("b")]
     tier.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("durable", [True, False], ids=["durable", "volatile"])
+def test_a_caller_whose_sink_fails_costs_nobody_else_anything(tmp_path: Path, durable: bool) -> None:
+    tier = open_store(tmp_path, threads=1)
+
+    def fail(index: int, error: CoreError | None) -> None:
+        raise RuntimeError("a defect of the caller's")
+
+    for _ in range(3):
+        item = write_item(tier, identity("a", durable=durable), content("a"))
+        tier.submit_write([item], FOREVER, Heard(1, fail))
+        (other,) = store(tier, "b", durable=durable)
+        assert load(tier, [other]) == [content("b")]
+        tier.release(other.ref)
+        tier.release(item.ref)
+    tier.close()

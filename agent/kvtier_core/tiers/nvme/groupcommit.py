@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier_core.errors import CoreError
@@ -30,11 +30,15 @@ class Writer(Protocol):
 
 
 class GroupCommit:
-    """flush(frontier): makes durable all that was written before; raises CoreError. limit: blocks that are
-    flushed at the latest, though more are expected."""
+    """flush: makes durable all that was written before; raises CoreError. flushed(frontier, blocks): told
+    after each, one at a time, when its writers have been told. limit: blocks that are flushed at the latest,
+    though more are expected."""
 
-    def __init__(self, flush: Callable[[int], None], limit: int, frontier: int) -> None:
+    def __init__(
+        self, flush: Callable[[], None], flushed: Callable[[int, int], None], limit: int, frontier: int
+    ) -> None:
         self._flush = flush
+        self._flushed = flushed
         self._limit = limit
         self._lock = threading.Lock()
         self._group = frontier + 1
@@ -98,10 +102,9 @@ class GroupCommit:
                 batch, self._pending, self._weight = self._pending, [], 0
                 self._flushing = True
                 self._group += 1
-                frontier = self._frontier
             error: CoreError | None = None
             try:
-                self._flush(frontier)
+                self._flush()
             except CoreError as raised:
                 error = raised
             with self._lock:
@@ -113,9 +116,26 @@ class GroupCommit:
                             self._frozen = group - 1 if self._frozen is None else min(self._frozen, group - 1)
                 lowest = min(self._stamped, default=self._group)
                 self._frontier = max(self._frontier, self._bounded(lowest - 1))
-                self._flushing = False
-            for _, writer in batch:
+                frontier = self._frontier
+            try:
+                self._tell([writer for _, writer in batch], error)
+                if error is None:
+                    self._flushed(frontier, sum(writer.weight for _, writer in batch))
+            finally:
+                with self._lock:
+                    self._flushing = False
+
+    @staticmethod
+    def _tell(writers: Sequence[Writer], error: CoreError | None) -> None:
+        """All of them, whatever one of their callers does."""
+        defects: list[Exception] = []
+        for writer in writers:
+            try:
                 writer.committed(error)
+            except Exception as defect:
+                defects.append(defect)
+        if defects:
+            raise defects[0]
 
     def _bounded(self, frontier: int) -> int:
         return frontier if self._frozen is None else min(frontier, self._frozen)

@@ -186,15 +186,20 @@ class IoPool:
         me = threading.current_thread()
         with self._lock:
             self._started -= 1
-        while (job := self._next(me)) is not None:
-            over = True
-            try:
-                if self._clock is not None and self._clock() >= job.deadline:
-                    job.refuse(_late(self._name))
-                else:
-                    over = job.run()
-            finally:
-                self._ran(me, job, over)
+        try:
+            while (job := self._next(me)) is not None:
+                over = True
+                try:
+                    if self._clock is not None and self._clock() >= job.deadline:
+                        job.refuse(_late(self._name))
+                    else:
+                        over = job.run()
+                finally:
+                    self._ran(me, job, over)
+        finally:
+            # Also after a defect in what a job tells its caller: another thread may take this one's place.
+            with self._lock:
+                self._threads.discard(me)
 
     def _next(self, me: threading.Thread) -> Job | None:
         with self._lock:

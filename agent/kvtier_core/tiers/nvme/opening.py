@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.tiers.block import BlockFormat, BlockHeader, erased_page
+from kvtier_core.tiers.block import BlockFormat, erased_page
 from kvtier_core.tiers.nvme import superblock
 from kvtier_core.tiers.nvme.crypto import BlockCipher, KeyProvider
 from kvtier_core.tiers.nvme.file import BlockFile
@@ -25,10 +25,9 @@ from kvtier_core.tiers.nvme.recovery import (
     Findings,
     KeyCheck,
     RecoveryReport,
+    Scanned,
+    Scanner,
     SuperblockState,
-    classify,
-    payload_is_whole,
-    scan,
 )
 from kvtier_core.tiers.nvme.slots import NvmeSlots
 from kvtier_core.tiers.nvme.superblock import SUPERBLOCK_BYTES, Superblock
@@ -137,21 +136,9 @@ def recover(
     found, check = Findings(), KeyCheck(keys, cipher)
     held = (file.size() - SUPERBLOCK_BYTES) // form.stride
     trusted = keeper.found.frontier if keeper.found is not None and keeper.found.fits(form) else 0
-    for slot, page in scan(file.read, form, SUPERBLOCK_BYTES, max(0, held), threads):
-        header, reason = classify(slot, page, form)
-        if header is not None:
-            found.saw(header)
-        if header is None and reason is None:
-            found.empty += 1
-            continue
-        if reason is None and header is not None:
-            reason = check.reason(header) or _proof(file, form, header, trusted, found)
-            if reason is None and slot >= capacity:
-                reason = DropReason.BEYOND_BUDGET
-        if reason is not None or header is None or page is None:
-            found.drop(slot, reason or DropReason.UNREADABLE, header.key if header else b"")
-            continue
-        found.keep(slot, header, page)
+    scanner = Scanner(file.read, form, SUPERBLOCK_BYTES, trusted)
+    for one in scanner.scan(max(0, held), threads):
+        _take(one, capacity, check, found)
     if keeper.found is not None and not keeper.found.fits(form):
         found.dropped[DropReason.LAYOUT_CHANGED] += keeper.found.capacity
     try:
@@ -174,16 +161,21 @@ def recover(
     return Recovered(slots, report, found, check)
 
 
-def _proof(
-    file: BlockFile, form: BlockFormat, header: BlockHeader, trusted: int, found: Findings
-) -> DropReason | None:
-    if header.group <= trusted:
-        return None
-    found.proven += 1
-    if payload_is_whole(file.read, form, file.offset(header.slot), header):
-        return None
-    found.torn.append(SlotRef(header.slot, header.slot_generation))
-    return DropReason.TORN_PAYLOAD
+def _take(one: Scanned, capacity: int, check: KeyCheck, found: Findings) -> None:
+    header, reason = one.header, one.reason
+    found.proven += one.proven
+    if header is not None:
+        found.saw(header)
+        if reason is DropReason.TORN_PAYLOAD:
+            found.torn.append(SlotRef(one.slot, header.slot_generation))
+        if reason is None:
+            reason = check.reason(header) or (DropReason.BEYOND_BUDGET if one.slot >= capacity else None)
+    if reason is not None:
+        found.drop(one.slot, reason, header.key if header else b"")
+    elif header is not None:
+        found.keep(one.slot, header, one.page)
+    else:
+        found.empty += 1
 
 
 def _settle(file: BlockFile, epoch: int, capacity: int, found: Findings) -> None:

@@ -8,6 +8,7 @@ directories: it hands out identities, slots and generations.
 from __future__ import annotations
 
 import mmap
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,48 +103,82 @@ class RecoveryReport:
     seconds: float = 0.0
 
 
-def scan(
-    read: ReadAt, form: BlockFormat, base: int, slots: int, threads: int
-) -> Iterator[tuple[int, memoryview | None]]:
-    """(slot, first HEADER_BYTES of its header page) in order; None where it cannot be read."""
-    dense = form.stride <= DENSE_STRIDE
-    step = max(1, CHUNK_BYTES // form.stride) if dense else SPARSE_SLOTS
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """One slot. header: of what lies there, None where none is intact. reason: why it is not served. page:
+    the header's bytes. proven: its payload was read and is whole."""
 
-    def fetch(first: int) -> list[memoryview | None]:
-        count = min(step, slots - first)
-        if dense:
-            buffer = memoryview(mmap.mmap(-1, count * form.stride))
-            try:
-                done = read([buffer], base + first * form.stride)
-            except OSError:
-                done = 0
-            if done == len(buffer):
-                starts = range(0, len(buffer), form.stride)
-                return [memoryview(bytes(buffer[at : at + HEADER_BYTES])) for at in starts]
-        page = memoryview(mmap.mmap(-1, PAGE))
-        return [_page(read, page, base + slot * form.stride) for slot in range(first, first + count)]
-
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="kvtier-recovery") as pool:
-        slot = 0
-        # A bounded window: the headers of a large store need not be in memory at once.
-        starts = list(range(0, slots, step))
-        for at in range(0, len(starts), 4 * max(1, threads)):
-            for pages in pool.map(fetch, starts[at : at + 4 * max(1, threads)]):
-                for found in pages:
-                    yield slot, found
-                    slot += 1
+    slot: int
+    header: BlockHeader | None
+    reason: DropReason | None
+    page: bytes = b""
+    proven: bool = False
 
 
-def _page(read: ReadAt, page: memoryview, offset: int) -> memoryview | None:
-    try:
-        done = read([page], offset)
-    except OSError:
-        return None
-    return memoryview(bytes(page[:HEADER_BYTES])) if done == PAGE else None
+class Scanner:
+    """Reads the headers of slots, and the payloads whose commit group is above `trusted`."""
+
+    def __init__(self, read: ReadAt, form: BlockFormat, base: int, trusted: int) -> None:
+        self._read = read
+        self._form = form
+        self._base = base
+        self._trusted = trusted
+        self._local = threading.local()
+        self._dense = form.stride <= DENSE_STRIDE
+        self._step = max(1, CHUNK_BYTES // form.stride) if self._dense else SPARSE_SLOTS
+
+    def scan(self, slots: int, threads: int) -> Iterator[Scanned]:
+        """In order of slots. Only a bounded window of them is in memory at once."""
+        starts = range(0, slots, self._step)
+        window = 4 * max(1, threads)
+        with ThreadPoolExecutor(max(1, threads), thread_name_prefix="kvtier-recovery") as pool:
+            for at in range(0, len(starts), window):
+                parts = pool.map(lambda first: self._part(first, slots), starts[at : at + window])
+                for part in parts:
+                    yield from part
+
+    def _part(self, first: int, slots: int) -> list[Scanned]:
+        count = min(self._step, slots - first)
+        if self._dense:
+            buffer = self._buffer(self._step * self._form.stride)[: count * self._form.stride]
+            if self._fill(buffer, first):
+                blocks = (buffer[at * self._form.stride :][: self._form.stride] for at in range(count))
+                return [self._judge(first + at, block, True) for at, block in enumerate(blocks)]
+        block = self._buffer(self._form.stride)
+        return [self._one(slot, block) for slot in range(first, first + count)]
+
+    def _one(self, slot: int, block: memoryview) -> Scanned:
+        if not self._fill(block[:PAGE], slot):
+            return Scanned(slot, None, DropReason.UNREADABLE)
+        return self._judge(slot, block, False)
+
+    def _judge(self, slot: int, block: memoryview, whole: bool) -> Scanned:
+        page = bytes(block[:HEADER_BYTES])
+        header, reason = classify(slot, page, self._form)
+        if header is None or reason is not None or header.group <= self._trusted:
+            return Scanned(slot, header, reason, page)
+        arrived = whole or self._fill(block[: self._form.stride], slot)
+        body = block[PAGE : PAGE + self._form.payload_bytes]
+        if arrived and checksum(self._form.kind, body) == header.payload_checksum:
+            return Scanned(slot, header, None, page, True)
+        return Scanned(slot, header, DropReason.TORN_PAYLOAD, page, True)
+
+    def _fill(self, buffer: memoryview, slot: int) -> bool:
+        try:
+            return self._read([buffer], self._base + slot * self._form.stride) == len(buffer)
+        except OSError:
+            return False
+
+    def _buffer(self, size: int) -> memoryview:
+        """This thread's own."""
+        found: memoryview | None = getattr(self._local, "buffer", None)
+        if found is None or len(found) < size:
+            found = self._local.buffer = memoryview(mmap.mmap(-1, size))
+        return found
 
 
 def classify(
-    slot: int, page: memoryview | None, form: BlockFormat
+    slot: int, page: bytes | memoryview | None, form: BlockFormat
 ) -> tuple[BlockHeader | None, DropReason | None]:
     """(header, None) for a durable block in its place, (None, None) for an empty slot, else the reason."""
     if page is None:
@@ -160,18 +195,6 @@ def classify(
     if described != form.described or header.length != form.payload_bytes:
         return header, DropReason.LAYOUT_CHANGED
     return header, None if header.durable else DropReason.VOLATILE
-
-
-def payload_is_whole(read: ReadAt, form: BlockFormat, offset: int, header: BlockHeader) -> bool:
-    """Reads a payload and compares it with its header; needs no key. offset: of the header page."""
-    block = memoryview(mmap.mmap(-1, form.stride))
-    try:
-        if read([block], offset) != form.stride:
-            return False
-    except OSError:
-        return False
-    body = block[PAGE : PAGE + form.payload_bytes]
-    return checksum(form.kind, body) == header.payload_checksum
 
 
 class KeyCheck:
@@ -221,13 +244,13 @@ class Findings:
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(Dropped(slot, reason, key))
 
-    def keep(self, slot: int, header: BlockHeader, page: memoryview) -> None:
+    def keep(self, slot: int, header: BlockHeader, page: bytes) -> None:
         """Of two blocks of one key the one written later stays; the other is a remnant."""
         order = (header.store_epoch, header.group, header.slot_generation)
         before = self._order.get(header.key)
         if before is None or order > before:
             loser = self.kept.get(header.key)
-            self.kept[header.key] = bytes(page[:HEADER_BYTES])
+            self.kept[header.key] = page
             self._order[header.key] = order
             if loser is None:
                 return

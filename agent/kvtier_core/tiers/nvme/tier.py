@@ -57,6 +57,7 @@ GROW_BLOCKS = 16
 EXTENT_BYTES = 64 << 20
 COMMIT_BYTES = 64 << 20
 RECORD_GROUPS = 16
+RECORD_BYTES = 16 << 20
 CLOSE_SECONDS = 5.0
 
 
@@ -119,10 +120,13 @@ class NvmeTier(Tier):
             self._file.open(o_direct, self._clear)
             self.slots = NvmeSlots(slots, 0)
         self.recovery = self._recovered.report if self._recovered else RecoveryReport()
-        self._last_record = self._first_group
+        self._recorded = self._first_group
+        self._unrecorded = 0
+        self._fenced: CoreError | None = None
         epoch = self.recovery.epoch
         self._store = Store(self._form, self._file, self.slots, epoch, self.options.run_bytes, cipher)
-        self.commit = GroupCommit(self._flush, max(1, COMMIT_BYTES // self._block), self._first_group)
+        limit = max(1, COMMIT_BYTES // self._block)
+        self.commit = GroupCommit(self._flush, self._flushed, limit, self._first_group)
         self.counts = IoCounts()
         self._pool = IoPool(
             f"tier {name}",
@@ -411,18 +415,31 @@ class NvmeTier(Tier):
         except OSError as error:
             raise self._health.failed("sync", error) from error
 
-    def _flush(self, frontier: int) -> None:
+    def _flush(self) -> None:
         """Called by the commit, one at a time."""
+        if self._fenced is not None:
+            self._health.note(self._fenced)
+            raise self._fenced
         try:
-            if self._keeper is not None and frontier - self._last_record >= RECORD_GROUPS:
-                self._keeper.record(frontier)
-                self._last_record = frontier
             self._file.sync()
         except OSError as error:
             raise self._health.failed("sync", error) from error
+
+    def _flushed(self, frontier: int, blocks: int) -> None:
+        """Puts the frontier on record now and then. It needs no flush of its own: what it says is durable
+        already, and if it is lost, recovery reads some payloads more."""
+        self._unrecorded += blocks * self._block
+        due = self._unrecorded >= RECORD_BYTES or frontier - self._recorded >= RECORD_GROUPS
+        if self._keeper is None or not due or frontier <= self._recorded:
+            return
+        try:
+            self._keeper.record(frontier)
+            self._recorded, self._unrecorded = frontier, 0
+        except OSError as error:
+            self._health.failed("record", error)
         except CoreError as error:
+            self._fenced = error
             self._health.note(error)
-            raise
 
     def forget_keys(self) -> None:
         """After a key was destroyed at the provider: blocks under it are unreadable here from now on."""
