@@ -125,6 +125,19 @@ class Arena:
         )
         return (len(own.free) if own else 0) + idle
 
+    def free_slots(self, namespace: bytes) -> tuple[int, ...]:
+        """Slots of the namespace's own memory that are free, and may hold what their last owner left."""
+        arena = self._arenas.get(namespace)
+        return tuple(arena.free) if arena else ()
+
+    def held_by_others(self, namespace: bytes) -> dict[int, int]:
+        """Used slots by segment, of segments that belong to another namespace and are not idle."""
+        return {
+            index: segment.used
+            for index, segment in enumerate(self._segments)
+            if segment.used and segment.namespace != namespace
+        }
+
     def take(self, namespace: bytes) -> int:
         """A slot in memory of `namespace`. NO_DESTINATION_CAPACITY: no free slot and no idle segment."""
         arena = self._arenas.get(namespace)

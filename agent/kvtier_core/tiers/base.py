@@ -200,12 +200,12 @@ class Tier(ABC):
 
     def submit_erase(self, items: Sequence[EraseItem], deadline: float, sink: TransferSink) -> None:
         """A deletion's part in this tier. `done(index, None)`: no byte of it can come back, not even after a
-        crash; the slots are the caller's to release then. Memory forgets with the process and clears a slot
-        before its next owner sees it, so this default has only to know the slots: RECYCLED_DESTINATION."""
+        crash; the slots are the caller's to release then. RECYCLED_DESTINATION. This default runs inline."""
         for index, item in enumerate(items):
-            settle(sink, index, self._check_erased, item)
+            settle(sink, index, self._erase_item, item)
 
-    def _check_erased(self, item: EraseItem) -> None:
+    def _erase_item(self, item: EraseItem) -> None:
+        """Nothing but the check where what a slot held can be read by nobody once it is released."""
         if item.ref is not None:
             self.slots.check(item.ref)
 

@@ -26,6 +26,7 @@ from kvtier_core.tiers.base import (
     slot_stride,
 )
 from kvtier_core.tiers.hostmemory import HostMemory, LinuxHostMemory
+from kvtier_core.tiers.transfer import EraseItem
 
 MAP_NORESERVE = 0x4000
 
@@ -103,6 +104,17 @@ class CpuTier(PoolTier):
     def shared_segments(self, namespace: bytes) -> tuple[SharedSegment, ...]:
         """The arena of `namespace`: what a client maps once, before it asks for slots."""
         return self.arena.segments_of(namespace)
+
+    def _erase_item(self, item: EraseItem) -> None:
+        """Zeroes the copy, which clients may have mapped; for a namespace also its free slots, where
+        evicted blocks still lie. A single block that was evicted before lies in a free slot of its own
+        namespace until that slot is used again: no other namespace ever has that memory."""
+        super()._erase_item(item)
+        if item.ref is not None:
+            self.payload(item.ref.slot).zero_()
+        if item.namespace is not None:
+            for slot in self.arena.free_slots(item.namespace):
+                self.payload(slot).zero_()
 
     def close(self) -> None:
         super().close()

@@ -34,7 +34,7 @@ from kvtier_core.tiers.flights import Flight, Flights
 from kvtier_core.tiers.ordering import SlotEvents
 from kvtier_core.tiers.staging import PAGE
 from kvtier_core.tiers.streams import Event, InlineStream, Stream, stream_of
-from kvtier_core.tiers.transfer import Landing, TransferItem, TransferSink
+from kvtier_core.tiers.transfer import EraseItem, Landing, TransferItem, TransferSink
 
 QUEUE_DEPTH = 1024
 
@@ -174,6 +174,24 @@ class GpuTier(PoolTier):
         """Loads: landings into reserved slots, after the last reader of each; neighbours in one copy."""
         self._submit(items, deadline, sink, store=False)
 
+    def submit_erase(self, items: Sequence[EraseItem], deadline: float, sink: TransferSink) -> None:
+        """Zeroes each copy after its last reader. An engine's own pool is only checked: its memory is not
+        ours."""
+        self._flights.poll()
+        self._flights.admit(len(items))
+        for index, item in enumerate(items):
+            try:
+                self._erase_item(item)
+            except CoreError as error:
+                sink.done(index, error)
+                sink.drained(index)
+                continue
+            if item.ref is not None and not isinstance(self.slots, BorrowedSlots):
+                self._events.before_writing(item.ref.slot, self._load)
+                self._load.run(partial(_zero, self.payload(item.ref.slot)))
+            self._flights.add(Flight(index, sink, deadline, self._load.record(), _nothing))
+        self._flights.poll()
+
     def poll(self) -> int:
         return self._flights.poll()
 
@@ -270,6 +288,14 @@ class GpuTier(PoolTier):
     def _loaded(self, item: TransferItem) -> None:
         self.slots.advance(item.ref, SlotState.WRITTEN, SlotState.RESERVED)
         self.validate(item.ref, item.identity)
+
+
+def _zero(payload: Tensor) -> None:
+    payload.zero_()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _address(body: memoryview) -> int:

@@ -24,7 +24,7 @@ from kvtier_core.tiers.arena import ArenaOptions, HugePages
 from kvtier_core.tiers.base import BlockIdentity, SlotRef, seal_checksum, tensor_bytes
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.hostmemory import LinuxHostMemory
-from kvtier_core.tiers.transfer import Landing, TransferItem
+from kvtier_core.tiers.transfer import EraseItem, Landing, TransferItem
 
 LAYOUT = ChunkLayout(kv_heads=2, chunk_tokens=16, head_dim=16)
 ODD = ChunkLayout(kv_heads=1, chunk_tokens=16, head_dim=20)
@@ -305,6 +305,27 @@ def test_a_damaged_source_is_refused_where_it_lands() -> None:
     ram.submit_write([TransferItem(ref, named(data), Landing(memoryview(damaged)))], 1.0, sink)
     assert sink.events == [("done", 0, Reason.CHECKSUM_MISMATCH), ("drained", 0, None)]
     refused(Reason.NOT_VISIBLE, ram.publish, ref)
+
+
+def test_a_deletion_zeroes_the_copy_and_what_a_namespace_left_behind() -> None:
+    """A client that mapped the segment must not go on reading what was deleted."""
+    ram = tier(slots=4, per_segment=4)
+    kept, evicted, deleted = (put(ram, payload(seed), A) for seed in range(3))
+    left = ram.body(evicted.slot)
+    ram.release(evicted)
+    assert any(left)
+    sink = Sink()
+    ram.submit_erase([EraseItem(ref=deleted), EraseItem(ref=evicted)], 1.0, sink)
+    assert [event for event in sink.events if event[0] == "done"] == [
+        ("done", 0, None),
+        ("done", 1, Reason.RECYCLED_DESTINATION),
+    ]
+    assert not any(ram.body(deleted.slot))
+    assert any(left)
+    ram.submit_erase([EraseItem(namespace=A)], 1.0, sink)
+    assert not any(left)
+    assert torch.equal(ram.view(kept), payload(0))
+    ram.submit_erase([EraseItem(namespace=B)], 1.0, sink)
 
 
 # What the machine can refuse.

@@ -11,7 +11,7 @@ from kvtier_core.errors import Reason
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.tiers.base import seal_checksum, tensor_bytes
 from kvtier_core.tiers.gpu import GpuOptions, GpuTier
-from kvtier_core.tiers.transfer import Landing, TransferItem
+from kvtier_core.tiers.transfer import EraseItem, Landing, TransferItem
 from tests.unit.core.fake_streams import FakeDevice
 from tests.unit.core.test_core_streams_order import LAYOUT, NEVER, Sink, named, payload, refused
 
@@ -98,6 +98,18 @@ def test_vllm_46951_a_slot_the_engine_gives_away_while_a_copy_runs_is_refused(lo
     refused(Reason.RECYCLED_DESTINATION, engine.tier.release, ref)
     again = engine.tier.adopt_allocation(1, 8, engine.generations[1])
     assert again != ref
+
+
+def test_a_deletion_does_not_write_into_the_engines_memory() -> None:
+    engine = Engine()
+    engine.pool[1].copy_(payload(1))
+    ref = engine.tier.adopt_allocation(1, 7, engine.allocate(1), engine.compute.record())
+    sink = Sink()
+    engine.tier.submit_erase([EraseItem(ref=ref)], NEVER, sink)
+    engine.device.advance(5.0)
+    engine.tier.poll()
+    assert sink.outcome == {0: None}
+    assert torch.equal(engine.pool[1], payload(1))
 
 
 def test_an_allocation_is_adopted_once_and_only_as_it_is() -> None:

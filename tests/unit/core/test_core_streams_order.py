@@ -17,7 +17,7 @@ from kvtier_core.layout import ChunkLayout
 from kvtier_core.tiers.base import BlockIdentity, SlotRef, SlotState, seal_checksum, slot_stride, tensor_bytes
 from kvtier_core.tiers.gpu import GpuOptions, GpuTier
 from kvtier_core.tiers.streams import InlineStream
-from kvtier_core.tiers.transfer import Landing, TransferItem
+from kvtier_core.tiers.transfer import EraseItem, Landing, TransferItem
 from tests.unit.core.fake_streams import FakeDevice
 
 LAYOUT = ChunkLayout(kv_heads=2, chunk_tokens=16, head_dim=16)
@@ -344,6 +344,22 @@ def test_closing_ends_each_item_for_its_caller_and_drains_it_later() -> None:
     assert (late.outcome, late.drained_items) == ({0: Reason.STORAGE_UNAVAILABLE}, [0])
     bench.advance(2 * COPY)
     assert bench.sink.drained_items == [0]
+
+
+def test_a_deletion_zeroes_a_slot_after_its_last_reader() -> None:
+    bench = Bench()
+    ref, gone = bench.resident(payload(1)), bench.resident(payload(2))
+    bench.tier.release(gone)
+    view = bench.tier.view(ref)
+    seen: list[torch.Tensor] = []
+    bench.compute.kernel(20.0, lambda: seen.append(view.clone()))
+    bench.tier.reader_done(ref, bench.compute.record())
+    bench.tier.submit_erase([EraseItem(ref=ref), EraseItem(ref=gone)], NEVER, bench.sink)
+    assert bench.sink.outcome == {1: Reason.RECYCLED_DESTINATION}
+    bench.advance(25.0)
+    assert torch.equal(seen[0], payload(1))
+    assert bench.sink.outcome == {0: None, 1: Reason.RECYCLED_DESTINATION}
+    assert not view.any()
 
 
 def test_a_pool_with_streams_is_no_landing_that_would_go_past_them() -> None:
