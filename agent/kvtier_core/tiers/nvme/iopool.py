@@ -197,9 +197,10 @@ class IoPool:
                 finally:
                     self._ran(me, job, over)
         finally:
-            # Also after a defect in what a job tells its caller: another thread may take this one's place.
+            # Also after a defect in what a job tells its caller: another thread takes this one's place.
             with self._lock:
                 self._threads.discard(me)
+                self._grow(len(self._queue))
 
     def _next(self, me: threading.Thread) -> Job | None:
         with self._lock:
