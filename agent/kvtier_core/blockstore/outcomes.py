@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvtier_core.transactions.reasons import MoveReason
 
@@ -22,8 +23,7 @@ class PutOutcome(StrEnum):
     REFUSED = "REFUSED"
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """generation: of the published replica, 0 when nothing was published. durable: a restart keeps it.
     checksum: XXH3-64 of the published bytes, where they EXISTED."""
 

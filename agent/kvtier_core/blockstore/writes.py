@@ -11,7 +11,6 @@ line carries the reservation's number as its claim, so that evictions, moves and
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -61,7 +60,7 @@ class Reservation:
 
     Not for several threads at once; other reservations are independent of it."""
 
-    __slots__ = ("__weakref__", "_held", "_writes", "keys")
+    __slots__ = ("_held", "_writes", "keys")
 
     def __init__(self, writes: Writes, keys: Sequence[bytes], held: _Held) -> None:
         self._writes = writes
@@ -128,7 +127,7 @@ class Writes:
         self._max_open = max_open
         self._home = home
         self._resource = slots(parts.home)
-        self._open: weakref.WeakSet[Reservation] = weakref.WeakSet()
+        self._open: dict[int, _Held] = {}
         self._dying: dict[int, _Held] = {}
         self._next = FIRST_CLAIM
         self.abandoned: deque[_Held] = deque()
@@ -172,7 +171,7 @@ class Writes:
             self.open_blocks += held.waiting
             made = Reservation(self, keys, held)
             if held.waiting:
-                self._open.add(made)
+                self._open[held.claim] = held
             return made
 
     def _fill(self, held: _Held, keys: Sequence[bytes], namespace: bytes, facts: StoreFacts) -> None:
@@ -180,6 +179,7 @@ class Writes:
         found = [locate(key) for key in keys]
         missing = found.count(NO_LINE)
         paid, refused = self._pay(held, missing) if missing else (0, None)
+        repeats = len(keys) > 1 and len(set(keys)) < len(keys)
         for key, line in zip(keys, found, strict=True):
             ended: Stored | None = None
             slot = (-1, 0)
@@ -187,7 +187,7 @@ class Writes:
                 ended = refused
             elif line == NO_LINE:
                 # The same key twice in one call is there by now.
-                again = locate(key) if len(keys) > 1 else NO_LINE
+                again = locate(key) if repeats else NO_LINE
                 if again == NO_LINE:
                     line, slot, ended = self._begin(key, namespace, facts)
                     paid -= ended is None
@@ -286,6 +286,7 @@ class Writes:
                     held.ended[index] = compared(ended, stated[index])
             self.open_blocks -= done + failed
             held.waiting = 0
+            self._open.pop(held.claim, None)
             if held.grant is not None and done + failed:
                 self._ledger.settle(held.grant, self._resource)
                 self._ledger.release(held.grant)
@@ -348,10 +349,8 @@ class Writes:
             self._end(held, _CANCELLED)
             if held.claim in self._dying:
                 self._bury(held)
-        for reservation in list(self._open):
-            held = reservation._held
-            if held.waiting and now >= held.deadline:
-                count += self._suspend(held)
+        for held in [each for each in self._open.values() if now >= each.deadline]:
+            count += self._suspend(held)
         self.expired += count
         return count
 
@@ -364,6 +363,7 @@ class Writes:
                 self._drop(held, index)
         self.open_blocks -= held.waiting
         held.waiting = 0
+        self._open.pop(held.claim, None)
         if held.grant is not None:
             self._ledger.release(held.grant)
             held.grant = None
@@ -379,6 +379,7 @@ class Writes:
                 held.slots[index] = (-1, 0)
         self.open_blocks -= count
         held.waiting = 0
+        self._open.pop(held.claim, None)
         self._dying[held.claim] = held
         return count
 

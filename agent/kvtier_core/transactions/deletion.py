@@ -158,7 +158,9 @@ class Deletions:
 
     def refuses(self, namespace: bytes) -> bool:
         """Whether a namespace is being deleted, so that nothing may be stored in it (TOMBSTONED)."""
-        return any(found.namespace == namespace for found in self._open.values() if found.namespace)
+        return bool(self._open) and any(
+            found.namespace == namespace for found in self._open.values() if found.namespace
+        )
 
     # Beginning.
 
