@@ -48,6 +48,45 @@ class Column:
         self.cells: memoryview[Any] = used.cast(_FORMATS[dtype])
 
 
+class Counters:
+    """`length` numbers of 63 bits that are nearly always below 2**32: the upper halves lie in a column of
+    their own, which is not written while they are zero, so it costs no memory. cells: itself, as a
+    column's."""
+
+    __slots__ = ("_high", "_high_cells", "_low", "_low_cells")
+
+    def __init__(self, length: int) -> None:
+        low, high = Column(length, "uint32"), Column(length, "uint32")
+        self._low, self._high = low.array, high.array
+        self._low_cells, self._high_cells = low.cells, high.cells
+
+    @property
+    def cells(self) -> Counters:
+        return self
+
+    def __getitem__(self, line: int) -> int:
+        high = self._high_cells[line]
+        low: int = self._low_cells[line]
+        return high << 32 | low if high else low
+
+    def __setitem__(self, line: int, number: int) -> None:
+        """ValueError for a number outside [0, 2**63)."""
+        if not 0 <= number < 1 << 63:
+            raise ValueError(f"{number} does not fit 63 bits")
+        high = number >> 32
+        if high or self._high_cells[line]:
+            self._high_cells[line] = high
+        self._low_cells[line] = number & 0xFFFFFFFF
+
+    def fill(self, first: int, numbers: NDArray[np.int64]) -> None:
+        """Writes numbers [n] from `first` on; they fit."""
+        span = slice(first, first + len(numbers))
+        high = numbers >> 32
+        if high.any() or self._high[span].any():
+            self._high[span] = high
+        self._low[span] = numbers & 0xFFFFFFFF
+
+
 def reserve(size: int) -> mmap.mmap:
     """`size` bytes of zeroed address space without memory behind it. NO_DESTINATION_CAPACITY when the system
     refuses (strict overcommit, an address space limit)."""

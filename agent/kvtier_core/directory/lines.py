@@ -3,7 +3,7 @@
 Why it exists: ten million blocks in 1.5 GiB is 161 bytes each, so every column is counted here and nowhere
 else. It must not know lookups, transitions or tiers' copies.
 
-Committed per block: 48 bytes here (56 once it was moved), its key's 32 included, besides the index and the
+Committed per block: 73 bytes here (81 once it was moved), its key's 32 included, besides the index and the
 copies. Columns of the session engine (chunk ids, readers, credits, recency) cost memory only on lines that it
 uses.
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier_core.directory.columns import Column
+from kvtier_core.directory.columns import Column, Counters
 from kvtier_core.directory.ids import ReplicaState
 from kvtier_core.errors import CoreError, Reason
 
@@ -34,15 +34,16 @@ class Replica:
 
 
 class TierColumns:
-    """The copies in one tier. 27 bytes a line where a copy is or was."""
+    """The copies in one tier. 19 bytes a line where a copy is or was, 23 or 27 with
+    generations of more than 32 bits."""
 
     __slots__ = ("generation", "leases", "slot", "slot_generation", "stamp", "state")
 
     def __init__(self, capacity: int) -> None:
         self.state = Column(capacity, "uint8")
         self.slot = Column(capacity, "int32")
-        self.slot_generation = Column(capacity, "uint64")
-        self.generation = Column(capacity, "int64")
+        self.slot_generation = Counters(capacity)
+        self.generation = Counters(capacity)
         self.stamp = Column(capacity, "uint32")
         self.leases = Column(capacity, "uint16")
 
@@ -170,7 +171,7 @@ class AuthorityCells:
 
     __slots__ = ("_columns", "_tier")
 
-    def __init__(self, tier: memoryview, columns: tuple[Column, ...]) -> None:
+    def __init__(self, tier: memoryview, columns: tuple[Column | Counters, ...]) -> None:
         self._tier = tier
         self._columns = tuple(column.cells for column in columns)
 

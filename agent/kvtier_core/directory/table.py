@@ -260,7 +260,7 @@ class BlockTable:
         """Inserts n blocks at once, keys [n, 32], each with one published authoritative copy in `tier`: what
         recovery found. generations: of the copies, as they were when the copies were written; None issues new
         ones. Returns their lines. All or nothing: IDENTITY_MISMATCH when a key is there or repeats,
-        NO_DESTINATION_CAPACITY."""
+        NO_DESTINATION_CAPACITY, BAD_ARGUMENT for a number that does not fit or an array of another length."""
         words = key_words(keys)
         count = len(words)
         if count == 0:
@@ -271,6 +271,24 @@ class BlockTable:
         columns = self._lines
         if columns.used + count > columns.capacity:
             raise columns.full(count)
+        if generations is None:
+            generations = np.arange(self._issued + 1, self._issued + 1 + count)
+        copies = self.replicas.of(tier)
+        given = [
+            (column.array, fitting(value, column.array.dtype, count))
+            for column, value in (
+                (columns.namespace, namespaces),
+                (columns.rows, rows),
+                (columns.checksum, checksums),
+                (columns.producer, producers),
+                (columns.cost, costs),
+                (columns.last_use, tick),
+                (copies.slot, slots),
+            )
+        ]
+        lives = [fitting(value, np.dtype(np.int64), count) for value in (slot_generations, generations)]
+        if min(int(life.min()) for life in lives) < 0:
+            raise CoreError(Reason.BAD_ARGUMENT, "a negative generation")
         lines = np.arange(columns.used, columns.used + count, dtype=np.int64)
         self._index.insert_many(words[:, 0], lines)
         first = columns.take_new(count)
@@ -278,28 +296,18 @@ class BlockTable:
         if span.stop > self._window:
             self._show(max(span.stop, self._window * 2))
         self._keys[span] = words
-        for column, value in (
-            (columns.namespace, namespaces),
-            (columns.rows, rows),
-            (columns.checksum, checksums),
-            (columns.producer, producers),
-            (columns.cost, costs),
-            (columns.last_use, tick),
+        for array, values in given:
+            array[span] = values
+        for column, number in (
             (columns.tier, tier),
             (columns.epoch, 1),
             (columns.born, 1),
             (columns.state, _SEALED),
         ):
-            column.array[span] = value
-        copies = self.replicas.tiers[tier]
-        copies.slot.array[span] = slots
-        copies.slot_generation.array[span] = slot_generations
-        if generations is None:
-            copies.generation.array[span] = np.arange(self._issued + 1, self._issued + 1 + count)
-            self._issued += count
-        else:
-            copies.generation.array[span] = generations
-            self._issued = max(self._issued, int(generations.max()))
+            column.array[span] = number
+        copies.slot_generation.fill(first, lives[0])
+        copies.generation.fill(first, lives[1])
+        self._issued = max(self._issued, int(generations.max()))
         copies.stamp.array[span] = 1
         copies.state.array[span] = ReplicaState.PUBLISHED
         self.replicas.counts[tier] += count
@@ -365,3 +373,16 @@ def key_words(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
     if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_BYTES:
         raise CoreError(Reason.BAD_ARGUMENT, f"keys are uint8 [n, 32], not {keys.dtype} {keys.shape}")
     return np.ascontiguousarray(keys).view(np.uint64)
+
+
+def fitting(value: Any, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    """`value`, one number or [count], as an array that a column of `dtype` takes without loss of range.
+    BAD_ARGUMENT."""
+    array = np.asarray(value)
+    if array.shape not in ((), (count,)):
+        raise CoreError(Reason.BAD_ARGUMENT, f"{array.shape} numbers for {count} blocks")
+    if dtype.kind in "iu":
+        bounds = np.iinfo(dtype)
+        if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
+            raise CoreError(Reason.BAD_ARGUMENT, f"a number does not fit {dtype.name}")
+    return np.broadcast_to(array, (count,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -394,6 +395,54 @@ def test_a_restore_is_whole_or_nothing() -> None:
     )
     assert len(directory) == 1
     directory.check()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param({"slots": np.full(3, 1 << 31)}, id="slot"),
+        pytest.param({"slots": np.zeros(2, np.int64)}, id="too-few-slots"),
+        pytest.param({"slot_generations": np.full(3, -1)}, id="slot-generation"),
+        pytest.param({"generations": np.full(3, -1)}, id="generation"),
+        pytest.param({"rows": 1 << 31}, id="rows"),
+        pytest.param({"checksums": np.full(3, -1)}, id="checksum"),
+        pytest.param({"tick": -1}, id="tick"),
+        pytest.param({"tier": 4}, id="tier"),
+    ],
+)
+def test_a_restore_of_numbers_that_do_not_fit_changes_nothing(bad: dict[str, Any]) -> None:
+    directory = Directory(tiers=4)
+    facts: dict[str, Any] = {
+        "tier": 1,
+        "slots": np.zeros(3, np.int64),
+        "slot_generations": np.zeros(3, np.int64),
+    }
+    assert refusal(lambda: directory.restore_blocks(keys_of(3), **{**facts, **bad})) is Reason.BAD_ARGUMENT
+    assert len(directory) == directory.used == 0
+    directory.check()
+    assert directory.restore_blocks(keys_of(3), **facts).tolist() == [0, 1, 2]
+
+
+BIG = (1 << 62) + 5
+
+
+def test_generations_of_more_than_32_bits_are_kept_whole() -> None:
+    directory = Directory(tiers=2, capacity=9)
+    line = directory.insert_block(bytes(32))
+    for generation in (BIG, 7, (1 << 63) - 1, 0):
+        directory.add_replica(line, 0, 1, generation, generation)
+        copy = directory.replica(line, 0)
+        assert (copy.slot_generation, copy.generation) == (generation, generation)
+        directory.drop_replica(line, 0)
+    for bad in (-1, 1 << 63):
+        assert refusal(lambda bad=bad: directory.add_replica(line, 0, 1, bad, 1)) is Reason.BAD_ARGUMENT
+    numbers = np.array([BIG, 3, 1 << 32])
+    lines = directory.restore_blocks(
+        keys_of(3), tier=1, slots=numbers % 100, slot_generations=numbers, generations=numbers
+    )
+    assert [directory.replica(one, 1).generation for one in lines.tolist()] == numbers.tolist()
+    assert [directory.slot_generation[one] for one in lines.tolist()] == numbers.tolist()
+    assert directory.issue_generation() == BIG + 1
 
 
 @pytest.mark.parametrize("count", [1, 17, 3000, 30_000])
