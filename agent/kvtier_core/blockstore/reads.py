@@ -8,6 +8,7 @@ room is made.
 
 from __future__ import annotations
 
+import heapq
 import threading
 import weakref
 from collections import deque
@@ -29,6 +30,14 @@ from kvtier_core.transactions.flights import Asker, Flight, FlightKey, Ticket, T
 from kvtier_core.transactions.reasons import refusal
 from kvtier_core.transactions.singleflight import SingleFlight
 from kvtier_core.transactions.transfers import Settled
+
+
+def _urgency(flight: Flight) -> tuple[int, int, float, int]:
+    """Priority first; then by place in the prefix, so that requests take turns and a short one does not wait
+    for a long one's tail; then by deadline."""
+    place = min((indexes[0] for _, indexes in flight.waiters.values()), default=0)
+    return (-flight.priority, place, flight.deadline, flight.number)
+
 
 _REPRESENTATION = f"{LAYOUT_ID}|{CODEC_IDENTITY}"
 _BAD = (MoveReason.CHECKSUM_MISMATCH, MoveReason.IDENTITY_MISMATCH)
@@ -72,7 +81,9 @@ class Fetch:
     def reason(self) -> MoveReason:
         """Why the prefix ends at `ready`; READY when nothing is missing."""
         reason = self._ticket.reason
-        return MoveReason.MISS if reason is MoveReason.READY and len(self._ticket.keys) < self._asked else reason
+        return (
+            MoveReason.MISS if reason is MoveReason.READY and len(self._ticket.keys) < self._asked else reason
+        )
 
     def body(self, index: int) -> memoryview:
         """The payload of a ready block, in place, not to be written. NOT_VISIBLE for one that is not
@@ -104,6 +115,7 @@ class Reads:
         *,
         max_flights: int,
         max_tickets: int,
+        window_bytes: int = 2 << 20,
     ) -> None:
         self._parts = parts
         self._moves = moves
@@ -114,6 +126,8 @@ class Reads:
         self._of_move: dict[int, Flight] = {}
         self._moving: dict[int, Move] = {}
         self._parked: dict[int, Flight] = {}
+        # Bytes that a newcomer may find ahead of it; enough for every I/O thread to have its next block.
+        self._window = max(8, window_bytes // parts.block_bytes)
         self.dropped: deque[Ticket] = deque()
         self.hits = 0
         self.fetched = 0
@@ -233,12 +247,15 @@ class Reads:
         return self._start(flights)
 
     def _start(self, flights: Sequence[Flight]) -> dict[int, MoveReason]:
-        """Begins the reads of flights, in order of urgency. What finds no slot while copies leave, or its
-        block being moved by another, is parked until that is over."""
+        """Begins the reads of flights, the most urgent first. What goes beyond the window, finds no slot
+        while copies leave, or whose block is being moved by another, is parked until that is over."""
         refused: dict[int, MoveReason] = {}
         moves: list[Move] = []
         room: Room | None = None
-        for flight in sorted(flights, key=lambda each: (-each.priority, each.deadline, each.number)):
+        for flight in sorted(flights, key=_urgency):
+            if len(self._moving) >= self._window:
+                self._parked[flight.number] = flight
+                continue
             try:
                 try:
                     move = self._begin(flight)
@@ -267,14 +284,18 @@ class Reads:
         return refused
 
     def retry(self) -> None:
-        """Begins parked reads for which there may be room by now. A read that nobody waits for is let go."""
-        if not self._parked:
+        """Begins the most urgent of the parked reads, as many as the window takes. A read that nobody waits
+        for is let go."""
+        free = self._window - len(self._moving)
+        if not self._parked or free <= 0:
             return
-        parked, self._parked = list(self._parked.values()), {}
-        for flight in parked:
-            if not flight.waiters:
-                self.flights.fail(flight.number, MoveReason.FETCH_LATE)
-        for number, reason in self._start([flight for flight in parked if flight.waiters]).items():
+        for flight in [each for each in self._parked.values() if not each.waiters]:
+            del self._parked[flight.number]
+            self.flights.fail(flight.number, MoveReason.FETCH_LATE)
+        chosen = heapq.nsmallest(free, self._parked.values(), key=_urgency)
+        for flight in chosen:
+            del self._parked[flight.number]
+        for number, reason in self._start(chosen).items():
             self.flights.fail(number, reason)
 
     def _begin(self, flight: Flight) -> Move:
