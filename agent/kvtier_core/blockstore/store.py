@@ -110,6 +110,7 @@ class BlockStore:
             flights=self.reads.flights,
             wake=wake,
         )
+        self.writes.forbidden = self.deletions.keys
         self.directory.keep_resident(self.parts.home)
         self.pins = MemoryPins(self.parts)
         self._recover(journal)

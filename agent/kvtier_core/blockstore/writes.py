@@ -12,7 +12,7 @@ line carries the reservation's number as its claim, so that evictions, moves and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from types import TracebackType
 from typing import Self
 
@@ -32,6 +32,10 @@ from kvtier_core.transactions.reasons import refusal
 # Claims of reservations and numbers of moves never meet.
 FIRST_CLAIM = 1 << 62
 _IN_FLIGHT = Stored(PutOutcome.IN_FLIGHT, reason=MoveReason.WRITE_TXN_BUSY)
+_DELETING = Stored(
+    PutOutcome.REFUSED, reason=MoveReason.TOMBSTONED, message="the block is being deleted"
+)
+_PRESSURE = Stored(PutOutcome.REFUSED, reason=MoveReason.CREDIT_PRESSURE, message="copies leave")
 _CANCELLED = Stored(PutOutcome.REFUSED, reason=MoveReason.CANCELLED, message="the scope was left")
 _LATE = Stored(PutOutcome.REFUSED, reason=MoveReason.TRANSFER_TIMEOUT, message="the writer was too slow")
 
@@ -131,6 +135,8 @@ class Writes:
         self._dying: dict[int, _Held] = {}
         self._next = FIRST_CLAIM
         self.abandoned: deque[_Held] = deque()
+        self.forbidden: Set[bytes] = frozenset()
+        """Keys under which nothing may be stored now."""
         self.open_blocks = 0
         self.expired = 0
 
@@ -178,23 +184,26 @@ class Writes:
         locate = self._parts.directory.locate
         found = [locate(key) for key in keys]
         missing = found.count(NO_LINE)
+        before = self._parts.directory.directory_generation
         paid, refused = self._pay(held, missing) if missing else (0, None)
-        repeats = len(keys) > 1 and len(set(keys)) < len(keys)
+        # Making room may have ended blocks that were there; and a key may be named twice.
+        again = before != self._parts.directory.directory_generation or (
+            len(keys) > 1 and len(set(keys)) < len(keys)
+        )
         for key, line in zip(keys, found, strict=True):
             ended: Stored | None = None
             slot = (-1, 0)
-            if line == NO_LINE and paid == 0:
-                ended = refused
-            elif line == NO_LINE:
-                # The same key twice in one call is there by now.
-                again = locate(key) if repeats else NO_LINE
-                if again == NO_LINE:
-                    line, slot, ended = self._begin(key, namespace, facts)
-                    paid -= ended is None
-                else:
-                    ended = self._there(again, facts.namespace)
-            else:
+            if again:
+                line = locate(key)
+            if line != NO_LINE:
                 ended = self._there(line, facts.namespace)
+            elif key in self.forbidden:
+                ended = _DELETING
+            elif paid == 0:
+                ended = refused or _PRESSURE
+            else:
+                line, slot, ended = self._begin(key, namespace, facts)
+                paid -= ended is None
             held.lines.append(line if ended is None else NO_LINE)
             held.slots.append(slot)
             held.ended.append(ended)
@@ -212,9 +221,7 @@ class Writes:
         if refused.reason is not MoveReason.QUOTA_EXCEEDED:
             room = self._make_room(self._parts.home, count)
             if room.leaving:
-                refused = Stored(
-                    PutOutcome.REFUSED, reason=MoveReason.CREDIT_PRESSURE, message="copies leave"
-                )
+                refused = _PRESSURE
             elif not room.now:
                 refused = Stored(PutOutcome.REFUSED, reason=room.reason, message=refused.message)
         while count > 0:
@@ -244,9 +251,7 @@ class Writes:
     def _there(self, line: int, namespace: int) -> Stored:
         directory = self._parts.directory
         if directory.find(directory.key_of(line)) == NO_LINE:
-            return Stored(
-                PutOutcome.REFUSED, reason=MoveReason.TOMBSTONED, message="the block is being deleted"
-            )
+            return _DELETING
         if int(directory.namespace[line]) != namespace:
             return Stored(
                 PutOutcome.REFUSED,

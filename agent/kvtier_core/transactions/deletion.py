@@ -149,6 +149,9 @@ class Deletions:
         self._seconds = seconds
         self._retry = retry
         self._open: dict[int, Deletion] = {}
+        self.keys: set[bytes] = set()
+        """Of single blocks that are being deleted: nothing may be stored under them, for an erasure by key
+        must not meet the bytes of a newer block."""
         self._inbox: deque[_Report] = deque()
         self._next = 1
         self._turns = 0
@@ -211,6 +214,7 @@ class Deletions:
         self._next = max(self._next, found.number + 1)
         found.lines = {line: int(directory.logical[line]) for line in lines}
         self._open[found.number] = found
+        self.keys.update(keys)
         for line, owner in found.lines.items():
             if self._flights is not None:
                 self._flights.fail_block(directory.key_of(line), MoveReason.TOMBSTONED)
@@ -243,6 +247,7 @@ class Deletions:
         done = [found for found in self._open.values() if found.state is DeletionState.DONE]
         for found in done:
             del self._open[found.number]
+            self.keys.difference_update(found.keys)
         return done
 
     def _take(self, now: float) -> None:
