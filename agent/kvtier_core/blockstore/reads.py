@@ -328,8 +328,8 @@ class Reads:
             self._moves.cancel(move)
 
     def settled(self, ticket: Ticket) -> None:
-        keeps = ticket.ready if ticket.state is TicketState.SETTLED else 0
-        self._let_go(ticket, keeps)
+        # Somebody may be reading what was ready when its deadline came: that stays until the scope is left.
+        self._let_go(ticket, 0 if ticket.state is TicketState.CANCELLED else ticket.ready)
         changed = self._changed.pop(ticket.number, None)
         if changed is not None:
             changed.set()

@@ -50,7 +50,7 @@ class FlightActions(Protocol):
 
     def settled(self, ticket: Ticket) -> None:
         """The ticket is over: wake its request. What was claimed for it at and after `ticket.ready`, or at
-        all when it is cancelled or late, is given back by whoever claimed."""
+        all when it is cancelled, is given back by whoever claimed."""
 
 
 class SingleFlight:
