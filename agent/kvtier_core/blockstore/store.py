@@ -64,7 +64,9 @@ class BlockStore:
         arc. watermarks: shares of a tier above which room is made, and down to which. journal: of deletions;
         None keeps them in memory, for tiers that do not outlive the process. homes: indexes of tiers where
         blocks may lie; None: all. Device memory that the CPU cannot read holds none."""
-        self.directory = directory or Directory(tiers=max(1, len(tiers)), capacity=capacity)
+        if directory is None:
+            directory = Directory(tiers=max(1, len(tiers)), capacity=capacity)
+        self.directory = directory
         self.ledger = ledger or _own_ledger(tiers, max_flights)
         may_hold = range(len(tiers)) if homes is None else sorted(homes)
         readable = [index for index in may_hold if tiers[index].capability.kernel_readable]
