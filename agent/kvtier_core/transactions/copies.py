@@ -41,7 +41,8 @@ class Copies(MoveMachine):
         self._tiers[tier].release(SlotRef(copy.slot, copy.slot_generation))
         self._purse.give(line, tier, 0)
         # A tombstoned line is the deletion's, until its receipt is durable.
-        gone = not directory.replicas.held_in(line) and directory.state[line] != ChunkState.TOMBSTONED
+        deleted = int(directory.state[line]) == ChunkState.TOMBSTONED
+        gone = not deleted and not directory.replicas.held_in(line)
         if gone:
             directory.remove(line)
         return gone
