@@ -1,9 +1,9 @@
 """[put_get_metadata], [copy], [single_flight], [small_behind_large], [restart]: the store beside its peers.
 
 LMCache's L1Manager runs in a process of its own, vLLM's file functions likewise; rounds of both alternate.
-Metadata of a put is reserve and publish without the copy and without the checksum (stated apart, since LMCache
-has none); of a get it is pin and release. Simulated tiers are not involved: memory is the CPU tier's arena,
-storage a file under O_DIRECT where the folder has it.
+Metadata of a put is reserve and publish without the copy and without the checksum (stated apart, since
+LMCache has none); of a get it is pin and release. Simulated tiers are not involved: memory is the CPU tier's
+arena, storage a file under O_DIRECT where the folder has it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class OurMemory:
             scope.publish()
             scope.close()
             t3 = clock()
-            for one in range(batch):
+            for _ in range(batch):
                 checksum("xxh3", self._payload)
             t4 = clock()
             hashing.append(t4 - t3)
