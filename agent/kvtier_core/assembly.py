@@ -7,7 +7,7 @@ and describing belong together. It must not know sessions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from kvtier_core.checksums import SUPPORTED
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import CODEC_IDENTITY, ChunkLayout
+from kvtier_core.tiers.arena import MAX_SEGMENTS, SEGMENT_BYTES, ArenaOptions
 from kvtier_core.tiers.base import (
     DEFAULT_CAPABILITY,
     MediumKind,
@@ -27,7 +28,8 @@ from kvtier_core.tiers.base import (
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.fileops import FileOps
 from kvtier_core.tiers.gpu import GpuTier
-from kvtier_core.tiers.nvme import NvmeTier
+from kvtier_core.tiers.nvme import NvmeOptions, NvmeTier
+from kvtier_core.tiers.nvme.crypto import KeyProvider
 from kvtier_core.tiers.staging import block_bytes
 from kvtier_crds.manifest import (
     NUMERICS_VERSION,
@@ -145,8 +147,20 @@ def check_manifest(manifest: RuntimeManifest) -> None:
             raise CoreError(Reason.TIER_INCAPABLE, f"{where}.medium remote cannot run on a single node")
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a node gives a cache besides its devices. clock: seconds that deadlines are stated in. keys: for
+    blocks at rest; None: storage is not encrypted. A tier's persistence comes with its mount: where bytes may
+    outlive a process is the node's to say and changes no answer, so the manifest's digest does not have
+    it."""
+
+    files: FileOps
+    clock: Callable[[], float] | None = None
+    keys: KeyProvider | None = None
+
+
 def build_tiers(
-    manifest: RuntimeManifest, mounts: Mapping[str, TierMount], layout: ChunkLayout, files: FileOps
+    manifest: RuntimeManifest, mounts: Mapping[str, TierMount], layout: ChunkLayout, node: Node
 ) -> tuple[LiveTier, ...]:
     """The manifest's tiers on this node's devices, in its order. Closes what it opened when one fails."""
     built: list[LiveTier] = []
@@ -160,7 +174,7 @@ def build_tiers(
                     f"this node has no {entry.medium.value} tier {entry.tier_class_name}; has: {have}",
                     {"tier_class": entry.tier_class_name},
                 )
-            tier = _build(manifest, entry, mount, layout, files)
+            tier = _build(manifest, entry, mount, layout, node)
             built.append(LiveTier(tier, entry.role, entry.budget_bytes))
     except CoreError:
         close_tiers(built)
@@ -169,7 +183,7 @@ def build_tiers(
 
 
 def _build(
-    manifest: RuntimeManifest, entry: TierEntry, mount: TierMount, layout: ChunkLayout, files: FileOps
+    manifest: RuntimeManifest, entry: TierEntry, mount: TierMount, layout: ChunkLayout, node: Node
 ) -> Tier:
     capability = _capability(entry, mount)
     name = entry.tier_class_name
@@ -183,11 +197,11 @@ def _build(
                 {"tier_class": name},
             )
         slots = slots_for(entry.budget_bytes, slot_stride(layout))
-        return GpuTier(name, layout, slots, device=device, capability=capability)
+        return GpuTier(name, layout, slots, device=device, capability=capability, clock=node.clock)
     if mount.medium is MediumKind.CPU:
-        return CpuTier(
-            name, layout, slots_for(entry.budget_bytes, slot_stride(layout)), capability=capability
-        )
+        slots = slots_for(entry.budget_bytes, slot_stride(layout))
+        options = ArenaOptions(segment_bytes=segment_bytes(slots * slot_stride(layout)))
+        return CpuTier(name, layout, slots, capability=capability, clock=node.clock, options=options)
     if mount.folder is None:
         raise CoreError(Reason.STORAGE_UNAVAILABLE, f"tier {name} has no folder on this node")
     return NvmeTier(
@@ -196,10 +210,19 @@ def _build(
         slots_for(entry.budget_bytes, block_bytes(layout)),
         folder=mount.folder,
         file_key=manifest.tenancy.cache_uid,
-        files=files,
+        files=node.files,
         capability=capability,
         o_direct=mount.o_direct,
+        clock=node.clock,
+        options=NvmeOptions(keys=node.keys),
     )
+
+
+def segment_bytes(size: int) -> int | None:
+    """How much of a host tier of `size` bytes one namespace takes at a time: rows of sessions and blocks of
+    tenants never share a segment, so a small tier must have small ones. None: the arena's own choice."""
+    share = max(1, -(-size // MAX_SEGMENTS))
+    return share if share < SEGMENT_BYTES else None
 
 
 def _capability(entry: TierEntry, mount: TierMount) -> TierCapability:

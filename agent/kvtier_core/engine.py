@@ -1,22 +1,24 @@
 """One cache on one node: sessions, their rows in tiers, and attention over them.
 
-Why it exists: the face of the core. Synchronous, thread-safe under one lock, without clock, socket or
-cluster: time, files, names and the reader's thread come from outside. A refused frame leaves its session as
-it was.
+Why it exists: the face of the core. Synchronous, thread-safe, without clock, socket or cluster: time, files,
+names and the reader's thread come from outside. A refused frame leaves its session as it was.
+
+One lock is held for a whole frame; a second one, of metadata, only while directory, ledger and slots change.
+Shared blocks know the second one alone, so they wait for no frame. Order: the frame's, then metadata's.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
 import torch
 
-from kvtier_core.assembly import LiveConfiguration, build_tiers, check_manifest, close_tiers
+from kvtier_core.assembly import LiveConfiguration, LiveTier, Node, build_tiers, check_manifest, close_tiers
 from kvtier_core.attend import Attention
-from kvtier_core.credits import CreditLedger
-from kvtier_core.directory import ChunkState, Directory
+from kvtier_core.credits import PINNED, STAGING, CreditLedger
+from kvtier_core.directory import ChunkState
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import source_binding
 from kvtier_core.layout import ChunkLayout
@@ -30,14 +32,16 @@ from kvtier_core.receipts import (
     StepAnswer,
     StepMode,
     StepRequest,
-    TierStats,
 )
 from kvtier_core.selectors.base import LayerIndex, SelectorFamily, build_family
 from kvtier_core.sessions import LayerState, RowStore, Session
+from kvtier_core.sharing import SharedBlocks, directory_of, ledger_of, let_go, recoveries
+from kvtier_core.stats import Statistics
 from kvtier_core.step import StepContext, StepRunner
 from kvtier_core.steporder import check_order, check_shapes
 from kvtier_core.tiers.base import TierMount, tensor_bytes
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
+from kvtier_core.tiers.nvme.crypto import KeyProvider
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_crds.manifest import RuntimeManifest, Selector
 
@@ -58,10 +62,13 @@ class CacheEngine:
         reader: Executor | None = None,
         session_name: Callable[[int], str] | None = None,
         probe: bool = True,
+        blocks: bool = False,
+        keys: KeyProvider | None = None,
     ) -> None:
-        """mounts: by tier class name. clock: monotonic seconds. reader: runs staged reads ahead of
-        attention; None reads inline. session_name: from the session's number; must not repeat in the
-        process. probe: measure each tier now."""
+        """mounts: by tier class name; their capability says what outlives the process. clock: monotonic
+        seconds. reader: runs staged reads ahead of attention; None reads inline. session_name: from the
+        session's number; must not repeat in the process. probe: measure each tier now. blocks: run the
+        thread that moves shared blocks on; without it somebody pumps. keys: encrypt storage under them."""
         check_manifest(manifest)
         geometry = manifest.model.geometry
         self._lock = threading.RLock()
@@ -69,7 +76,8 @@ class CacheEngine:
         self._clock = clock
         self._name = session_name or (lambda number: f"{manifest.tenancy.cache_uid}-{number}")
         self.layout = ChunkLayout(geometry.kv_heads, manifest.chunk_tokens, geometry.head_dim)
-        live = build_tiers(manifest, mounts, self.layout, files or OsFileOps())
+        node = Node(files or OsFileOps(), clock, keys)
+        live = build_tiers(manifest, mounts, self.layout, node)
         self._live = LiveConfiguration(
             tenancy=manifest.tenancy,
             model=manifest.model,
@@ -79,25 +87,68 @@ class CacheEngine:
             placement=manifest.placement,
             contract=manifest.contract,
         )
-        tiers = [item.tier for item in live]
-        if probe:
-            for tier in tiers:
-                measure(tier, clock)
-        self._directory = Directory()
-        self._ledger = CreditLedger([tier.slots.capacity for tier in tiers])
-        self._store = RowStore(self.layout, tiers, self._ledger, self._directory)
-        self._store.placement = Placement(
-            tiers, [item.role for item in live], self._ledger, self._directory, self._store.transactions
-        )
-        buffers = [StagingBuffer(self.layout) for _ in range(STAGING_BUFFERS)]
-        self._staging_bytes = sum(len(buffer) for buffer in buffers)
-        self._attention = Attention(self._store, clock, reader, buffers)
-        self._runner = StepRunner(self._store, self._attention, manifest.digest())
+        self._families: dict[str, SelectorFamily] = {}
         self._sessions: dict[str, Session] = {}
         self._contexts: dict[str, StepContext] = {}
         self._opened = 0
-        self._families: dict[str, SelectorFamily] = {}
         self._stopped = False
+        self._shared: SharedBlocks | None = None
+        self._no_blocks: CoreError | None = None
+        try:
+            if probe:
+                for item in live:
+                    measure(item.tier, clock)
+            self._compose(live, node, reader)
+            if blocks and self._shared is not None:
+                self._shared.start()
+        except BaseException:
+            close_tiers(live)
+            raise
+
+    def _compose(self, live: Sequence[LiveTier], node: Node, reader: Executor | None) -> None:
+        """One directory, one ledger and one metadata lock over the tiers, for rows and for blocks."""
+        assert node.clock is not None
+        tiers = [item.tier for item in live]
+        metadata = threading.RLock()
+        buffers = [StagingBuffer(self.layout) for _ in range(STAGING_BUFFERS)]
+        staging = sum(len(buffer) for buffer in buffers)
+        self._directory = directory_of(tiers)
+        self._all_credits = ledger_of(tiers, staging, node.clock)
+        self._ledger = CreditLedger([tier.slots.capacity for tier in tiers], self._all_credits)
+        self._store = RowStore(self.layout, tiers, self._ledger, self._directory, metadata)
+        self._store.placement = placement = Placement(
+            tiers,
+            [item.role for item in live],
+            self._ledger,
+            self._directory,
+            self._store.transactions,
+            metadata,
+        )
+        try:
+            self._shared = SharedBlocks(
+                tiers,
+                placement.homes,
+                node.clock,
+                self._directory,
+                self._all_credits,
+                metadata,
+                node.files,
+            )
+            placement.blocks = self._shared
+        except CoreError as error:
+            if error.reason is not Reason.TIER_INCAPABLE:
+                raise
+            self._no_blocks = error
+            let_go(tiers)
+        # What the engine itself takes for good; credits of the block store's recovery would not outlive this.
+        self._own = self._all_credits.acquire(
+            {STAGING: staging, PINNED: sum(tier.pinned_bytes for tier in tiers)}
+        )
+        self._attention = Attention(self._store, node.clock, reader, buffers)
+        self._runner = StepRunner(self._store, self._attention, self._manifest.digest())
+        self._statistics = Statistics(
+            live, self._store, self._all_credits, self._shared, staging, recoveries(tiers)
+        )
 
     # Sessions.
 
@@ -227,34 +278,20 @@ class CacheEngine:
         return self._live.manifest()
 
     def stats(self) -> EngineStats:
-        """Bytes by tier as they are now. Staging buffers are pinned memory of the tier they serve."""
-        with self._lock:
-            tiers = tuple(
-                TierStats(
-                    class_name=live.tier.name,
-                    medium=live.tier.medium.value,
-                    simulated=live.tier.simulated,
-                    capacity_bytes=live.budget_bytes,
-                    used_bytes=live.tier.used_bytes,
-                    pinned_bytes=live.tier.pinned_bytes
-                    + (0 if live.tier.capability.kernel_readable else self._staging_bytes),
-                    read_bytes_per_second=live.tier.measured.read_bytes_per_second,
-                    write_bytes_per_second=live.tier.measured.write_bytes_per_second,
-                    probes=dict(live.tier.measured.probes),
-                    condition=live.tier.condition,
-                )
-                for live in self._live.tiers
-            )
-            states = self._directory.state
-            return EngineStats(
-                tiers=tiers,
-                sessions=len(self._sessions),
-                chunks=len(self._directory),
-                open_chunks=int((states == ChunkState.OPEN).sum()),
-                moved_bytes=dict(self._store.transactions.moved_bytes),
-            )
+        """Bytes by tier as they are now; waits for no step."""
+        return self._statistics.read(len(self._sessions))
 
-    # Blocks.
+    @property
+    def blocks(self) -> SharedBlocks:
+        """The shared blocks: `store` to put, find, fetch and delete, `driver` to wait for it. DRAINING after
+        `stop`; TIER_INCAPABLE when no tier's memory can be read by the CPU."""
+        self._check_running()
+        if self._shared is None:
+            assert self._no_blocks is not None
+            raise self._no_blocks
+        return self._shared
+
+    # Chunks of sessions.
 
     def list_chunks(
         self, session_id: str, generation: int, *, offset: int = 0, limit: int | None = None
@@ -317,14 +354,21 @@ class CacheEngine:
     # Ending.
 
     def stop(self) -> None:
-        """Ends every session, checks that all capacity came back, closes tiers. Idempotent."""
+        """Ends every session and the block store, checks that all credits are accounted for, closes tiers.
+        Idempotent. DEADLINE when the store's thread does not end."""
         with self._lock:
             if self._stopped:
                 return
             self._stopped = True
-            for session in list(self._sessions.values()):
-                self.close_session(session.session_id, session.generation)
             try:
-                self._ledger.check()
+                for session in list(self._sessions.values()):
+                    self.close_session(session.session_id, session.generation)
+                if self._shared is not None:
+                    self._shared.close()
+                with self._store.lock:
+                    self._all_credits.release(self._own)
+                    self._ledger.check()
+                    if self._ledger.outstanding():
+                        raise AssertionError(f"{self._ledger.outstanding()} grants of sessions are left")
             finally:
                 close_tiers(self._live.tiers)

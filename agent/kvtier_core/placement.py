@@ -1,23 +1,48 @@
-"""Where chunks go when a tier is full: the least recent sealed chunk moves down.
+"""Where chunks go when a tier is full: cached blocks make room, then the least recent chunk moves down.
 
 Why it exists: contexts outgrow the fast tiers, and room must be made before rows are accepted. It must not
-know attention, sessions' meaning or bytes. Budgets are per node: all sessions of a cache share a tier.
+know attention, sessions' meaning or bytes. Budgets are per node: all sessions of a cache and its shared
+blocks share a tier.
+
+The engine's lock is held, the metadata lock only for single steps. So while a row looks for its place, what
+comes free is claimed for it: a block that is stored meanwhile cannot take it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
-from kvtier_core.credits import CreditLedger
+from kvtier_core.credits import CreditLedger, slots
 from kvtier_core.directory import Directory
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.tiers.base import Tier
+from kvtier_core.tiers.base import SlotRef, Tier
 from kvtier_core.transactions import MoveKind, Transactions
 from kvtier_crds.manifest import TierRole
 
 
+class Yielding(Protocol):
+    """Cached blocks, which leave when rows need their slots. Slots that a row waits for are claimed in the
+    ledger before; the metadata lock is not held."""
+
+    def leave(self, tier: int, count: int, deadline: float | None) -> bool:
+        """Whether `count` slots of the tier are free for rows now, blocks having been dropped or moved down
+        for that, until `deadline`."""
+        ...
+
+
+class NoBlocks:
+    """A cache of sessions alone."""
+
+    def leave(self, tier: int, count: int, deadline: float | None) -> bool:
+        return False
+
+
 class Placement:
-    """Tiers by index, fastest first. A tier of role `staging` is nobody's home."""
+    """Tiers by index, fastest first. A tier of role `staging` is nobody's home. `blocks` is set once they are
+    there."""
 
     def __init__(
         self,
@@ -26,64 +51,125 @@ class Placement:
         ledger: CreditLedger,
         directory: Directory,
         transactions: Transactions,
+        lock: threading.RLock,
     ) -> None:
         self._tiers = tiers
         self._ledger = ledger
         self._directory = directory
         self._transactions = transactions
-        self._homes = [index for index, role in enumerate(roles) if role is not TierRole.STAGING]
-        able = [index for index in self._homes if tiers[index].capability.appendable]
+        self._lock = lock
+        self.blocks: Yielding = NoBlocks()
+        self.homes = [index for index, role in enumerate(roles) if role is not TierRole.STAGING]
+        able = [index for index in self.homes if tiers[index].capability.appendable]
         resident = [index for index in able if roles[index] is TierRole.RESIDENT]
         self.open_homes: list[int] = resident or able
 
-    def reserve_open(self, layers: int) -> tuple[list[int], int]:
-        """One open slot per layer, all or nothing, fastest tier first, making room where sealed chunks can go
-        down. Returns (tier of each layer, grant). NO_DESTINATION_CAPACITY with the numbers."""
+    def reserve_open(self, layers: int, deadline: float | None = None) -> tuple[list[int], int]:
+        """One open slot per layer, all or nothing, fastest tier first, making room where blocks leave or
+        sealed chunks can go down. Returns (tier of each layer, grant). NO_DESTINATION_CAPACITY with the
+        numbers."""
         order: list[int] = []
         want: dict[int, int] = {}
-        for tier in self.open_homes:
-            room = self._room_for_open(tier, layers - len(order))
-            if room:
-                want[tier] = room
-                order += [tier] * room
-        if len(order) < layers:
-            raise self.exhausted(f"{layers} open chunks wanted, one a layer; {len(order)} fit")
-        for tier, count in want.items():
-            self.make_room(tier, count)
-        return order, self._ledger.acquire(want)
+        with ExitStack() as claims:
+            for tier in self.open_homes:
+                missing = layers - len(order)
+                if missing:
+                    claims.enter_context(self._claim(tier, missing))
+                    if self._ledger.available(tier) < missing:
+                        self.blocks.leave(tier, missing, deadline)
+                    want[tier] = self._room_for_open(tier, missing)
+                    order += [tier] * want[tier]
+            if len(order) < layers:
+                raise self.exhausted(f"{layers} open chunks wanted, one a layer; {len(order)} fit")
+            for tier, count in want.items():
+                self.make_room(tier, count, deadline)
+            with self._lock:
+                return order, self._ledger.acquire(want)
 
     def _room_for_open(self, tier: int, wanted: int) -> int:
         """Slots of `tier` that are free, or can be by moving sealed chunks to free slots further down."""
-        below = sum(self._ledger.available(lower) for lower in self._homes if lower > tier)
-        movable = min(len(self._directory.sealed_in(tier)), below)
-        return min(wanted, self._ledger.available(tier) + movable)
+        with self._lock:
+            below = sum(self._ledger.available(lower) for lower in self.homes if lower > tier)
+            movable = min(len(self._directory.sealed_in(tier)), below)
+            return min(wanted, self._ledger.available(tier) + movable)
 
-    def home_for_sealed(self, tier: int, recency: int) -> tuple[int, int]:
+    def home_for_sealed(self, tier: int, recency: int, deadline: float | None = None) -> tuple[int, int]:
         """A credit for one more sealed chunk in `tier`, or below it when all that lie there are more recent
         or cannot move down. Returns (tier, grant). NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE."""
-        for home in [item for item in self._homes if item >= tier]:
-            if self._ledger.pressure({home: 1}) is None or self._try_room(home, recency):
-                return home, self._ledger.acquire({home: 1})
+        for home in [item for item in self.homes if item >= tier]:
+            with self._claim(home, 1):
+                if self._has_room(home, deadline) or self._try_room(home, deadline, recency):
+                    with self._lock:
+                        return home, self._ledger.acquire({home: 1})
         raise self.exhausted("no tier takes one more sealed chunk")
 
-    def make_room(self, tier: int, count: int = 1) -> None:
+    def make_room(self, tier: int, count: int = 1, deadline: float | None = None) -> None:
         """Demotes the least recent chunks of `tier` until `count` slots are free there."""
         while self._ledger.available(tier) < count:
-            if not self._try_room(tier):
+            if not self._try_room(tier, deadline):
                 raise self.exhausted(f"tier {self._tiers[tier].name} cannot free {count} slots")
 
-    def _try_room(self, tier: int, recency: int | None = None) -> bool:
+    def slot(self, tier: int, owner: int, deadline: float | None = None) -> SlotRef:
+        """A slot whose credit is held. Memory may be another namespace's all the same, since it is handed out
+        in segments: then blocks leave one. NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE."""
+        try:
+            with self._lock:
+                return self._tiers[tier].reserve(owner)
+        except CoreError as error:
+            full = error.reason is Reason.NO_DESTINATION_CAPACITY
+            if not full or not self.blocks.leave(tier, 0, deadline):
+                raise
+        with self._lock:
+            return self._tiers[tier].reserve(owner)
+
+    @contextmanager
+    def _claim(self, tier: int, count: int) -> Iterator[None]:
+        with self._lock:
+            self._ledger.ledger.claim(slots(tier), count)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._ledger.ledger.unclaim(slots(tier), count)
+
+    def _has_room(self, tier: int, deadline: float | None) -> bool:
+        """Whether one slot of a claimed tier is free, blocks having left for it where there are any."""
+        return self._ledger.available(tier) >= 1 or self.blocks.leave(tier, 1, deadline)
+
+    def _try_room(self, tier: int, deadline: float | None, recency: int | None = None) -> bool:
         """Moves the least recent chunk of `tier` down if it is at most as recent as `recency`."""
-        lines = self._directory.sealed_in(tier)
-        lines = lines[self._directory.readers[lines] == 0]
+        with self._lock:
+            lines = self._directory.sealed_in(tier)
+            lines = lines[self._directory.readers[lines] == 0]
         if not len(lines) or (recency is not None and self._directory.recency[lines[0]] > recency):
             return False
-        moved = int(self._directory.recency[lines[0]])
-        for lower in [item for item in self._homes if item > tier]:
-            if self._ledger.pressure({lower: 1}) is None or self._try_room(lower, moved):
-                self._transactions.run(MoveKind.DEMOTE, int(lines[0]), lower)
-                return True
+        line = int(lines[0])
+        moved = int(self._directory.recency[line])
+        for lower in [item for item in self.homes if item > tier]:
+            with self._claim(lower, 1):
+                if self._has_room(lower, deadline) or self._try_room(lower, deadline, moved):
+                    self._demote(line, lower)
+                    return True
         return False
+
+    def _demote(self, line: int, lower: int) -> None:
+        """The whole move here and now, its bytes outside of the metadata lock. Raises MoveRefused; the chunk
+        is then still where it was."""
+        moves = self._transactions
+        with self._lock:
+            move = moves.begin(MoveKind.DEMOTE, line, lower)
+        try:
+            with self._lock:
+                moves.submit(move)
+            done, error = moves.carry(move)
+        except BaseException:
+            with self._lock:
+                moves.cancel(move)
+            raise
+        with self._lock:
+            moves.complete(done, error)
+            moves.publish(move)
+            moves.release(move)
 
     def exhausted(self, message: str) -> CoreError:
         """NO_DESTINATION_CAPACITY with free and total slots of each tier."""

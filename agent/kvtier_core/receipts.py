@@ -7,7 +7,7 @@ step runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from torch import Tensor
@@ -129,8 +129,23 @@ class StepAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class TierBytes:
+    """Who has a tier's slots, in bytes of whole slots; rows + blocks + quarantined + free are all of them.
+    rows: sessions' rows, and slots promised to their open chunks. blocks: shared blocks, those being written
+    included. quarantined: bytes may still arrive there, so nobody has them. held: of `blocks`, copies that
+    somebody reads, so that they cannot leave."""
+
+    rows: int = 0
+    blocks: int = 0
+    quarantined: int = 0
+    free: int = 0
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
-    """condition: `Ready`, or a Reason name with a message. Bandwidths are measured; 0.0: not measured."""
+    """condition: `Ready`, or a Reason name with a message. Bandwidths are measured; 0.0: not measured.
+    pinned_bytes: page-locked or staging memory of the tier, which is not in `bytes`."""
 
     class_name: str
     medium: str
@@ -142,15 +157,66 @@ class TierStats:
     write_bytes_per_second: float
     probes: Mapping[str, str]
     condition: str
+    bytes: TierBytes = TierBytes()
+
+
+@dataclass(frozen=True, slots=True)
+class HostBytes:
+    """Host memory of one cache, in parts that are never merged (specification F17). payloads: slots in use of
+    tiers in host memory. buffers: staging and I/O buffers. write_back: bytes on their way down, their source
+    slots included in `payloads`. metadata: directory lines in use."""
+
+    payloads: int = 0
+    buffers: int = 0
+    write_back: int = 0
+    metadata: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryStats:
+    """What a persistent tier found when it was opened. dropped: slots with something in them that is not
+    served, by reason. proven: payloads that were read again, since their flush was not on record. message:
+    the same for a person."""
+
+    class_name: str
+    kept: int
+    dropped: Mapping[str, int]
+    proven: int
+    seconds: float
+    clean: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStats:
+    """Shared blocks since start. stored: blocks that a lookup may find now. hits: blocks served from memory;
+    fetched: from storage. moves: by (kind, reason) of the end. evictions: copies by (tier, dropped | lost |
+    demoted | refused). saved_bytes: backend reads that single-flight spared. deleting: orders that are not
+    done. failure: why the store's thread ended, empty while it runs or was not asked for."""
+
+    stored: int = 0
+    hits: int = 0
+    fetched: int = 0
+    moves: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    evictions: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    saved_bytes: int = 0
+    deleting: int = 0
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
+    """chunks, open_chunks: of sessions. moved_bytes: by (source tier, destination tier), rows and blocks.
+    blocks: None when no tier can hold any."""
+
     tiers: tuple[TierStats, ...]
     sessions: int
     chunks: int
     open_chunks: int
     moved_bytes: Mapping[tuple[str, str], int]
+    host: HostBytes = HostBytes()
+    blocks: BlockStats | None = None
+    recovered: tuple[RecoveryStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

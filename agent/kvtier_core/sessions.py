@@ -5,10 +5,16 @@ nobody looks, and become rows when the answer exists. It must not know attention
 
 Appending: `reserve` takes every credit and slot and writes invisible rows; `settle` does the last I/O that
 can fail; `commit` cannot fail; `abort` gives all back.
+
+Two locks: the engine's, held for a whole frame, so that a session's lines are its frame's; and the metadata
+lock, shared with the block store and held only while directory, ledger and slot tables change, never while
+bytes move or answers are computed. Reading a session's own lines needs no metadata lock: nobody else ever
+changes them.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,7 +111,8 @@ class Append:
 
 
 class RowStore:
-    """Rows of all sessions of one engine. Lines' identities are kept here, one per sealed chunk."""
+    """Rows of all sessions of one engine. Lines' identities are kept here, one per sealed chunk. lock: of
+    metadata, taken for each short step."""
 
     def __init__(
         self,
@@ -113,8 +120,10 @@ class RowStore:
         tiers: list[Tier],
         ledger: CreditLedger,
         directory: Directory,
+        lock: threading.RLock | None = None,
     ) -> None:
         self.layout = layout
+        self.lock = lock or threading.RLock()
         self.tiers = tiers
         self.ledger = ledger
         self.directory = directory
@@ -123,6 +132,11 @@ class RowStore:
         self._epochs = 0
         self.transactions = Transactions(directory, ledger, tiers, self.identity_of, self._published)
         self.placement: Placement
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of all sessions, open ones included."""
+        return len(self._binding)
 
     def identity_of(self, line: int, replica_generation: int) -> BlockIdentity:
         """What a sealed line's copy of that replica generation must be."""
@@ -150,9 +164,12 @@ class RowStore:
 
     # Appending.
 
-    def reserve(self, session: Session, layer: int, k: Tensor, v: Tensor) -> Append:
-        """Takes what the rows need and writes those that fit the open chunk, beyond the frontier.
-        NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE; nothing is held then."""
+    def reserve(
+        self, session: Session, layer: int, k: Tensor, v: Tensor, deadline: float | None = None
+    ) -> Append:
+        """Takes what the rows need and writes those that fit the open chunk, beyond the frontier. Cached
+        blocks that stand in the way leave, until `deadline`. NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE;
+        nothing is held then."""
         state = session.layers[layer]
         append = Append(session, layer, state.frontier, k, v)
         size = self.layout.chunk_tokens
@@ -162,23 +179,25 @@ class RowStore:
         try:
             # Newest first, so that it gets the fastest home.
             for chunk in reversed(range(first // size, end // size)):
-                append.sealed.append(self._reserve_sealed(append, state, chunk))
+                append.sealed.append(self._reserve_sealed(append, state, chunk, deadline))
             append.sealed.reverse()
             if end % size:
                 append.open_chunk = end // size
                 append.open_from = max(first, append.open_chunk * size)
                 if state.open_line == NO_LINE or append.open_chunk != first // size:
-                    self._reserve_open(append, state)
+                    self._reserve_open(append, state, deadline)
             self._write_invisible(append, state)
         except BaseException:
             self.abort(append)
             raise
         return append
 
-    def _reserve_sealed(self, append: Append, state: LayerState, chunk: int) -> SealedPart:
+    def _reserve_sealed(
+        self, append: Append, state: LayerState, chunk: int, deadline: float | None
+    ) -> SealedPart:
         size = self.layout.chunk_tokens
         tier, credit = self.placement.home_for_sealed(
-            state.open_tier, recency_key(append.session.epoch, chunk)
+            state.open_tier, recency_key(append.session.epoch, chunk), deadline
         )
         part = SealedPart(
             chunk=chunk,
@@ -192,20 +211,21 @@ class RowStore:
             part.line = state.open_line
         if part.line == NO_LINE or tier != state.open_tier:
             try:
-                part.ref = self.tiers[tier].reserve(self._logical(append, chunk))
+                part.ref = self.placement.slot(tier, self._logical(append, chunk), deadline)
             except CoreError:
-                self.ledger.release(credit)
+                with self.lock:
+                    self.ledger.release(credit)
                 raise
         return part
 
-    def _reserve_open(self, append: Append, state: LayerState) -> None:
+    def _reserve_open(self, append: Append, state: LayerState, deadline: float | None) -> None:
         """The open credit pays this slot. While the chunk before still lies in it, it comes at commit."""
-        tier = self._pool(state.open_tier)
         leaving = (
             bool(append.sealed) and append.sealed[0].line != NO_LINE and append.sealed[0].ref is not None
         )
         if not leaving:
-            append.open_ref = tier.reserve(self._logical(append, append.open_chunk))
+            logical = self._logical(append, append.open_chunk)
+            append.open_ref = self.placement.slot(state.open_tier, logical, deadline)
 
     def _logical(self, append: Append, chunk: int) -> int:
         return logical_id(append.session.number, append.layer, chunk)
@@ -258,7 +278,9 @@ class RowStore:
     def _seal_identity(self, append: Append, part: SealedPart, payload: Tensor) -> BlockIdentity:
         size = self.layout.chunk_tokens
         stays = part.ref is None
-        generation = int(self.directory.generation[part.line]) if stays else self.directory.issue_generation()
+        with self.lock:
+            issue = self.directory.issue_generation
+            generation = int(self.directory.generation[part.line]) if stays else issue()
         return BlockIdentity(
             chunk_digest=chunk_digest(
                 append.session.source,
@@ -277,10 +299,11 @@ class RowStore:
     def commit(self, append: Append) -> None:
         """Makes the rows rows: directory and frontier change together. Cannot fail."""
         state = append.session.layers[append.layer]
-        for part in append.sealed:
-            self._commit_sealed(append, state, part)
-        if append.open_chunk != NO_LINE:
-            self._commit_open(append, state)
+        with self.lock:
+            for part in append.sealed:
+                self._commit_sealed(append, state, part)
+            if append.open_chunk != NO_LINE:
+                self._commit_open(append, state)
         state.frontier = append.end
 
     def _commit_sealed(self, append: Append, state: LayerState, part: SealedPart) -> None:
@@ -343,14 +366,15 @@ class RowStore:
 
     def abort(self, append: Append) -> None:
         """Gives back what the frame held. The session is as before; rows beyond the frontier do not exist."""
-        for part in append.sealed:
-            if part.ref is not None:
-                self.tiers[part.tier].release(part.ref)
-            self.ledger.release(part.credit)
-        append.sealed.clear()
-        if append.open_ref is not None:
-            self.tiers[append.session.layers[append.layer].open_tier].release(append.open_ref)
-            append.open_ref = None
+        with self.lock:
+            for part in append.sealed:
+                if part.ref is not None:
+                    self.tiers[part.tier].release(part.ref)
+                self.ledger.release(part.credit)
+            append.sealed.clear()
+            if append.open_ref is not None:
+                self.tiers[append.session.layers[append.layer].open_tier].release(append.open_ref)
+                append.open_ref = None
 
     # Ending.
 
@@ -358,20 +382,26 @@ class RowStore:
         """Frees every chunk and credit of a session; returns the rows released (layer 0's frontier)."""
         rows = session.layers[0].frontier if session.layers else 0
         for state in session.layers:
-            for line in state.lines:
-                self.directory.state[line] = ChunkState.TOMBSTONED
-                self.transactions.cancel_line(line)
-                self.tiers[int(self.directory.tier[line])].release(self.ref(line))
-                credit = int(self.directory.credit[line])
-                if credit:
-                    self.ledger.release(credit)
-                self.identities.pop(line, None)
-                self._binding.pop(line, None)
-                self.directory.remove(line)
-            state.lines.clear()
-            state.open_line = NO_LINE
-        self.ledger.release(session.open_grant)
+            # A layer at a time: a long session must not hold the lock for all of its chunks.
+            with self.lock:
+                for line in state.lines:
+                    self._drop_line(line)
+                state.lines.clear()
+                state.open_line = NO_LINE
+        with self.lock:
+            self.ledger.release(session.open_grant)
         return rows
+
+    def _drop_line(self, line: int) -> None:
+        self.directory.state[line] = ChunkState.TOMBSTONED
+        self.transactions.cancel_line(line)
+        self.tiers[int(self.directory.tier[line])].release(self.ref(line))
+        credit = int(self.directory.credit[line])
+        if credit:
+            self.ledger.release(credit)
+        self.identities.pop(line, None)
+        self._binding.pop(line, None)
+        self.directory.remove(line)
 
     # Reading.
 

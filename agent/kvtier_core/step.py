@@ -105,7 +105,7 @@ class StepRunner:
             store.start_step(session)
             session.step_first = request.first_query_position
         k, v = (request.k[:0], request.v[:0]) if repeat else (request.k, request.v)
-        append = store.reserve(session, request.layer, k, v)
+        append = store.reserve(session, request.layer, k, v, request.deadline)
         try:
             answer, approximate = self._answer(context, request, mode, family, append)
             store.settle(append)

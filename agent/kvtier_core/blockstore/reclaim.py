@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvtier_core.blockstore.outcomes import Explanation
 from kvtier_core.blockstore.parts import Parts
+from kvtier_core.tiers.arena import ArenaSlots
 from kvtier_core.transactions import MoveReason, MoveRefused, Transactions
 from kvtier_core.transactions.eviction import Evictor, Room, Watermarks
 from kvtier_core.transactions.policies import Adaptive, EvictionPolicy, GreedyDual, LeastRecent
@@ -78,6 +79,24 @@ class Reclaim:
             facts = refused.facts
             free = int(facts.get("free", "0"))
             return Room(tier, count, free, int(facts.get("leaving", "0")), refused.code)
+
+    def open_segment(self, tier: int, namespace: bytes) -> Room:
+        """Frees the segment of a tier's memory that holds the fewest blocks of other namespaces, so that
+        `namespace` (a digest; b"" for rows of sessions) can have it; see `Arena`. Only a segment all of whose
+        blocks may go is touched."""
+        table = self._parts.tiers[tier].slots
+        nothing = Room(tier, 0, 0, 0, MoveReason.NO_DESTINATION_CAPACITY)
+        if not isinstance(table, ArenaSlots):
+            return nothing
+        lines = self.evictor.candidates(tier)
+        where = self._parts.directory.replicas.tiers[tier].slot.array[lines] // table.arena.segment_slots
+        segments, counts = np.unique(where, return_counts=True)
+        may_go = dict(zip(segments.tolist(), counts.tolist(), strict=True))
+        held = table.arena.held_by_others(namespace)
+        best = min(((used, at) for at, used in held.items() if may_go.get(at) == used), default=None)
+        if best is None:
+            return nothing
+        return self.evictor.vacate(tier, lines[where == best[1]], self._parts.clock())
 
     def relieve(self) -> None:
         """Keeps every tier under its watermark."""

@@ -195,8 +195,8 @@ class Ledger:
         return grant
 
     def claim(self, resource: Resource, count: int) -> None:
-        """Until `unclaim`, tenants leave `count` of what is or comes free to NO_TENANT: sessions' rows go before
-        cached blocks, and what is freed for a row must not be a block's before the row has it."""
+        """Until `unclaim`, tenants leave `count` of what is or comes free to NO_TENANT: sessions' rows go
+        before cached blocks, and what is freed for a row must not be a block's before the row has it."""
         self._claimed[resource] = self._claimed.get(resource, 0) + count
 
     def unclaim(self, resource: Resource, count: int) -> None:

@@ -312,7 +312,7 @@ class ArenaSlots(SlotTable):
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena.slots)
-        self._arena = arena
+        self.arena = arena
         self._free.clear()
         self._taken = 0
 
@@ -321,10 +321,10 @@ class ArenaSlots(SlotTable):
         return self._taken
 
     def _take(self, namespace: bytes) -> int:
-        slot = self._arena.take(namespace)
+        slot = self.arena.take(namespace)
         self._taken += 1
         return slot
 
     def _give(self, slot: int) -> None:
         self._taken -= 1
-        self._arena.give(slot)
+        self.arena.give(slot)

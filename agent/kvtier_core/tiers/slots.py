@@ -82,6 +82,10 @@ class SlotTable:
     def used(self) -> int:
         return self.capacity - len(self._free)
 
+    def count(self, state: SlotState) -> int:
+        """How many slots are in a state now."""
+        return int(np.count_nonzero(self._state == state))
+
     def reserve(self, owner: int, namespace: bytes = b"") -> SlotRef:
         """A free slot for `owner`. NO_DESTINATION_CAPACITY with the numbers."""
         slot = self._take(namespace)

@@ -132,6 +132,18 @@ class Evictor:
             )
         return room
 
+    def candidates(self, tier: int) -> Lines:
+        """Lines with a copy in the tier that nobody holds or moves, ascending."""
+        return self._mine(self._directory.evictable(tier))
+
+    def vacate(self, tier: int, lines: Lines, now: float) -> Room:
+        """Drops or begins to move down just these candidates, as far as that goes. Never raises for what
+        stands in the way."""
+        attempt = _Attempt(tier, now)
+        self._take(attempt, lines, len(lines))
+        self._refused(self._moves.start(attempt.started))
+        return Room(tier, 0, self._free(tier), self._leaving(tier), MoveReason.READY)
+
     def relieve(self, tier: int, now: float) -> Room:
         """Brings a tier that is above its high watermark down to the low one, as far as that goes. Never
         raises for what stands in the way."""
@@ -156,7 +168,7 @@ class Evictor:
     def _try(self, tier: int, count: int, now: float) -> Room:
         missing = count - self._free(tier) - self._leaving(tier)
         if missing > 0:
-            candidates = self._mine(self._directory.evictable(tier))
+            candidates = self.candidates(tier)
             attempt = _Attempt(tier, now)
             for batch in self._victims(tier, candidates, missing):
                 missing -= self._take(attempt, batch, missing)

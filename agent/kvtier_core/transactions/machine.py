@@ -117,6 +117,18 @@ class MoveMachine(Holdings):
         done = self._tiers[move.tier].write(move.destination, self._payload(move), move.identity)
         return completion_of(move, done)
 
+    def carry(self, move: Move) -> tuple[Completion, CoreError | None]:
+        """`copy`, read back and validated where it landed, for a caller that does not hold the metadata lock
+        meanwhile; `complete` takes both."""
+        move.asynchronous = move.by_write = True
+        try:
+            done = self.copy(move)
+            if done.bytes == move.identity.length:
+                self._tiers[move.tier].validate(move.destination, move.identity)
+        except CoreError as error:
+            return completion_of(move, move.identity.length), error
+        return done, None
+
     def _payload(self, move: Move) -> Tensor:
         source = self._tiers[move.source_tier]
         if source.capability.kernel_readable:
