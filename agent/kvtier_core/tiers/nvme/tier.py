@@ -56,6 +56,7 @@ PERSISTENT = ("node", "durable")
 GROW_BLOCKS = 16
 EXTENT_BYTES = 64 << 20
 COMMIT_BYTES = 64 << 20
+SHARE_BYTES = 256 << 10
 RECORD_GROUPS = 16
 RECORD_BYTES = 16 << 20
 CLOSE_SECONDS = 5.0
@@ -72,7 +73,7 @@ class NvmeOptions:
     threads: int = 4
     queue_items: int = 4096
     spare_threads: int = 4
-    run_bytes: int = 1 << 20
+    run_bytes: int = 4 << 20
     read_back: bool = False
     budget: WriteBudget | None = None
     keys: KeyProvider | None = None
@@ -287,9 +288,11 @@ class NvmeTier(Tier):
             raise
 
     def _parts(self, items: Sequence[TransferItem], indexes: Sequence[int]) -> list[list[int]]:
-        """Jobs: runs, and scattered blocks packed together as far as threads have work."""
+        """Runs of neighbours, no longer than `run_bytes`, and shorter where all threads can have one."""
+        share = -(-len(indexes) // self.options.threads)
+        limit = min(self._store.run_blocks, max(share, SHARE_BYTES // self._block, 1))
         slots = {index: items[index].ref.slot for index in indexes}
-        return runs(slots, indexes, self._store.run_blocks)
+        return runs(slots, indexes, limit)
 
     def _lead_later(self) -> None:
         self._pool.submit([LeadJob(self.commit, float("inf"))], inner=True)
