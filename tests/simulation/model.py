@@ -1,0 +1,50 @@
+"""What was promised of each block, kept apart from the store: which bytes its key may give, and whether it
+must still be there."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+SIZE = 4096
+
+
+@dataclass(eq=False)
+class Block:
+    """version: the bytes that its key stands for, others after each deletion. live: acknowledged as stored and
+    not deleted. safe: neither a crash nor a fault may have cost it. deleting: an order runs."""
+
+    tenant: int
+    number: int
+    version: int = 1
+    live: bool = False
+    droppable: bool = False
+    safe: bool = True
+    deleting: bool = False
+
+    @property
+    def key(self) -> bytes:
+        return hashlib.sha256(f"{self.tenant}/{self.number}".encode()).digest()
+
+    @property
+    def name(self) -> str:
+        return f"{self.tenant}/{self.number}"
+
+    @property
+    def must_be_there(self) -> bool:
+        return self.live and self.safe and not self.droppable and not self.deleting
+
+    def content(self) -> bytes:
+        return np.random.default_rng([self.tenant, self.number, self.version]).bytes(SIZE)
+
+    def deleted(self) -> None:
+        """The order is done: from here the key stands for other bytes."""
+        self.version += 1
+        self.live = self.deleting = False
+        self.safe = True
+
+
+def tenant_digest(tenant: int) -> bytes:
+    return hashlib.sha256(f"tenant {tenant}".encode()).digest()

@@ -1,0 +1,528 @@
+"""A block store, its clients, its device and the weather, all on one clock and one seed.
+
+Each step draws one thing that happens next: a client calls, an I/O ends (in any order), hangs or comes back,
+time passes, the store is pumped, a bit flips, the process dies and another opens the store. After each step
+everything that was promised must hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtier_core.blockstore.outcomes import PutOutcome, Stored
+from kvtier_core.blockstore.reads import Fetch
+from kvtier_core.blockstore.store import BlockStore
+from kvtier_core.blockstore.writes import Reservation
+from kvtier_core.credits import slots
+from kvtier_core.directory import ReplicaState
+from kvtier_core.errors import CoreError
+from kvtier_core.layout import ChunkLayout
+from kvtier_core.tiers.arena import ArenaOptions
+from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind
+from kvtier_core.tiers.cpu import CpuTier
+from kvtier_core.tiers.nvme import NvmeOptions, NvmeTier
+from kvtier_core.tiers.slots import SlotState
+from kvtier_core.transactions.deletion import Deletion, DeletionState
+from kvtier_core.transactions.erasing import JournalFile
+from kvtier_core.transactions.eviction import Watermarks
+from tests.simulation.model import Block, tenant_digest
+from tests.simulation.simfiles import FaultyFiles
+from tests.simulation.simpool import SimPool, simulated_pools
+from tests.unit.core.nvme_files import MemoryFiles
+
+LAYOUT = ChunkLayout(1, 16, 32)
+FOLDER = Path("/sim")
+TENANTS, KEYS = 3, 9
+PATIENCE = (0.5, 2.0, 5.0, 30.0)
+Choice = tuple[float, str, Callable[[], None]]
+"""How likely, its name, what it does."""
+
+
+@dataclasses.dataclass(eq=False)
+class HeldFetch:
+    scope: Fetch
+    blocks: list[Block]
+    versions: list[int]
+    seen: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class HeldPin:
+    scope: Any
+    blocks: list[Block]
+    versions: list[int]
+
+
+@dataclasses.dataclass(eq=False)
+class HeldStore:
+    scope: Reservation
+    blocks: list[Block]
+    versions: list[int]
+    droppable: bool
+
+
+class SimulationFailed(AssertionError):
+    """seed and steps repeat it."""
+
+
+class World:
+    """memory and disk: slots. rate: of faults, per file operation."""
+
+    def __init__(self, seed: int, memory: int = 6, disk: int = 14) -> None:
+        self.chance = random.Random(seed)
+        self.rate = self.chance.choice((0.0, 0.01, 0.05, 0.15))
+        self.policy = self.chance.choice(("greedyDual", "lru", "arc"))
+        self.now = 1000.0
+        self.memory, self.disk_slots = memory, disk
+        self.blocks = [Block(tenant, number) for tenant in range(TENANTS) for number in range(KEYS)]
+        self.by_key = {block.key: block for block in self.blocks}
+        self.trace: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.disk_files = MemoryFiles()
+        self.open()
+
+    # Opening and dying.
+
+    def clock(self) -> float:
+        return self.now
+
+    def open(self) -> None:
+        self.files = FaultyFiles(self.disk_files, self.chance, self.rate, self.meanwhile, self.damaged)
+        self.fetches: list[HeldFetch] = []
+        self.pins: list[HeldPin] = []
+        self.stores: list[HeldStore] = []
+        self.orders: list[Deletion] = []
+        able = dataclasses.replace(DEFAULT_CAPABILITY[MediumKind.NVME], persistence="node")
+        with simulated_pools():
+            self.disk = NvmeTier(
+                "disk",
+                LAYOUT,
+                self.disk_slots,
+                folder=FOLDER,
+                file_key="cache",
+                files=self.files,
+                capability=able,
+                clock=self.clock,
+                options=NvmeOptions(threads=1, random=self.chance.randbytes),
+            )
+        assert isinstance(self.disk._pool, SimPool)
+        self.pool = self.disk._pool
+        self.ram = CpuTier(
+            "ram", LAYOUT, self.memory, clock=self.clock, options=ArenaOptions(segment_bytes=4096)
+        )
+        self.store = BlockStore(
+            [self.ram, self.disk],
+            self.clock,
+            policy=self.policy,
+            watermarks=Watermarks(0.9, 0.7),
+            capacity=4096,
+            journal=JournalFile(FOLDER, "deletions", self.files),
+        )
+        for block in self.blocks:
+            order = any(self._covers(found, block) for found in self.store.deletions.open())
+            if block.deleting and not order:
+                # Done, or never durable: what is there tells.
+                if self.found(block) == 0:
+                    block.deleted()
+                else:
+                    block.deleting = False
+                    block.live = True
+            block.deleting = order
+        self.orders = list(self.store.deletions.open())
+        self.files.calm = False
+
+    def _covers(self, order: Deletion, block: Block) -> bool:
+        return block.key in order.keys or order.namespace == tenant_digest(block.tenant)
+
+    def crash(self, power: bool) -> None:
+        """What was acknowledged and down must be found again; what was in memory may be gone."""
+        directory = self.store.directory
+        for block in self.blocks:
+            line = directory.find(block.key)
+            down = line >= 0 and directory.counts(line, 1)
+            block.safe = block.safe and down
+            if block.live and not down:
+                # In memory alone, or half way down: there or not, and in the right bytes if it is.
+                block.safe = False
+        durable = {
+            number
+            for number, order in enumerate(self.orders)
+            if order.state in (DeletionState.DRAINING, DeletionState.ERASING, DeletionState.RECEIPTING)
+        }
+        ordered = [block for n in durable for block in self.blocks if self._covers(self.orders[n], block)]
+        self.disk_files = self.disk_files.after_power_loss(self.chance) if power else self.disk_files.copied()
+        self.open()
+        for block in ordered:
+            assert self.found(block) == 0, f"{block.name} is served after its deletion was durable"
+
+    # What can happen.
+
+    def step(self) -> None:
+        clients: list[Choice] = [
+            (12, "put", self.put),
+            (4, "reserve", self.reserve),
+            (10, "fetch", self.fetch),
+            (6, "pin", self.pin),
+            (1.5, "delete", self.delete),
+            (0.2, "deleteNamespace", self.delete_namespace),
+            (5, "lookup", self.lookup),
+            (8, "leave", self.leave),
+            (5, "publish", self.publish),
+            (14, "pump", self.pump),
+            (4, "time", self.time),
+        ]
+        device: list[Choice] = [
+            (30 if self.pool.queue else 0, "io", self.io),
+            (1 if self.pool.queue else 0, "hang", self.hang),
+            (4 if self.pool.hung else 0, "return", self.come_back),
+            (1 if self.rate else 0, "flip", self.flip),
+            (1, "crash", self.maybe_crash),
+        ]
+        self._draw([*clients, *device])
+        self.check()
+
+    def meanwhile(self) -> None:
+        """Others go on while one system call takes its time."""
+        self.files.in_job = False
+        for _ in range(self.chance.randrange(1, 4)):
+            self._draw(
+                [
+                    (3, "pump", self.pump),
+                    (2, "put", self.put),
+                    (2, "fetch", self.fetch),
+                    (2, "leave", self.leave),
+                    (1, "delete", self.delete),
+                    (1, "time", self.time),
+                ]
+            )
+        self.files.in_job = True
+
+    def _draw(self, choices: list[Choice]) -> None:
+        weights = [weight for weight, _, _ in choices]
+        _, name, action = self.chance.choices(choices, weights)[0]
+        self.trace.append(name)
+        self.seen[name] += 1
+        action()
+
+    def _some(self, most: int) -> list[Block]:
+        tenant = self.chance.randrange(TENANTS)
+        mine = [block for block in self.blocks if block.tenant == tenant]
+        return self.chance.sample(mine, self.chance.randrange(1, most + 1))
+
+    def _keys(self, blocks: list[Block]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return np.frombuffer(b"".join(block.key for block in blocks), dtype=np.uint8).reshape(-1, 32)
+
+    def put(self) -> None:
+        blocks, droppable = self._some(3), self.chance.random() < 0.4
+        try:
+            stored = self.store.put(
+                [block.key for block in blocks],
+                [block.content() for block in blocks],
+                namespace=tenant_digest(blocks[0].tenant),
+                deadline=self.now + self.chance.choice(PATIENCE),
+                cost=self.chance.random(),
+                droppable=droppable,
+            )
+        except CoreError as error:
+            self._refused("put", error)
+            return
+        for block, each in zip(blocks, stored, strict=True):
+            self._stored(block, block.version, each, droppable)
+
+    def _stored(self, block: Block, version: int, stored: Stored, droppable: bool) -> None:
+        self.seen[f"put-{stored.outcome}-{stored.reason}"] += 1
+        if stored.outcome is PutOutcome.STORED:
+            assert not block.deleting and version == block.version, f"{block.name} was stored while deleted"
+            block.live, block.safe, block.droppable = True, True, droppable
+        if stored.outcome is PutOutcome.EXISTED:
+            assert not block.deleting and version == block.version, f"{block.name} is there with other bytes"
+        assert stored.reason.value not in ("IDENTITY_MISMATCH", "TENANT_MISMATCH"), stored
+
+    def _refused(self, what: str, error: CoreError) -> None:
+        reason = error.facts.get("move", error.reason.value)
+        assert reason in ("TOMBSTONED", "DEADLINE", "QUEUE_FULL"), error
+        self.seen[f"{what}-{reason}"] += 1
+
+    def reserve(self) -> None:
+        blocks, droppable = self._some(2), self.chance.random() < 0.4
+        try:
+            scope = self.store.reserve(
+                [block.key for block in blocks],
+                namespace=tenant_digest(blocks[0].tenant),
+                deadline=self.now + self.chance.choice(PATIENCE),
+                droppable=droppable,
+            )
+        except CoreError as error:
+            self._refused("reserve", error)
+            return
+        self.stores.append(HeldStore(scope, blocks, [block.version for block in blocks], droppable))
+
+    def publish(self) -> None:
+        if not self.stores:
+            return
+        held = self.stores.pop(self.chance.randrange(len(self.stores)))
+        fate = self.chance.random()
+        for index, block in enumerate(held.blocks):
+            landing = held.scope.landing(index)
+            if landing is not None:
+                data = Block(block.tenant, block.number, held.versions[index]).content()
+                landing[:] = data if fate < 0.7 else data[:100] + bytes(len(data) - 100)
+        if fate < 0.7:
+            for index, stored in enumerate(held.scope.publish()):
+                if stored.outcome is PutOutcome.STORED and held.versions[index] != held.blocks[index].version:
+                    raise AssertionError(f"{held.blocks[index].name}: published across its deletion")
+                if stored.outcome is PutOutcome.STORED:
+                    self._stored(held.blocks[index], held.versions[index], stored, held.droppable)
+        if fate < 0.85:
+            held.scope.close()
+        # Otherwise the writer is gone, and its scope with it.
+
+    def fetch(self) -> None:
+        blocks = self._some(4)
+        try:
+            scope = self.store.fetch(
+                [block.key for block in blocks],
+                namespace=tenant_digest(blocks[0].tenant),
+                deadline=self.now + self.chance.choice(PATIENCE),
+                priority=self.chance.randrange(3),
+            )
+        except CoreError as error:
+            self._refused("fetch", error)
+            return
+        self.fetches.append(HeldFetch(scope, blocks, [block.version for block in blocks]))
+
+    def pin(self) -> None:
+        blocks = self._some(3)
+        scope = self.store.pin(self._keys(blocks), tenant_digest(blocks[0].tenant), self.now + 10)
+        if len(scope):
+            self.pins.append(HeldPin(scope, blocks, [block.version for block in blocks]))
+
+    def leave(self) -> None:
+        """Some scope ends, by being left or by being dropped."""
+        held: list[Any] = [*self.fetches, *self.pins]
+        if not held:
+            return
+        gone = self.chance.choice(held)
+        self._verify(gone)
+        if self.chance.random() < 0.8:
+            gone.scope.close()
+        (self.fetches if isinstance(gone, HeldFetch) else self.pins).remove(gone)
+
+    def lookup(self) -> None:
+        for block in self._some(4):
+            self._look(block)
+            other = tenant_digest((block.tenant + 1) % TENANTS)
+            assert not self.store.lookup(self._keys([block]), other), "another tenant sees it"
+            self.seen[f"explain-{self.store.explain(block.key).state}"] += 1
+
+    def found(self, block: Block) -> int:
+        return len(self.store.lookup(self._keys([block]), tenant_digest(block.tenant)))
+
+    def _look(self, block: Block) -> None:
+        found = self.found(block)
+        if found:
+            assert block.live and not block.deleting, f"{block.name} is found, and is not there"
+        elif block.must_be_there:
+            raise AssertionError(f"{block.name} is missing: {self.store.explain(block.key)}")
+
+    def delete(self) -> None:
+        blocks = self._some(2)
+        self._ordered(self.store.delete([block.key for block in blocks]))
+
+    def delete_namespace(self) -> None:
+        self._ordered([self.store.delete_namespace(tenant_digest(self.chance.randrange(TENANTS)))])
+
+    def _ordered(self, orders: list[Deletion]) -> None:
+        for order in orders:
+            if order not in self.orders:
+                self.orders.append(order)
+            for block in self.blocks:
+                if self._covers(order, block):
+                    block.deleting = True
+
+    def pump(self) -> None:
+        self.store.pump()
+        done = [order for order in self.orders if order.state is DeletionState.DONE]
+        self.orders = [order for order in self.orders if order.state is not DeletionState.DONE]
+        for order in done:
+            self.seen["deleted"] += 1
+            for block in self.blocks:
+                if self._covers(order, block) and not any(self._covers(o, block) for o in self.orders):
+                    block.deleted()
+
+    def time(self) -> None:
+        self.now += self.chance.choice((0.01, 0.3, 1.0, 4.0, 40.0))
+        self.pool.expire()
+
+    # The device.
+
+    def _in_job(self, work: Callable[[], None]) -> None:
+        self.files.in_job = True
+        try:
+            work()
+        finally:
+            self.files.in_job = False
+
+    def io(self) -> None:
+        index = self.chance.randrange(len(self.pool.queue))
+        self._in_job(lambda: self.pool.run(index))
+
+    def hang(self) -> None:
+        self.pool.hang(self.chance.randrange(len(self.pool.queue)))
+
+    def come_back(self) -> None:
+        index = self.chance.randrange(len(self.pool.hung))
+        self._in_job(lambda: self.pool.come_back(index))
+
+    def flip(self) -> None:
+        slot = self.chance.randrange(self.disk_slots)
+        self.files.flip_at_rest(self.disk._file.offset(slot), self.disk.slot_bytes)
+
+    def damaged(self, offset: int, size: int) -> None:
+        """Blocks there may be lost from now on; wrong they may never be."""
+        columns = self.store.directory.replicas.tiers[1]
+        block_bytes, first = self.disk.slot_bytes, self.disk._file.offset(0)
+        hit = range((offset - first) // block_bytes, -(-(offset + size - first) // block_bytes))
+        for block in self.blocks:
+            line = self.store.directory.locate(block.key)
+            if line >= 0 and columns.state.cells[line] and columns.slot.cells[line] in hit:
+                block.safe = False
+
+    def maybe_crash(self) -> None:
+        if self.chance.random() < 0.25:
+            power = self.chance.random() < 0.5
+            self.seen["powerLoss" if power else "kill"] += 1
+            self.crash(power)
+
+    # What must hold.
+
+    def _verify(self, held: HeldFetch | HeldPin) -> None:
+        ready = held.scope.ready if isinstance(held.scope, Fetch) else len(held.scope)
+        for index in range(ready):
+            block = Block(held.blocks[index].tenant, held.blocks[index].number, held.versions[index])
+            assert bytes(held.scope.body(index)) == block.content(), f"wrong bytes of {block.name}"
+        if isinstance(held, HeldFetch):
+            assert ready >= held.seen, "what was ready is so no more"
+            held.seen = ready
+            if held.scope.over and ready < len(held.blocks):
+                self.seen[f"fetch-{held.scope.reason}"] += 1
+
+    def check(self) -> None:
+        self.store.check()
+        self.store.reads.flights.check()
+        self._slots_have_one_owner()
+        for tier, held in enumerate(self.store.parts.tiers):
+            ledger, resource = self.store.ledger, slots(tier)
+            taken = ledger.total(resource) - ledger.available(resource)
+            assert taken == held.slots.used, f"{held.name}: {taken} slots are paid, {held.slots.used} taken"
+
+    def _slots_have_one_owner(self) -> None:
+        directory = self.store.directory
+        for tier, held in enumerate(self.store.parts.tiers):
+            columns = directory.replicas.tiers[tier]
+            lines = np.flatnonzero(columns.state.array[: directory.used] != ReplicaState.ABSENT)
+            taken = columns.slot.array[lines].tolist()
+            assert len(set(taken)) == len(taken), f"{held.name}: a slot has two owners"
+            published = lines[columns.state.array[lines] == ReplicaState.PUBLISHED]
+            for line in published.tolist():
+                slot = int(columns.slot.cells[line])
+                assert held.slots.generation(slot) == columns.slot_generation.cells[line]
+                assert held.slots._state[slot] == SlotState.PUBLISHED
+
+    def deep_check(self) -> None:
+        """As `check`, with every byte that somebody holds and every block that must be there."""
+        for held in (*self.fetches, *self.pins):
+            self._verify(held)
+        for block in self.blocks:
+            self._look(block)
+
+    def finish(self) -> None:
+        """Calm weather, everyone leaves: all comes to rest, and what must be there is read."""
+        self.files.calm = True
+        for held in (*self.fetches, *self.pins):
+            self._verify(held)
+            held.scope.close()
+        for store in self.stores:
+            store.scope.close()
+        self.fetches, self.pins, self.stores = [], [], []
+        gc.collect()
+        self.rest()
+        assert not self.orders, "a deletion never ended"
+        for block in self.blocks:
+            self._look(block)
+            if self.found(block):
+                self._read(block)
+        self.rest()
+        assert not self.store.moves.open_moves() and not self.store.reads.flights.flights()
+        assert self.store.ledger.outstanding() == 0, "credits are held by nobody"
+        leases = [int(columns.leases.array.sum()) for columns in self.store.directory.replicas.tiers]
+        assert leases == [0, 0], f"leases that nobody has: {leases}"
+        assert self.ram.slots.used == self.store.directory.replicas.counts[0]
+        assert self.disk.slots.used == self.store.directory.replicas.counts[1]
+
+    def _read(self, block: Block) -> None:
+        for _ in range(20):
+            held = HeldFetch(
+                self.store.fetch(
+                    [block.key], namespace=tenant_digest(block.tenant), deadline=self.now + 1000
+                ),
+                [block],
+                [block.version],
+            )
+            self.rest(until=partial(_is_over, held.scope))
+            self._verify(held)
+            ready, reason = held.scope.ready, held.scope.reason
+            held.scope.close()
+            if ready:
+                return
+            if reason.value in ("CHECKSUM_MISMATCH", "IDENTITY_MISMATCH", "SHORT_COPY", "MISS"):
+                assert not block.safe, f"{block.name}: {reason}"
+                return
+            self.now += 2
+        raise AssertionError(f"{block.name} cannot be read: {reason}")
+
+    def rest(self, until: Callable[[], bool] = lambda: False) -> None:
+        for turn in range(400):
+            while self.pool.hung:
+                self.pool.come_back(0)
+            while self.pool.queue:
+                self.pool.run(0)
+            self.pump()
+            if until():
+                return
+            quiet = self.pool.idle and not self.store.moves.open_moves() and not self.orders
+            if quiet and turn > 3:
+                return
+            self.now += 0.5
+            self.pool.expire()
+        raise AssertionError(f"never at rest: {self.store.moves.open_moves()} {self.orders}")
+
+
+def _is_over(scope: Fetch) -> bool:
+    return scope.over
+
+
+def simulate(seed: int, steps: int) -> World:
+    """One world for so many steps. SimulationFailed says how to repeat it."""
+    world = World(seed)
+    try:
+        for number in range(steps):
+            world.step()
+            if number % 16 == 0:
+                world.deep_check()
+        world.trace.append("finish")
+        world.finish()
+    except Exception as error:
+        command = f"python -m tests.simulation --seed {seed} --steps {steps}"
+        last = " ".join(world.trace[-40:])
+        raise SimulationFailed(f"{error!r}\nafter: {last}\nrepeat: {command}") from error
+    return world
