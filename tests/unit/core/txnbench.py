@@ -344,12 +344,12 @@ class BlockBench:
         return move
 
     def held(self, move: Move) -> HeldItem:
-        """The item that carries a move's bytes."""
-        for tier in self.tiers:
-            for item in tier.held:
-                ref = item.item.ref
-                if ref in (move.destination, move.source) and item.item.identity.logical == move.owner:
-                    return item
+        """The item that carries a move's bytes: the newest, since a dead one may still read the same slot."""
+        tier = self.tiers[move.tier if move.by_write else move.source_tier]
+        ref = move.destination if move.by_write else move.source
+        for item in reversed(tier.held):
+            if (item.item.ref, item.item.identity.logical) == (ref, move.owner):
+                return item
         raise AssertionError(f"nothing carries move {move.id}")
 
     def all_held(self) -> list[HeldItem]:
