@@ -265,6 +265,8 @@ class KVRolloutStatus(Status):
     unreachable: Annotated[
         tuple[Unreachable, ...], Field(max_length=64, json_schema_extra=map_list("node"))
     ] = ()
+    vanished: Annotated[tuple[Unreachable, ...], Field(max_length=8, json_schema_extra=map_list("node"))] = ()
+    """Agents that held the candidate and whose KVNode is gone, while their lease may last."""
     excluded: Annotated[tuple[Excluded, ...], Field(max_length=8, json_schema_extra=map_list("node"))] = ()
     held_by_all: bool | None = None
     """Every agent of the blast radius has held this attempt's candidate at once."""

@@ -72,6 +72,8 @@ class Gatherer:
         state = from_status(rollout.get("status") or {})
         if kept.schedule is not None and state.schedule is not None:
             state = replace(state, schedule=kept.schedule)
+        # Written down; from here on the status remembers them, and for how long.
+        kept.memory.held -= {one.node for one in state.vanished}
         spec, spec_error = await self._spec(key, rollout, kept)
         name = str(((rollout.get("spec") or {}).get("cacheRef") or {}).get("name", ""))
         cache_key = ObjectKey(Kind.KV_CACHE, key.namespace, name)
@@ -100,6 +102,7 @@ class Gatherer:
             superseded_by="",
             candidate=compiled.view,
             agents=pool.views,
+            holders=frozenset(kept.memory.held),
             look=run.look,
             last_look=kept.last_look,
             rate=kept.last_look.requests_per_second if kept.last_look is not None else 0.0,
@@ -227,9 +230,13 @@ class Gatherer:
             else self._deps.store.list_all(Kind.KV_ROLLOUT, namespace)
         )
         approved = inputs.cache.approved if inputs.cache is not None else None
+        owner = _owner(approved.rollout_uid, (rollout, *others)) if approved is not None else None
+        gone = ((owner or {}).get("status") or {}).get("vanished") or []
         return replace(
             inputs,
-            approved_ttl=_granted_ttl(approved.rollout_uid, (rollout, *others)) if approved else 0.0,
+            # The longest legal one when it is not there any more.
+            approved_ttl=_duration(owner, "leaseTTL", DEFAULT_LEASE_TTL) if owner else MAX_LEASE_TTL,
+            approved_vanished=tuple(str(row["node"]) for row in gone),
             busy_with=busy_with(rollout, others),
             superseded_by=superseded_by(rollout, others, completed=state.phase is Phase.COMPLETED),
         )
@@ -268,10 +275,8 @@ def cache_view(cache: JsonObject | None) -> CacheView | None:
     )
 
 
-def _granted_ttl(uid: str, rollouts: Iterable[JsonObject]) -> float:
-    """Seconds that a lease of the rollout may last; the longest legal one when it is not there any more."""
-    owner = next((one for one in rollouts if one["metadata"]["uid"] == uid), None)
-    return MAX_LEASE_TTL if owner is None else _duration(owner, "leaseTTL", DEFAULT_LEASE_TTL)
+def _owner(uid: str, rollouts: Iterable[JsonObject]) -> JsonObject | None:
+    return next((one for one in rollouts if one["metadata"]["uid"] == uid), None)
 
 
 def _duration(rollout: JsonObject, name: str, default: float) -> float:

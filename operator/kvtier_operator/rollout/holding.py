@@ -35,6 +35,7 @@ from kvtier_operator.rollout.moves import (
     enter_step,
     excluded_now,
     is_mine,
+    lease_end,
     needs_refence,
     refence,
     revoked,
@@ -161,7 +162,9 @@ def _let_go(state: RolloutState, inputs: Inputs) -> Plan:
 def _edited_candidate(state: RolloutState, inputs: Inputs) -> Plan:
     target = replace(
         new_attempt(state, inputs),
-        revoking=begin_revocation(inputs, inputs.name, inputs.lease_ttl),
+        revoking=begin_revocation(
+            inputs, inputs.name, inputs.lease_ttl, tuple(one.node for one in state.vanished)
+        ),
         blocker=Blocker.REVOKING_APPROVED,
         blocker_message="revoking the candidate of the attempt before",
     )
@@ -181,7 +184,16 @@ def _watch_agents(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rol
         if not agent.reachable and (agent.node in since or agent.granted_rollout == inputs.uid)
     ]
     lost = tuple(LostAgent(node, since.get(node, inputs.now)) for node in silent)[:MAX_LOST]
-    return replace(state, lost=lost, nodes_granted=len(granted))
+    return replace(state, lost=lost, vanished=_vanished(state, inputs), nodes_granted=len(granted))
+
+
+def _vanished(state: RolloutState, inputs: Inputs) -> tuple[LostAgent, ...]:
+    """Holders that have left the pool without a word, while a return would have to wait for their lease."""
+    present = {agent.node for agent in inputs.agents}
+    kept = [one for one in state.vanished if one.node not in present]
+    known = {one.node for one in kept}
+    fresh = [LostAgent(node, inputs.now) for node in sorted(inputs.holders - present - known)]
+    return tuple(one for one in (*kept, *fresh) if inputs.now < lease_end(inputs, one.since))[:MAX_LOST]
 
 
 def _holds(agent: AgentView, state: RolloutState) -> bool:

@@ -125,11 +125,12 @@ class Look:
 @dataclass(frozen=True)
 class Inputs:
     """busy_with: the unfinished rollout of the cache that comes before this one. superseded_by: an unfinished
-    rollout that has begun, of the same cache, and whose turn it is. last_look: the newest one, which may be
-    of an earlier pass or window. ttl: seconds that a finished rollout is kept. lease_ttl: seconds, also of a
-    spec that cannot be run. approved_ttl: of the rollout whose candidate the cache holds approved. rate:
-    requests a second in the blast radius, 0 when not known. quiet_since: when this process became leader; it
-    knows nothing of renewals sent before that."""
+    rollout that has begun, of the same cache, and whose turn it is. holders: agents that this process has
+    seen or made hold the candidate. approved_vanished: such ones of the approved rollout that are gone, with
+    a lease that may last. last_look: the newest one, which may be of an earlier pass or window. ttl: seconds
+    that a finished rollout is kept. lease_ttl: seconds, also of a spec that cannot be run. approved_ttl: of
+    the rollout whose candidate the cache holds approved. rate: requests a second in the blast radius, 0 when
+    not known. quiet_since: when this process became leader; it knows nothing of renewals sent before that."""
 
     now: float
     uid: str
@@ -143,6 +144,8 @@ class Inputs:
     superseded_by: str
     candidate: CandidateView
     agents: tuple[AgentView, ...]
+    holders: frozenset[str] = frozenset()
+    approved_vanished: tuple[str, ...] = ()
     look: Look | None = None
     last_look: Look | None = None
     quiet_since: float = 0.0

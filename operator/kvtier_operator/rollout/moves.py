@@ -181,7 +181,9 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
     baseline = state.baseline or (inputs.cache.baseline if inputs.cache else None)
     older = state.revoking
     present = [agent.node for agent in inputs.agents]
-    vanished = [node for node in older.nodes if node not in present] if older is not None else []
+    listed = (*(one.node for one in state.vanished), *(older.nodes if older is not None else ()))
+    gone = (*listed, *sorted(inputs.holders))
+    vanished = [node for node in dict.fromkeys(gone) if node not in present]
     rollback = Rollback(
         cause=cause,
         message=message,
@@ -204,6 +206,7 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
         grant_expires=0.0,
         revoking=None,
         lost=(),
+        vanished=(),
     )
     notice = Notice(True, "RollingBack", f"{cause} in {state.stage}: {message}")
     span = stage_span(state, Stage.EXACT_BASELINE, 0, str(cause))
@@ -224,9 +227,11 @@ def excluded_now(state: RolloutState, agents: Sequence[AgentView]) -> frozenset[
     return frozenset(one.node for one in state.excluded if boots.get(one.node) == one.boot_id)
 
 
-def begin_revocation(inputs: Inputs, rollout: str, lease_ttl: float) -> Revocation:
-    """Of what `rollout` was granted under leases of `lease_ttl` seconds; whoever is there may hold it."""
-    names = tuple(agent.node for agent in inputs.agents)
+def begin_revocation(inputs: Inputs, rollout: str, lease_ttl: float, vanished: tuple[str, ...]) -> Revocation:
+    """Of what `rollout` was granted under leases of `lease_ttl` seconds; whoever is there, or has vanished a
+    moment ago, may hold it."""
+    present = tuple(agent.node for agent in inputs.agents)
+    names = (*(node for node in vanished if node not in present), *present)
     return Revocation(rollout, inputs.now, lease_ttl, names[:MAX_MISSING], len(names))
 
 

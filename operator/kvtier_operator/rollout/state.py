@@ -169,9 +169,9 @@ class RolloutState:
     """carry: what the attempt's evidence takes from window to window. candidate_hash: of spec.candidate, so
     that an edit can be told from a drift of what it refers to. shares: how many parts of the digest's
     false-promotion budget are used, the open window's included.
-    excluded: who stays exact since it joined late and refused. held_by_all: every agent of the radius has
-    held this attempt's candidate at once. grant_expires: set while an approved candidate goes on after
-    Completed."""
+    vanished: holders whose KVNode is gone, while their lease may last. excluded: who stays exact since it
+    joined late and refused. held_by_all: every agent of the radius has held this attempt's candidate at once.
+    grant_expires: set while an approved candidate goes on after Completed."""
 
     phase: Phase = Phase.PENDING
     stage: Stage = Stage.OFF
@@ -189,6 +189,7 @@ class RolloutState:
     carry: Carry = field(default_factory=Carry)
     schedule: Schedule | None = None
     lost: tuple[LostAgent, ...] = ()
+    vanished: tuple[LostAgent, ...] = ()
     excluded: tuple[ExcludedAgent, ...] = ()
     held_by_all: bool = False
     nodes_granted: int = 0

@@ -131,6 +131,7 @@ def _cut(state: RolloutState, gates: int, cells: int, passes: int, nodes: int, t
         carry=slim_carry(state.carry, cells, passes, opened),
         lost=state.lost[:nodes],
         excluded=state.excluded[:nodes],
+        vanished=state.vanished[:nodes],
         window=window,
         rollback=rollback,
         revoking=revoking,
@@ -187,6 +188,7 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
     status["gates"] = [_gate(gate) for gate in state.gates]
     status["carry"] = carry_to_json(state.carry)
     status["unreachable"] = [{"node": lost.node, "since": format_stamp(lost.since)} for lost in state.lost]
+    status["vanished"] = [{"node": one.node, "since": format_stamp(one.since)} for one in state.vanished]
     status["excluded"] = [
         _clean({"node": one.node, "reason": one.reason, "bootID": one.boot_id}) for one in state.excluded
     ]
@@ -313,6 +315,9 @@ def _read(status: Mapping[str, Any]) -> RolloutState:
         schedule=_read_schedule(schedule),
         lost=tuple(
             LostAgent(row["node"], parse_stamp(row.get("since"))) for row in status.get("unreachable") or []
+        ),
+        vanished=tuple(
+            LostAgent(row["node"], parse_stamp(row.get("since"))) for row in status.get("vanished") or []
         ),
         excluded=tuple(
             ExcludedAgent(row["node"], str(row.get("reason") or ""), str(row.get("bootID") or ""))

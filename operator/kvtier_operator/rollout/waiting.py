@@ -112,7 +112,7 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
     )
     if cache.approved is not None:
         name = cache.approved.rollout
-        revoking = begin_revocation(inputs, name, inputs.approved_ttl)
+        revoking = begin_revocation(inputs, name, inputs.approved_ttl, inputs.approved_vanished)
         target = replace(
             ready,
             phase=Phase.PENDING,

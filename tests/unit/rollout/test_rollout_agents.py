@@ -236,6 +236,37 @@ async def test_deleted_node_leaves_the_count() -> None:
     assert world.condition("CandidateRevoked")["status"] == "True"
 
 
+@pytest.mark.parametrize("restarted", [False, True], ids=["same-operator", "next-operator"])
+async def test_holder_deleted_a_moment_before_the_return_is_waited_for(restarted: bool) -> None:
+    """Its lease goes on for a while, whatever became of its Node."""
+    world = World()
+    await to_canary(world)
+    gone = world.sims.pop("node-0")
+    await world.pass_()
+    if restarted:
+        world.restart()
+    world.intent("Abort", 1)
+    await world.run(3)
+    assert gone.candidate is not None
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    assert "node-0" in world.condition("CandidateRevoked")["message"]
+    await world.until("RolledBack", limit=30)
+    assert gone.candidate is None
+
+
+async def test_holder_deleted_long_ago_is_waited_for_no_more() -> None:
+    world = World()
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.pass_()
+    del world.sims["node-0"]
+    await world.run(20)
+    assert "vanished" not in world.status
+    world.intent("Abort", 1)
+    await world.run(3)
+    assert world.where[0] == "RolledBack"
+
+
 async def test_nothing_is_restored_before_a_lease_could_end_when_no_agent_is_there() -> None:
     world = World()
     await to_canary(world)

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvtier_operator.rollout.status import parse_stamp
 from kvtier_operator.rollout.vocabulary import Verb, Verdict
-from tests.unit.rollout.rollout_world import World, held
+from tests.unit.rollout.rollout_world import AgentSim, World, held
 
 STAGES = [
     {"name": "Shadow", "minDuration": "2s"},
@@ -31,6 +32,9 @@ class RolloutMachine(RuleBasedStateMachine):
         self.fences = (0, 0)
         self.at: tuple[str, int] = ("Off", 0)
         self.seq = 0
+        self.joined = 0
+        self.late: dict[str, AgentSim] = {}
+        self.deleted: list[tuple[AgentSim, float]] = []
 
     def do(self, work: Coroutine[Any, Any, Any]) -> None:
         self.loop.run_until_complete(work)
@@ -38,16 +42,19 @@ class RolloutMachine(RuleBasedStateMachine):
     @initialize()
     def watch_grants(self) -> None:
         for sim in self.world.sims.values():
-            original = sim.grant
+            self.check_grants(sim)
 
-            def checked(request: Any, original: Any = original) -> Any:
-                status, cache = self.world.status, self.world.cache_status
-                assert request.fence.value == status["fence"] == cache["fence"]
-                assert (request.fence.stage, request.fence.step) == (status["stage"], status["step"])
-                assert request.digest == status["candidate"]["digest"]
-                return original(request)
+    def check_grants(self, sim: AgentSim) -> None:
+        original = sim.grant
 
-            sim.grant = checked  # type: ignore[method-assign]
+        def checked(request: Any) -> Any:
+            status, cache = self.world.status, self.world.cache_status
+            assert request.fence.value == status["fence"] == cache["fence"]
+            assert (request.fence.stage, request.fence.step) == (status["stage"], status["step"])
+            assert request.digest == status["candidate"]["digest"]
+            return original(request)
+
+        sim.grant = checked  # type: ignore[method-assign]
 
     @rule(seconds=st.integers(1, 6))
     def time_passes(self, seconds: int) -> None:
@@ -108,15 +115,32 @@ class RolloutMachine(RuleBasedStateMachine):
 
     @rule(node=NODES, cut=st.booleans())
     def the_network_changes(self, node: str, cut: bool) -> None:
-        self.world.sims[node].cut_off = cut
+        if node in self.world.sims:
+            self.world.sims[node].cut_off = cut
 
     @rule(node=NODES)
     def an_agent_restarts(self, node: str) -> None:
-        self.world.sims[node].boot()
+        if node in self.world.sims:
+            self.world.sims[node].boot()
 
     @rule(node=NODES, cordoned=st.booleans())
     def a_node_is_cordoned(self, node: str, cordoned: bool) -> None:
-        self.world.sims[node].cordoned = cordoned
+        if node in self.world.sims:
+            self.world.sims[node].cordoned = cordoned
+
+    @rule(refuses=st.sampled_from(["", "NO_DESTINATION_CAPACITY", "NUMERICS_MISMATCH"]))
+    def a_node_joins(self, refuses: str) -> None:
+        if len(self.world.sims) < 6:
+            self.joined += 1
+            late = self.world.add_node(f"node-{2 + self.joined}")
+            late.refuse = refuses
+            self.check_grants(late)
+            self.late[late.name] = late
+
+    @rule(node=st.sampled_from([f"node-{index}" for index in range(8)]))
+    def a_node_is_deleted(self, node: str) -> None:
+        if node in self.world.sims and len(self.world.sims) > 1:
+            self.deleted.append((self.world.sims.pop(node), self.world.clock.seconds))
 
     @rule(selector=st.sampled_from(["quest-64", "quest-32"]))
     def the_candidate_is_edited(self, selector: str) -> None:
@@ -139,6 +163,19 @@ class RolloutMachine(RuleBasedStateMachine):
         if self.world.status.get("phase") == "RolledBack":
             assert held(self.world) == []
             assert "approved" not in self.world.cache_status
+
+    @invariant()
+    def rolled_back_means_that_no_agent_deleted_meanwhile_can_hold_it(self) -> None:
+        status = self.world.status
+        if status.get("phase") == "RolledBack":
+            began = parse_stamp(status["rollback"]["startedAt"])
+            assert [sim.name for sim, at in self.deleted if at >= began and sim.candidate] == []
+
+    @invariant()
+    def who_refuses_is_left_out(self) -> None:
+        excluded = {row["node"] for row in self.world.status.get("excluded") or []}
+        assert excluded <= set(self.late)
+        assert excluded.isdisjoint(held(self.world))
 
     @invariant()
     def restored_means_proved_by_all(self) -> None:

@@ -89,6 +89,21 @@ async def test_an_approval_whose_rollout_is_gone_may_be_held_for_the_longest_lea
     assert world.status_of(second)["stage"] == "Shadow"
 
 
+async def test_a_holder_that_vanished_just_before_is_waited_for_too() -> None:
+    world = World()
+    await world.until("Completed")
+    await world.pass_()
+    gone = world.sims.pop("node-0")
+    await world.pass_()
+    second = world.add_rollout("zebra", candidate={"selectorRef": {"name": "quest-32"}})
+    await world.run(AT_ONCE, keys=[second])
+    assert gone.candidate is not None
+    assert world.status_of(second)["revoking"]["nodes"] == ["node-0"]
+    await world.run(A_LEASE, keys=[second])
+    assert gone.candidate is None
+    assert world.status_of(second)["stage"] == "Shadow"
+
+
 async def test_many_agents_are_counted_where_they_cannot_all_be_named() -> None:
     world = World(nodes=20)
     await world.until("Completed")
