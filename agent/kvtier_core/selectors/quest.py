@@ -97,8 +97,10 @@ class QuestFamily:
         return len(self.competitors(rows)) > self.pages - 1
 
     def competitors(self, rows: int) -> NDArray[np.int64]:
-        """Pages that a score decides about: not the last one, not wholly inside sink or recent rows."""
+        """Pages that a score decides about: not the last one, and with a row that is neither sink nor recent."""
         last = self.last_page(rows)
+        if self.sink >= rows - self.recent:
+            return np.empty(0, dtype=np.int64)
         first = self.sink // self.page_tokens
         end = min(last, -(-max(0, rows - self.recent) // self.page_tokens))
         return np.arange(min(first, end), end, dtype=np.int64)

@@ -51,7 +51,7 @@ def brute_force(fam: QuestFamily, k: torch.Tensor, q: torch.Tensor) -> list[list
         bounds = {}
         for page in range(last):
             members = range(page * size, (page + 1) * size)
-            if all(i < fam.sink for i in members) or all(i >= rows - fam.recent for i in members):
+            if all(i < fam.sink or i >= rows - fam.recent for i in members):
                 continue
             keys = k[page * size : (page + 1) * size, head].double()
             low, high = keys.min(0).values, keys.max(0).values
@@ -87,6 +87,11 @@ def test_the_selection_is_the_brute_force_one(data: st.DataObject, rows: int, pa
     assert [list(positions) for positions in selection.positions] == want
     assert fam.omits(rows) == any(len(positions) < rows for positions in want)
     assert selection.chosen_rows <= (pages - 1) * page
+
+
+def test_persistent_rows_that_meet_leave_nothing_out() -> None:
+    assert not family(2, 1, sink=1, recent=9).omits(10)
+    assert family(2, 1, sink=1, recent=8).omits(10)
 
 
 SCORES = {
