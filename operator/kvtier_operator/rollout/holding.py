@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvtier_operator.rollout.agentwatch import agents_against, exclude, holds, watch_agents
 from kvtier_operator.rollout.evaluation import (
     all_pass,
     describe,
@@ -16,7 +17,6 @@ from kvtier_operator.rollout.evaluation import (
     record_look,
 )
 from kvtier_operator.rollout.inputs import (
-    AgentView,
     ApproveCandidate,
     ExtendApproval,
     Grant,
@@ -35,7 +35,6 @@ from kvtier_operator.rollout.moves import (
     enter_step,
     excluded_now,
     is_mine,
-    lease_end,
     needs_refence,
     refence,
     revoked,
@@ -45,9 +44,8 @@ from kvtier_operator.rollout.moves import (
 )
 from kvtier_operator.rollout.returning import new_attempt, short_digest
 from kvtier_operator.rollout.spec import RolloutSpec
-from kvtier_operator.rollout.state import ExcludedAgent, LostAgent, RolloutState
+from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import (
-    LEASE_GRACE,
     MAX_RESUMES,
     Blocker,
     Cause,
@@ -56,14 +54,6 @@ from kvtier_operator.rollout.vocabulary import (
     Phase,
     Stage,
 )
-
-MISMATCH = frozenset({"MANIFEST_MISMATCH", "MANIFEST_INVALID", "NUMERICS_MISMATCH", "MODEL_MISMATCH"})
-INFEASIBLE = frozenset(
-    {"NO_DESTINATION_CAPACITY", "TIER_INCAPABLE", "CANDIDATE_REFUSED", "NO_LEGAL_PATH", "UNSUPPORTED"}
-)
-LOST_LEASES = 10
-MAX_LOST = 8
-MAX_EXCLUDED = 8
 
 
 def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
@@ -113,31 +103,14 @@ def plan_against(state: RolloutState, inputs: Inputs) -> Plan | None:
 
 def _look_around(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[RolloutState, Inputs]:
     """The state with what agents and evidence say now; excluded agents count as not selected."""
-    state = _exclude(_watch_agents(state, inputs, spec), inputs)
+    state = exclude(watch_agents(state, inputs, spec), inputs)
     excluded = excluded_now(state, inputs.agents)
     agents = tuple(replace(one, selected=one.selected and one.node not in excluded) for one in inputs.agents)
     inputs = replace(inputs, agents=agents)
     chosen = [agent for agent in agents if agent.selected]
-    complete = bool(chosen) and all(_holds(agent, state) for agent in chosen)
+    complete = bool(chosen) and all(holds(agent, state) for agent in chosen)
     state = replace(state, held_by_all=state.held_by_all or complete, nodes_total=len(chosen))
     return record_look(state, inputs, spec), inputs
-
-
-def _exclude(state: RolloutState, inputs: Inputs) -> RolloutState:
-    """Agents that refuse, never held this rollout's candidate, and came when the others had all taken it:
-    they stay exact. A refusal of one that was there from the start, or held it, is a reason to return."""
-    known = excluded_now(state, inputs.agents)
-    kept = tuple(one for one in state.excluded if one.node in known)
-    holders = {agent.node for agent in inputs.agents if agent.granted_rollout == inputs.uid}
-    former = {agent.node for agent in inputs.agents if agent.returned_rollout == inputs.uid}
-    fresh = [
-        ExcludedAgent(agent.node, agent.refusal, agent.boot_id)
-        for agent in inputs.agents
-        if agent.refusal in MISMATCH | INFEASIBLE and agent.node not in holders | former | known
-    ]
-    if not state.held_by_all or not holders:
-        fresh = []
-    return replace(state, excluded=(*kept, *fresh)[:MAX_EXCLUDED])
 
 
 def _plan_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | None:
@@ -173,37 +146,6 @@ def _edited_candidate(state: RolloutState, inputs: Inputs) -> Plan:
     return advance(state, inputs, target, notice=notice, spans=(span,))
 
 
-def _watch_agents(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> RolloutState:
-    """Counts holders, under whichever fence, and notes since when one of them does not answer."""
-    digest = state.candidate.digest if state.candidate else ""
-    granted = [agent for agent in inputs.agents if agent.granted_fence and agent.candidate_digest == digest]
-    since = {lost.node: lost.since for lost in state.lost}
-    silent = [
-        agent.node
-        for agent in inputs.agents
-        if not agent.reachable and (agent.node in since or agent.granted_rollout == inputs.uid)
-    ]
-    lost = tuple(LostAgent(node, since.get(node, inputs.now)) for node in silent)[:MAX_LOST]
-    return replace(state, lost=lost, vanished=_vanished(state, inputs), nodes_granted=len(granted))
-
-
-def _vanished(state: RolloutState, inputs: Inputs) -> tuple[LostAgent, ...]:
-    """Holders that have left the pool without a word, while a return would have to wait for their lease."""
-    present = {agent.node for agent in inputs.agents}
-    kept = [one for one in state.vanished if one.node not in present]
-    known = {one.node for one in kept}
-    fresh = [LostAgent(node, inputs.now) for node in sorted(inputs.holders - present - known)]
-    return tuple(one for one in (*kept, *fresh) if inputs.now < lease_end(inputs, one.since))[:MAX_LOST]
-
-
-def _holds(agent: AgentView, state: RolloutState) -> bool:
-    return (
-        agent.granted_fence == state.fence
-        and state.candidate is not None
-        and agent.candidate_digest == state.candidate.digest
-    )
-
-
 def _reason_to_return(
     state: RolloutState, inputs: Inputs, spec: RolloutSpec
 ) -> tuple[Cause, str] | tuple[Cause, str, str] | None:
@@ -222,29 +164,7 @@ def _reason_to_return(
         return Cause.INPUT_DRIFT, f"the candidate's inputs compile to {now} now, not to {then}"
     if cache.baseline is None or cache.baseline.digest != state.baseline.digest:
         return Cause.INPUT_DRIFT, "the baseline of the KVCache has changed"
-    return _agents_against(state, inputs, spec) or _deadlines(state, inputs, spec)
-
-
-def _agents_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[Cause, str] | None:
-    excluded = excluded_now(state, inputs.agents)
-    for agent in inputs.agents:
-        if agent.node in excluded:
-            continue
-        if agent.refusal in MISMATCH:
-            return Cause.MANIFEST_MISMATCH, f"{agent.node}: {agent.refusal}: {agent.refusal_message}"
-        if agent.refusal in INFEASIBLE:
-            return Cause.INFEASIBLE_NODE, f"{agent.node}: {agent.refusal}: {agent.refusal_message}"
-        if agent.reachable and agent.granted_fence == state.fence and not _holds(agent, state):
-            return Cause.MANIFEST_MISMATCH, f"{agent.node} runs {short_digest(agent.candidate_digest)}"
-    if state.phase is Phase.COMPLETED:
-        return None  # a node that dies takes its own lease with it, not what the others were approved for
-    patience = spec.lease_ttl * LEASE_GRACE
-    if spec.on_lease_expired is OnLeaseExpired.RESUME:
-        patience *= LOST_LEASES
-    for lost in state.lost:
-        if inputs.now >= max(lost.since, inputs.quiet_since) + patience:
-            return Cause.AGENT_LOST, f"{lost.node} has not answered for {int(inputs.now - lost.since)} s"
-    return None
+    return agents_against(state, inputs, spec) or _deadlines(state, inputs, spec)
 
 
 def _deadlines(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[Cause, str] | None:
@@ -342,7 +262,7 @@ def _ready(state: RolloutState, inputs: Inputs) -> bool:
     """Every agent of the radius holds the candidate under this fence, and none that held it is silent."""
     chosen = [agent for agent in inputs.agents if agent.selected]
     return (
-        bool(chosen) and not state.lost and all(agent.reachable and _holds(agent, state) for agent in chosen)
+        bool(chosen) and not state.lost and all(agent.reachable and holds(agent, state) for agent in chosen)
     )
 
 
@@ -392,7 +312,7 @@ def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     rpcs: list[Rpc] = [
         Grant(agent.node)
         for agent in inputs.agents
-        if agent.selected and agent.reachable and not _holds(agent, state)
+        if agent.selected and agent.reachable and not holds(agent, state)
     ]
     rpcs += [
         Revoke(agent.node, None)
