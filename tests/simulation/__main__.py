@@ -1,4 +1,4 @@
-"""Runs seeds of the simulated block store: `--seed N` repeats one, `--seeds N` or `--seconds S` tries many."""
+"""Runs seeds of the simulated store: `--seed N` repeats one, `--seeds N` or `--seconds S` tries many."""
 
 from __future__ import annotations
 

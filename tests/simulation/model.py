@@ -13,8 +13,8 @@ SIZE = 4096
 
 @dataclass(eq=False)
 class Block:
-    """version: the bytes that its key stands for, others after each deletion. live: acknowledged as stored and
-    not deleted. safe: neither a crash nor a fault may have cost it. deleting: an order runs."""
+    """version: the bytes that its key stands for, others after each deletion. live: acknowledged as stored
+    and not deleted. safe: neither a crash nor a fault may have cost it. deleting: an order runs."""
 
     tenant: int
     number: int

@@ -363,3 +363,19 @@ def test_a_full_queue_of_the_device_is_told_and_costs_nothing(bench: StoreBench)
 def test_a_namespace_that_never_stored_finds_nothing(bench: StoreBench) -> None:
     assert bench.found("a", namespace=b"\0" * 32) == 0
     assert bench.found("a", namespace=ALPHA) == 1
+
+
+def test_what_was_ready_stays_readable_past_the_deadline_until_the_scope_is_left(bench: StoreBench) -> None:
+    fetch = bench.fetch("a", "b", seconds=5)
+    bench.disk.of("a").finish()
+    bench.store.pump()
+    body = fetch.body(0)
+    bench.clock.now += 5
+    bench.store.pump()
+    assert (fetch.over, fetch.ready, fetch.reason) == (True, 1, MoveReason.FETCH_LATE)
+    for name in "uvwxyz":
+        bench.put(name)
+        bench.settle()
+    assert bytes(body) == bytes(fetch.body(0)) == content("a")
+    fetch.close()
+    bench.rest()

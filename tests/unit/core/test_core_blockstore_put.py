@@ -283,3 +283,29 @@ def test_lmcache_4385_two_sessions_never_meet_each_others_bytes_in_a_reused_buff
         bench.store.reclaim.make_room(0, 1)
         bench.settle()
     bench.rest()
+
+
+def test_a_key_that_is_being_deleted_takes_nothing_though_no_block_was_there() -> None:
+    """The erasure by key of what an eviction left behind must not meet a newer block's bytes."""
+    bench = StoreBench()
+    (order,) = bench.store.delete([key("a")])
+    assert bench.put("a")[0].reason is MoveReason.TOMBSTONED
+    bench.settle()
+    bench.settle()
+    assert order.state.value == "DONE"
+    assert bench.put("a")[0].outcome is PutOutcome.STORED
+    bench.rest()
+
+
+def test_what_making_room_took_is_not_said_to_exist() -> None:
+    """A droppable block that was there when the call began may be what had to go for its other blocks."""
+    bench = StoreBench(memory=2, storage=1)
+    bench.put("down")
+    bench.store.reclaim.make_room(0, 2)
+    bench.settle()
+    bench.put("a", droppable=True)
+    bench.put("b", droppable=True)
+    stored = bench.put("a", "c", "d", droppable=True)
+    for name, each in zip(("a", "c", "d"), stored, strict=True):
+        assert bench.found(name) == (each.outcome in (PutOutcome.STORED, PutOutcome.EXISTED)), (name, each)
+    bench.rest()
