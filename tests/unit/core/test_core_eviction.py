@@ -369,7 +369,9 @@ def test_a_limited_order_is_the_start_of_the_whole_order(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), policy=st.sampled_from(["dual", "lru", "arc"]))
-def test_any_traffic_keeps_every_block_that_may_not_be_lost(data: st.DataObject, policy: str) -> None:
+def test_vllm_54914_any_traffic_over_a_full_cache_keeps_what_may_not_be_lost(
+    data: st.DataObject, policy: str
+) -> None:
     """Stores, uses, pins and room in any order: what is not droppable survives; room comes or is refused."""
     shelf = Shelf((2, 3, 5), policy=policy, droppable=frozenset(range(0, 40, 2)))
     kept: set[int] = set()

@@ -78,8 +78,8 @@ def test_storage_to_device_without_memory_of_its_own_has_no_legal_path() -> None
     assert bench.serve(line, GPU) == content(1)
 
 
-def test_neighbours_go_to_a_tier_in_one_batch(bench: BlockBench) -> None:
-    """vllm PR#38460: one submission carries them all."""
+def test_vllm_38460_neighbours_go_to_a_tier_in_one_batch(bench: BlockBench) -> None:
+    """One submission carries them all, not one for each block."""
     lines = [bench.put(name, CPU) for name in range(3)]
     moves = [bench.begin(line, NVME) for line in lines]
     bench.tiers[NVME].batches.clear()
@@ -221,6 +221,62 @@ def test_a_guard_that_fails_when_the_copy_ends_leaves_the_source_as_it_was(
     assert bench.moves.reap() == []
     assert bench.at_rest()
     assert bench.serve(line, CPU) == content(1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [item for item in BREAKS if item[0] is not _layout],
+    ids=[reason.value for spoil, reason in BREAKS if spoil is not _layout],
+)
+def test_a_guard_that_fails_between_validation_and_publication_publishes_nothing(
+    bench: BlockBench, spoil: Callable[[BlockBench, Move], None], reason: MoveReason
+) -> None:
+    bench.facts.requests[5] = 1
+    line = bench.put(1, CPU)
+    move = bench.fly(line, NVME, request=5, request_generation=1)
+    item = bench.held(move)
+    item.arrive()
+    bench.moves.complete(completion_of(move, move.identity.length))
+    assert move.state is TxnState.VALIDATED
+    spoil(bench, move)
+    refused(reason, lambda: bench.moves.publish(move))
+    assert bench.directory.replica(line, NVME).state is ReplicaState.ABSENT
+    item.drain()
+    bench.moves.reap()
+    assert bench.at_rest()
+    assert bench.serve(line, CPU) == content(1)
+
+
+def test_the_first_guard_that_fails_gives_the_reason(bench: BlockBench) -> None:
+    """Tombstone before cache generation before the copy's own error before what it is bound to."""
+    for count, reason in (
+        (4, MoveReason.TOMBSTONED),
+        (3, MoveReason.STALE_CACHE_GENERATION),
+        (2, MoveReason.SHORT_COPY),
+        (1, MoveReason.TENANT_MISMATCH),
+    ):
+        line = bench.put(count, CPU)
+        move = bench.fly(line, NVME)
+        item = bench.held(move)
+        if count >= 4:
+            bench.directory.tombstone(line)
+        if count >= 3:
+            bench.moves.cache_generation += 1
+        if count >= 2:
+            item.fail(Reason.SHORT_COPY)
+        else:
+            item.arrive()
+        bench.facts.bindings[line] = Binding(namespace=9)
+        (settled,) = bench.moves.reap()
+        assert settled.reason is reason
+        item.drain()
+        bench.moves.reap()
+        if count < 4:
+            assert bench.moves.drop(line, CPU, last=True)
+        else:
+            bench.moves.discard(line)
+            bench.directory.remove(line)
+        bench.facts.bindings.clear()
 
 
 FAILURES = [
@@ -559,8 +615,8 @@ def test_a_bad_copy_that_is_being_read_waits_for_its_readers(bench: BlockBench) 
 # Stores.
 
 
-def test_a_store_is_visible_when_it_is_published_and_not_before(bench: BlockBench) -> None:
-    """LMCache#207: a key that is read while its disk write runs is not there."""
+def test_lmcache_207_a_key_that_is_read_while_its_write_runs_is_not_there(bench: BlockBench) -> None:
+    """A store is visible when it is published and not before."""
     line = bench.insert(1)
     move = bench.moves.begin(MoveKind.STORE, line, NVME)
     payload = Landing(memoryview(bytearray(content(1))))
