@@ -157,11 +157,12 @@ class Scanner:
         header, reason = classify(slot, page, self._form)
         if header is None or reason is not None or header.group <= self._trusted:
             return Scanned(slot, header, reason, page)
-        arrived = whole or self._fill(block[: self._form.stride], slot)
+        if not whole and not self._fill(block[: self._form.stride], slot):
+            # Not known to be torn: it must not be overwritten for an error that may pass.
+            return Scanned(slot, header, DropReason.UNREADABLE, page)
         body = block[PAGE : PAGE + self._form.payload_bytes]
-        if arrived and checksum(self._form.kind, body) == header.payload_checksum:
-            return Scanned(slot, header, None, page, True)
-        return Scanned(slot, header, DropReason.TORN_PAYLOAD, page, True)
+        torn = checksum(self._form.kind, body) != header.payload_checksum
+        return Scanned(slot, header, DropReason.TORN_PAYLOAD if torn else None, page, True)
 
     def _fill(self, buffer: memoryview, slot: int) -> bool:
         try:
