@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import random
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from kvtier_core.engine import CacheEngine
 from kvtier_core.receipts import SessionHandle, SessionSpec, StepAnswer, StepMode, StepRequest
-from kvtier_core.tiers.base import MediumKind, TierCapability, TierMount
+from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, TierCapability, TierMount
 from kvtier_core.tiers.fileops import Buffer, FileOps, OsFileOps
 from kvtier_crds.canonical import Parameters
 from kvtier_crds.manifest import (
@@ -119,6 +120,11 @@ def manifest(tiers: Sequence[TierBudget], layers: int = LAYERS) -> RuntimeManife
         placement=Placement(policy="recency"),
         contract=Contract(exactness=Exactness.EXACT, tolerance="0.001"),
     )
+
+
+def keeping(persistence: str = "node") -> dict[str, TierCapability]:
+    """Capabilities with which `nvme` outlives its process."""
+    return {"flash": dataclasses.replace(DEFAULT_CAPABILITY[MediumKind.NVME], persistence=persistence)}
 
 
 def quest(tokens: int = 24, sink: int = 0, recent: int = 0, dense: tuple[int, ...] = ()) -> Selector:
@@ -342,6 +348,15 @@ class FaultyFiles:
 
     def remove(self, path: Path) -> None:
         self._real.remove(path)
+
+    def size(self, fd: int) -> int:
+        return self._real.size(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        self._real.sync_folder(path)
+
+    def names(self, path: Path) -> list[str]:
+        return self._real.names(path)
 
 
 DISK_ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EROFS": errno.EROFS, "EACCES": errno.EACCES}
