@@ -1,11 +1,17 @@
-"""Blocks on the wire: lists and reads published chunks of a session. Bytes were verified by the core."""
+"""Blocks on the wire: published chunks of a session, and the shared blocks of a cache.
+
+Why it exists: the frame of each call (caller, deadline, refusal, measurement) around what serves it. Bytes
+were verified before they come here.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from kvtier.v1 import blocks_pb2, blocks_pb2_grpc
+from kvtier_agent.blockcalls import BlockCalls
 from kvtier_agent.node import Node
 from kvtier_agent.rpc import RpcScope, ServicerContext, abort
 from kvtier_core.errors import CoreError, Reason
@@ -17,9 +23,10 @@ PART_BYTES = 1 << 20
 class BlocksService(blocks_pb2_grpc.BlocksServicer):
     """For engines that own their pools and for other nodes."""
 
-    def __init__(self, node: Node, scope: RpcScope) -> None:
+    def __init__(self, node: Node, scope: RpcScope, calls: BlockCalls) -> None:
         self._node = node
         self._scope = scope
+        self._calls = calls
 
     async def List(
         self, request: blocks_pb2.ListBlocksRequest, context: ServicerContext
@@ -42,6 +49,40 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             part = data[offset : offset + PART_BYTES]
             last = offset + len(part) >= len(data)
             yield blocks_pb2.BlockPart(offset=offset, data=part, last=last, checksum=checksum if last else "")
+
+    async def StoreBlocks(
+        self, request_iterator: AsyncIterator[blocks_pb2.StoreBlocksPart], context: ServicerContext
+    ) -> blocks_pb2.StoreBlocksResponse:
+        return await self._scope.run("Blocks.StoreBlocks", context, self._calls.store(request_iterator))
+
+    async def LookupBlocks(
+        self, request: blocks_pb2.LookupBlocksRequest, context: ServicerContext
+    ) -> blocks_pb2.LookupBlocksResponse:
+        return await self._scope.run("Blocks.LookupBlocks", context, self._calls.lookup(request))
+
+    async def LoadBlocks(
+        self, request: blocks_pb2.LoadBlocksRequest, context: ServicerContext
+    ) -> AsyncIterator[blocks_pb2.LoadBlocksPart]:
+        async with aclosing(
+            self._scope.stream("Blocks.LoadBlocks", context, self._calls.load(request))
+        ) as parts:
+            async for part in parts:
+                yield part
+
+    async def DeleteBlocks(
+        self, request: blocks_pb2.DeleteBlocksRequest, context: ServicerContext
+    ) -> blocks_pb2.DeleteBlocksResponse:
+        return await self._scope.run("Blocks.DeleteBlocks", context, self._calls.delete(request), finish=True)
+
+    async def ExplainBlock(
+        self, request: blocks_pb2.ExplainBlockRequest, context: ServicerContext
+    ) -> blocks_pb2.ExplainBlockResponse:
+        return await self._scope.run("Blocks.ExplainBlock", context, self._calls.explain(request))
+
+    async def InspectBlocks(
+        self, request: blocks_pb2.InspectBlocksRequest, context: ServicerContext
+    ) -> blocks_pb2.InspectBlocksResponse:
+        return await self._scope.run("Blocks.InspectBlocks", context, self._calls.inspect(request))
 
     async def _list(self, request: blocks_pb2.ListBlocksRequest) -> blocks_pb2.ListBlocksResponse:
         if not 0 <= request.limit <= MAX_LIST or request.offset < 0:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.engine_port import (
     EngineRunner,
     ExactnessClass,
@@ -111,7 +112,9 @@ class CacheHost:
         enforcement: CacheEnforcement,
         evidence: EvidencePort,
         clock: Callable[[], int],
+        blocks: BlockHost | None = None,
     ) -> None:
+        """blocks: shared ones, where the cache has host memory for them."""
         self.name = name
         self.manifest = manifest
         self.fingerprint = model_fingerprint(manifest.model)
@@ -122,6 +125,7 @@ class CacheHost:
         self.window: WindowKey | None = None
         self.rollout_traceparent = ""
         self.usage: Sequence[TierReport] = ()
+        self.blocks = blocks
         self.sessions: dict[str, Session] = {}
         self._closed: OrderedDict[str, Session] = OrderedDict()
         self._clock = clock

@@ -53,7 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="JSON",
-        help='repeatable; className, medium, deviceKind, capacity, device {"path" | "cudaIndex"}, reserve',
+        help='repeatable; className, medium, deviceKind, capacity, device {"path" | "cudaIndex"}, reserve, '
+        "persistence (nvme: process, node, durable)",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--kubeconfig", default="", metavar="FILE", help="empty: in-cluster service account")

@@ -18,6 +18,9 @@ from kvtier_crds.quantity import QuantityError, parse_bytes
 _NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 SIMULATED_DEVICE_KIND = "simulated"
+PROCESS = "process"
+# As a TierClass spells them; what is kept outlives the agent's process.
+PERSISTENCE = (PROCESS, "node", "durable")
 
 
 class ConfigError(Exception):
@@ -47,6 +50,7 @@ class TierConfig:
     reserve_bytes: int
     path: Path | None
     cuda_index: int | None
+    persistence: str = PROCESS
 
     @property
     def simulated(self) -> bool:
@@ -55,14 +59,15 @@ class TierConfig:
 
     @classmethod
     def parse(cls, text: str) -> TierConfig:
-        """Reads {"className","medium","deviceKind","capacity","device":{"path"|"cudaIndex"},"reserve"}."""
+        """Reads {"className","medium","deviceKind","capacity","device":{"path"|"cudaIndex"},"reserve",
+        "persistence"}."""
         try:
             fields = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"--tier is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError("--tier must be a JSON object")
-        known = {"className", "medium", "deviceKind", "capacity", "device", "reserve"}
+        known = {"className", "medium", "deviceKind", "capacity", "device", "reserve", "persistence"}
         unknown = sorted(set(fields) - known)
         if unknown:
             raise ConfigError(f"--tier: unknown fields {unknown}; legal are {sorted(known)}")
@@ -85,6 +90,10 @@ class TierConfig:
         kind = fields.get("deviceKind") or (SIMULATED_DEVICE_KIND if medium is Medium.GPU else "")
         if not isinstance(kind, str):
             raise ConfigError(f"--tier {name}: deviceKind must be text")
+        persistence = fields.get("persistence") or PROCESS
+        kept = PERSISTENCE if medium is Medium.NVME else (PROCESS,)
+        if persistence not in kept:
+            raise ConfigError(f"--tier {name}: persistence {persistence!r} must be one of {list(kept)}")
         return cls(
             class_name=name,
             medium=medium,
@@ -93,6 +102,7 @@ class TierConfig:
             reserve_bytes=_size(f"--tier {name}: reserve", fields.get("reserve") or 0, minimum=0),
             path=Path(path) if isinstance(path, str) else None,
             cuda_index=cuda_index,
+            persistence=persistence,
         )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.cachehost import CacheHost, CacheName, Session, manifest_set_digest_input
 from kvtier_agent.config import Limits
 from kvtier_agent.endings import BlockingEnd
@@ -42,6 +43,7 @@ REPORT_SECONDS = 5.0
 BASELINE_APPLIED = "BaselineApplied"
 
 EngineFactory = Callable[[RuntimeManifest, Sequence[NodeTier]], EnginePort]
+BlocksOf = Callable[[EnginePort], BlockHost | None]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class Node:
         clock: Callable[[], int],
         engine_factory: EngineFactory,
         evidence_factory: Callable[[str], EvidencePort],
+        blocks_of: BlocksOf = lambda engine: None,
     ) -> None:
+        """blocks_of: the shared blocks of a new engine, asked for on the event loop."""
         self.name = name
         self.boot_id = str(uuid.uuid4())
         self.tiers = tiers
@@ -91,6 +95,7 @@ class Node:
         self._state = state
         self._engine_factory = engine_factory
         self._evidence_factory = evidence_factory
+        self._blocks_of = blocks_of
         self._book = FenceBook(state.fences)
         self._locks = KeyedLocks()
         self._ending: dict[str, EngineRunner] = {}
@@ -132,6 +137,8 @@ class Node:
         on may write to them until the process ends.
         """
         self._ending.update({uid: host.runner for uid, host in self.caches.items()})
+        blocks = [host.blocks for host in self.caches.values() if host.blocks is not None]
+        await asyncio.gather(*(each.close(seconds) for each in blocks))
         ends = {f"engine of cache {uid}": runner.close(seconds) for uid, runner in self._ending.items()}
         for pool, name in ((self._pool, "control threads"), (self._report_pool, "report threads")):
             shutdown = partial(pool.shutdown, wait=True, cancel_futures=True)
@@ -382,9 +389,9 @@ class Node:
         engine = await self._in_thread(lambda: self._engine_factory(manifest, tiers))
         runner = EngineRunner(engine, name.uid, self.limits.agent_in_flight)
         enforcement = CacheEnforcement(self.clock, returned)
-        return CacheHost(
-            name, manifest, runner, enforcement, self._evidence_factory(self.boot_id), self.clock
-        )
+        evidence = self._evidence_factory(self.boot_id)
+        blocks = self._blocks_of(engine)
+        return CacheHost(name, manifest, runner, enforcement, evidence, self.clock, blocks)
 
     async def _end(self, uid: str) -> int:
         """Ends the cache's engine and its sessions with it. Raises DEADLINE while the running call goes on;
@@ -395,6 +402,8 @@ class Node:
             ended = len(host.sessions)
             host.sessions.clear()
             self._ending[uid] = host.runner
+            if host.blocks is not None and not await host.blocks.close(self.limits.control_deadline_seconds):
+                log.warning("calls on blocks of cache %s do not end", uid)
         runner = self._ending.get(uid)
         if runner is not None:
             if not await runner.close(self.limits.control_deadline_seconds):

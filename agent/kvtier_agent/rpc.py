@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -71,6 +72,32 @@ class RpcScope:
             await abort(context, refusal)
         assert answer is not None
         return answer
+
+    async def stream(
+        self, method: str, context: ServicerContext, answers: AsyncGenerator[R, None]
+    ) -> AsyncGenerator[R, None]:
+        """A server stream's answers under the same rules, but for the deadline: it is the call's own, since a
+        slow reader holds a stream as long as it likes to. Close it (`aclosing`) when the caller left."""
+        started = time.monotonic()
+        refusal: CoreError | None = None
+        code = Reason.CANCELLED.name
+        try:
+            self._admit(context)
+            async with aclosing(answers):
+                async for answer in answers:
+                    yield answer
+            code = "OK"
+        except CoreError as error:
+            refusal = error
+        except Exception:
+            log.exception("%s failed", method)
+            refusal = CoreError(Reason.INTERNAL, "internal failure; the agent's log has the details")
+        finally:
+            code = code if refusal is None else refusal.reason.name
+            self._metrics.rpc_seconds.labels(method, code).observe(time.monotonic() - started)
+        if refusal is not None:
+            log.info("%s refused: %s", method, refusal)
+            await abort(context, refusal)
 
     async def finish(self, seconds: float) -> int:
         """Waits at most so long for the commands that go on without their caller; how many do then."""

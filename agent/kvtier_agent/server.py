@@ -19,6 +19,9 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.v1 import attention_pb2_grpc, blocks_pb2_grpc, control_pb2_grpc
 from kvtier_agent.attention_service import AttentionService, FrameCount
+from kvtier_agent.blockcalls import BlockCalls
+from kvtier_agent.blockhost import BlockHost
+from kvtier_agent.blockmetrics import BlockMetrics, StoreCollector
 from kvtier_agent.blocks_service import BlocksService
 from kvtier_agent.boottime import boottime_ns
 from kvtier_agent.caller import OperatorOnly
@@ -26,7 +29,7 @@ from kvtier_agent.config import AgentConfig, ConfigError, TlsFiles
 from kvtier_agent.control_service import AGENT_VERSION, ControlService
 from kvtier_agent.evidence_port import EvidencePort
 from kvtier_agent.metricshttp import MetricsHttp
-from kvtier_agent.node import EngineFactory, Node
+from kvtier_agent.node import BlocksOf, EngineFactory, Node
 from kvtier_agent.rpc import RpcScope
 from kvtier_agent.statedir import DirectoryLock, StateDir
 from kvtier_agent.telemetry import Metrics, Telemetry, otlp_processor
@@ -68,6 +71,7 @@ class AgentServer:
         engine_factory: EngineFactory,
         evidence_factory: Callable[[str], EvidencePort],
         registration_factory: RegistrationFactory,
+        blocks_of: BlocksOf = lambda engine: None,
     ) -> None:
         """Locks the state and tier folders and reads the fences; raises ConfigError naming the flag."""
         if not config.node_uid:
@@ -84,6 +88,7 @@ class AgentServer:
             clock=boottime_ns,
             engine_factory=engine_factory,
             evidence_factory=evidence_factory,
+            blocks_of=blocks_of,
         )
         processors = [otlp_processor(config.otlp_endpoint)] if config.otlp_endpoint else []
         pool = f"{config.pool_namespace}/{config.pool_name}"
@@ -91,6 +96,8 @@ class AgentServer:
         self._metrics = Metrics(CollectorRegistry())
         self._metrics.build_info.labels(AGENT_VERSION).set(1)
         self._frames = FrameCount(config.limits.agent_in_flight, self._metrics)
+        self._block_metrics = BlockMetrics(self._metrics.registry)
+        StoreCollector(self._metrics.registry, self._block_hosts, time.monotonic)
         self._metrics_http: MetricsHttp | None = None
         self._scopes: list[RpcScope] = []
         self._stop = asyncio.Event()
@@ -163,17 +170,22 @@ class AgentServer:
                 await told
 
     def _busy(self) -> bool:
-        """Frames in flight, or a stream whose engine used it a moment ago."""
+        """Frames or calls on blocks in flight, or a stream whose engine used it a moment ago."""
         quiet_ns = int(_QUIET_SECONDS * 1e9)
         now = boottime_ns()
+        if any(blocks.calls for blocks in self._block_hosts()):
+            return True
         return self._frames.count > 0 or any(
             session.streaming and now - session.last_used_ns < quiet_ns
             for host in self.node.caches.values()
             for session in host.sessions.values()
         )
 
+    def _block_hosts(self) -> list[BlockHost]:
+        return [host.blocks for host in list(self.node.caches.values()) if host.blocks is not None]
+
     async def _housekeeping(self) -> None:
-        """Expires idle sessions and refreshes gauges, once a second."""
+        """Expires idle sessions and late pins and refreshes gauges, once a second."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -186,6 +198,9 @@ class AgentServer:
                 if expired:
                     log.info("%d idle sessions expired", expired)
                 await self.node.refresh_reports()
+                for blocks in self._block_hosts():
+                    if len(blocks.pins):
+                        await blocks.run(blocks.pins.expire)
                 self._metrics.sessions.set(self.node.session_count())
                 for report in self.node.tier_reports():
                     self._metrics.tier_used_bytes.labels(report.class_name).set(report.used_bytes)
@@ -214,7 +229,8 @@ class AgentServer:
         self._scopes.append(scope)
         attention = AttentionService(self.node, scope, self._telemetry, self._metrics, self._frames)
         attention_pb2_grpc.add_AttentionServicer_to_server(attention, server)  # type: ignore[no-untyped-call]
-        blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(self.node, scope), server)  # type: ignore[no-untyped-call]
+        blocks = BlocksService(self.node, scope, BlockCalls(self.node, self._block_metrics))
+        blocks_pb2_grpc.add_BlocksServicer_to_server(blocks, server)  # type: ignore[no-untyped-call]
         try:
             server.add_insecure_port(f"unix:{self._config.socket_path}")
         except RuntimeError as error:

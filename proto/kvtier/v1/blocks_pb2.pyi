@@ -380,20 +380,22 @@ class ExplainBlockResponse(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., state: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[BlockReplica, _Mapping]]] = ..., reason: _Optional[_Union[_common_pb2.Reason, str]] = ..., message: _Optional[str] = ..., facts: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class BlockReplica(_message.Message):
-    __slots__ = ("tier_class", "generation", "slot_generation", "readers", "authority", "published")
+    __slots__ = ("tier_class", "generation", "slot_generation", "readers", "authority", "published", "slot")
     TIER_CLASS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SLOT_GENERATION_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     tier_class: str
     generation: int
     slot_generation: int
     readers: int
     authority: bool
     published: bool
-    def __init__(self, tier_class: _Optional[str] = ..., generation: _Optional[int] = ..., slot_generation: _Optional[int] = ..., readers: _Optional[int] = ..., authority: _Optional[bool] = ..., published: _Optional[bool] = ...) -> None: ...
+    slot: int
+    def __init__(self, tier_class: _Optional[str] = ..., generation: _Optional[int] = ..., slot_generation: _Optional[int] = ..., readers: _Optional[int] = ..., authority: _Optional[bool] = ..., published: _Optional[bool] = ..., slot: _Optional[int] = ...) -> None: ...
 
 class InspectBlocksRequest(_message.Message):
     __slots__ = ("scope", "after", "limit")

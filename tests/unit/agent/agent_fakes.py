@@ -24,7 +24,7 @@ from kvtier_agent.engine_port import (
 )
 from kvtier_agent.evidence_port import GateTerms, WindowTerms
 from kvtier_agent.evidence_windows import EvidenceWindows
-from kvtier_agent.node import Command, Node
+from kvtier_agent.node import BlocksOf, Command, Node
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTier, NodeTiers
 from kvtier_core.errors import CoreError
@@ -130,10 +130,16 @@ class FakeEngine:
 class Bench:
     """A Node over fake engines in a folder, with commands whose fences grow."""
 
-    def __init__(self, folder: Path, clock: FakeClock | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clock: FakeClock | None = None,
+        blocks_of: BlocksOf = lambda engine: None,
+        baseline: RuntimeManifest | None = None,
+    ) -> None:
         self.clock = clock or FakeClock()
         self.engines: list[FakeEngine] = []
-        self.baseline = baseline_manifest()
+        self.baseline = baseline or baseline_manifest()
         self.candidate = quest_candidate(self.baseline)
         self.fence = 0
         self.build_refusal: CoreError | None = None
@@ -146,6 +152,7 @@ class Bench:
             clock=self.clock,
             engine_factory=self._engine,
             evidence_factory=lambda epoch: EvidenceWindows(epoch, self.clock.seconds),
+            blocks_of=blocks_of,
         )
 
     def _engine(self, manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> FakeEngine:

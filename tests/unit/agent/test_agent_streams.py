@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.v1 import attention_pb2, blocks_pb2, common_pb2
 from kvtier_agent.attention_service import AttentionService, FrameCount
+from kvtier_agent.blockcalls import BlockCalls
+from kvtier_agent.blockmetrics import BlockMetrics
 from kvtier_agent.blocks_service import BlocksService
 from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.engine_port import EngineRunner
@@ -211,7 +213,8 @@ async def test_a_block_that_the_engine_does_not_bring_is_refused_at_the_deadline
     session = await host.open_session(SessionFacts("beta", "", "root", "root"), 0.125, 100, "")
     metrics = Metrics(CollectorRegistry())
     telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
-    service = BlocksService(bench.node, RpcScope(telemetry, metrics, 5.0))
+    calls = BlockCalls(bench.node, BlockMetrics(metrics.registry))
+    service = BlocksService(bench.node, RpcScope(telemetry, metrics, 5.0), calls)
     release = threading.Event()
     busy = asyncio.create_task(host.runner.call(lambda: release.wait(10)))
     await asyncio.sleep(0)

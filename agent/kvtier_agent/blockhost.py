@@ -1,0 +1,205 @@
+"""One cache's shared blocks as the event loop sees them: threads for what blocks, waits without threads,
+pins by id.
+
+Why it exists: the store is synchronous and moves on in a thread of its own. Calls must neither block the loop
+nor hold a thread each while they wait for a disk, and what a call held must come back however it ends. It
+must not know a wire message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import TypeVar
+
+from kvtier_agent.blockpins import PinBook
+from kvtier_core.blockstore.driver import Driver
+from kvtier_core.blockstore.store import BlockStore
+from kvtier_core.errors import CoreError, Reason
+
+T = TypeVar("T")
+THREADS = 4
+MAX_CALLS = 256
+MAX_QUEUED = 1024
+# A turn that was missed costs at most this much.
+_PATIENCE_SECONDS = 1.0
+
+
+class BlockHost:
+    """Made and used on the event loop. `clock`: seconds, the store's."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        driver: Driver,
+        clock: Callable[[], float],
+        *,
+        threads: int = THREADS,
+        max_calls: int = MAX_CALLS,
+        max_queued: int = MAX_QUEUED,
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.pins = PinBook(store, clock)
+        self.calls = 0
+        self._driver = driver
+        self._max_calls = max_calls
+        self._max_queued = max_queued
+        self._queued = 0
+        self._lock = Lock()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blocks")
+        self._loop = asyncio.get_running_loop()
+        self._turned = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._announced = False
+        self._closed = False
+        driver.listen(self._on_turn)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.store.parts.block_bytes
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """One place among the calls in flight. QUEUE_FULL, CACHE_UNKNOWN once the cache is being removed."""
+        self._check_open()
+        if self.calls >= self._max_calls:
+            raise CoreError(
+                Reason.QUEUE_FULL,
+                f"{self.calls} calls on this cache's blocks are in flight",
+                {"bound": self._max_calls},
+            )
+        self.calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            if not self.calls:
+                self._idle.set()
+
+    # Threads.
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Runs it in a thread. QUEUE_FULL, CACHE_UNKNOWN."""
+        with self._lock:
+            if self._queued >= self._max_queued:
+                raise CoreError(
+                    Reason.QUEUE_FULL, f"{self._queued} steps wait for a thread", {"bound": self._max_queued}
+                )
+            self._queued += 1
+        try:
+            future = self._pool.submit(function)
+        except RuntimeError as error:
+            self._done(None)
+            raise _removed() from error
+        future.add_done_callback(self._done)
+        return future
+
+    def _done(self, _future: Future[T] | None) -> None:
+        with self._lock:
+            self._queued -= 1
+
+    async def run(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self.submit(function))
+
+    def give_back(self, function: Callable[[], None]) -> None:
+        """Runs what returns things, soon and whatever the bounds; nobody waits for it."""
+        try:
+            self._pool.submit(function)
+        except RuntimeError:
+            function()
+
+    # Waiting.
+
+    def _on_turn(self) -> None:
+        """From the driver's thread. Many turns before the loop's next one are one."""
+        if self._announced:
+            return
+        self._announced = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._announced = False
+        self._turned.set()
+        self._turned = asyncio.Event()
+
+    async def until(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Waits for what a turn of the store may bring about; False at the deadline. CACHE_UNKNOWN or
+        DRAINING when there will be no more turns."""
+        while not done():
+            self._check_open()
+            if self._driver.stopping:
+                raise CoreError(Reason.DRAINING, "the block store has stopped")
+            left = deadline - self.clock()
+            if left <= 0:
+                return False
+            await self._next_turn(min(left, _PATIENCE_SECONDS))
+        return True
+
+    def mark(self) -> object:
+        """This turn, to wait for a later one with `turn`."""
+        return self._turned
+
+    async def turn(self, mark: object, deadline: float) -> bool:
+        """Waits for a turn after that of `mark`; False at the deadline."""
+        return await self.until(lambda: self._turned is not mark, deadline)
+
+    async def _next_turn(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._turned.wait()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise _removed()
+
+    # Ending.
+
+    async def close(self, seconds: float) -> bool:
+        """Refuses new calls, lets those in flight end, gives every pin back. Whether all that is done within
+        the time; the store may be closed only then."""
+        self._closed = True
+        self._wake()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+                await self._loop.run_in_executor(None, self._end)
+        except TimeoutError:
+            return False
+        return True
+
+    def _end(self) -> None:
+        self._pool.shutdown(wait=True)
+        self.pins.close()
+
+
+class Strand:
+    """The steps of one call, in threads but one after another: what a call began is over before what it held
+    goes back, also when its caller left in the middle."""
+
+    def __init__(self, host: BlockHost) -> None:
+        self._host = host
+        self._last: Future[object] | None = None
+
+    async def run(self, function: Callable[[], T]) -> T:
+        future = self._host.submit(function)
+        self._last = future  # type: ignore[assignment]
+        return await asyncio.wrap_future(future)
+
+    def finish(self, function: Callable[[], None]) -> None:
+        """Runs it after the last step. Does not wait."""
+        last = self._last
+        if last is None or last.done():
+            self._host.give_back(function)
+        else:
+            last.add_done_callback(lambda _: self._host.give_back(function))
+
+
+def _removed() -> CoreError:
+    return CoreError(Reason.CACHE_UNKNOWN, "the cache was removed")

@@ -1,0 +1,216 @@
+"""One LoadBlocks call: blocks are fetched a window ahead, verified, and sent as each becomes ready.
+
+Why it exists: a prefix may be longer than memory has slots, so a window of it is pinned at a time, and the
+next is on its way while this one is sent. It must not know identity or who asked.
+
+What follows the first block that cannot be read is of no use to its prefix: the stream says why and ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtier.v1 import blocks_pb2
+from kvtier_agent.blockhost import BlockHost, Strand
+from kvtier_agent.blockstoring import PART_BYTES, format_checksum
+from kvtier_agent.errors import to_detail
+from kvtier_core.blockstore.store import Fetch
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.transactions import MoveReason, MoveRefused
+
+WINDOW_BLOCKS = 64
+WINDOW_BYTES = 64 << 20
+# Encoded in one step of a thread.
+STEP_BYTES = 4 << 20
+_NO_ROOM = (
+    MoveReason.NO_STAGING,
+    MoveReason.NO_DESTINATION_CAPACITY,
+    MoveReason.CREDIT_PRESSURE,
+    MoveReason.WOULD_EVICT_PINNED,
+    MoveReason.QUEUE_FULL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """keys: uint8 [n, 32]. generations: one for each key, of any copy of it, or none. deadline: absolute
+    seconds of the host's clock."""
+
+    keys: NDArray[np.uint8]
+    namespace: bytes
+    generations: Sequence[int]
+    deadline: float
+
+
+class Loading:
+    """State of one call. sent, sent_bytes: so far."""
+
+    def __init__(self, host: BlockHost, wanted: Wanted) -> None:
+        self._host = host
+        self._wanted = wanted
+        self._strand = Strand(host)
+        self._keys = [key.tobytes() for key in wanted.keys]
+        size = host.block_bytes
+        slots = host.store.parts.tiers[host.store.parts.home].slots.capacity
+        # Two windows are held at a time, and a cache has more than one reader.
+        self._window = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // size, slots // 8))
+        self._step = max(1, STEP_BYTES // size)
+        self._lock = Lock()
+        self._open: deque[Fetch] = deque()
+        self._over = False
+        self.sent = 0
+        self.sent_bytes = 0
+
+    async def parts(self) -> AsyncIterator[blocks_pb2.LoadBlocksPart]:
+        """Parts in the order of the blocks; the last may say why the next block cannot be read. Call `end`
+        afterwards, whatever happens."""
+        try:
+            if self._wanted.generations:
+                await self._strand.run(self._check_generations)
+            current: Fetch | None = await self._fetch(0)
+            while current is not None:
+                turn, first = self._host.mark(), self.sent
+                after = first + len(current)
+                ahead = await self._fetch(after) if after < len(self._keys) else None
+                async for part in self._send(current, first):
+                    yield part
+                if self.sent == after:
+                    self._close_first()
+                    current = ahead
+                else:
+                    current = await self._again(current, turn)
+        except CoreError as error:
+            yield self._failed(error)
+
+    def end(self) -> None:
+        """Gives back what is held, after the step that may still run."""
+        self._strand.finish(self._close_all)
+
+    async def _send(self, fetch: Fetch, first: int) -> AsyncIterator[blocks_pb2.LoadBlocksPart]:
+        """What becomes ready of a window, until all of it was or nothing more will."""
+        done = 0
+        while (ready := await self._ready(fetch, done)) > 0:
+            blocks = await self._strand.run(partial(self._encode, fetch, done, ready, first))
+            for parts in blocks:
+                for part in parts:
+                    self.sent_bytes += len(part.data)
+                    yield part
+                self.sent += 1
+            done += len(blocks)
+
+    async def _ready(self, fetch: Fetch, done: int) -> int:
+        """How many blocks after the first `done` may be sent now; 0 when no more will be."""
+        if done < len(fetch):
+            await self._host.until(lambda: fetch.over or fetch.ready > done, self._wanted.deadline)
+        return min(fetch.ready - done, self._step)
+
+    async def _again(self, fetch: Fetch, turn: object) -> Fetch:
+        """Another attempt for what found no room, when others have moved on. Raises why there is none."""
+        error = self._why(fetch)
+        if error.code not in _NO_ROOM:
+            raise error
+        await self._strand.run(self._close_open)
+        if not await self._host.turn(turn, self._wanted.deadline):
+            raise error
+        return await self._fetch(self.sent)
+
+    def _why(self, fetch: Fetch) -> MoveRefused:
+        reason = fetch.reason
+        if not fetch.over:
+            reason = MoveReason.FETCH_LATE
+        elif reason is MoveReason.TENANT_MISMATCH:
+            # Whether another tenant has it is nobody's business.
+            reason = MoveReason.MISS
+        return MoveRefused(reason, f"block {self.sent} cannot be read: {reason}")
+
+    # In threads.
+
+    async def _fetch(self, first: int) -> Fetch:
+        wanted, keys = self._wanted, self._keys[first : first + self._window]
+
+        def begin() -> Fetch:
+            fetch = self._host.store.fetch(keys, namespace=wanted.namespace, deadline=wanted.deadline)
+            with self._lock:
+                if not self._over:
+                    self._open.append(fetch)
+                    return fetch
+            fetch.close()
+            raise CoreError(Reason.CANCELLED, "the call ended")
+
+        return await self._strand.run(begin)
+
+    def _close_first(self) -> None:
+        with self._lock:
+            fetch = self._open.popleft()
+        self._host.give_back(fetch.close)
+
+    def _close_all(self) -> None:
+        self._over = True
+        self._close_open()
+
+    def _close_open(self) -> None:
+        with self._lock:
+            left, self._open = self._open, deque()
+        for fetch in left:
+            fetch.close()
+
+    def _encode(
+        self, fetch: Fetch, start: int, count: int, first: int
+    ) -> list[list[blocks_pb2.LoadBlocksPart]]:
+        """Messages of `count` blocks, each verified first: what lies in memory may have been hit since it was
+        read. CHECKSUM_MISMATCH."""
+        encoded: list[list[blocks_pb2.LoadBlocksPart]] = []
+        for index in range(start, start + count):
+            body, found = fetch.body(index), fetch.found(index)
+            digest = xxhash.xxh3_64_intdigest(body)
+            if digest != found.checksum:
+                if encoded:
+                    break
+                raise CoreError(
+                    Reason.CHECKSUM_MISMATCH,
+                    f"block {first + index} is {format_checksum(digest)} in memory, not "
+                    f"{format_checksum(found.checksum)}",
+                )
+            encoded.append(
+                [
+                    blocks_pb2.LoadBlocksPart(
+                        block=first + index,
+                        offset=offset,
+                        data=bytes(body[offset : offset + PART_BYTES]),
+                        last=offset + PART_BYTES >= len(body),
+                        checksum=format_checksum(digest) if offset + PART_BYTES >= len(body) else "",
+                        generation=found.generation,
+                    )
+                    for offset in range(0, len(body), PART_BYTES)
+                ]
+            )
+        return encoded
+
+    def _check_generations(self) -> None:
+        """GENERATION_STALE when a block has no copy of the generation that was found. MISS is told by the
+        fetch."""
+        store, owner = self._host.store, self._host.store.parts.namespaces.known(self._wanted.namespace)
+        directory = store.directory
+        with store.parts.lock:
+            for index, (key, wanted) in enumerate(zip(self._keys, self._wanted.generations, strict=True)):
+                line = directory.find(key)
+                if line < 0 or int(directory.namespace[line]) != owner:
+                    return
+                held = [directory.replica(line, tier).generation for tier in directory.replicas.held_in(line)]
+                if wanted not in held:
+                    raise CoreError(
+                        Reason.GENERATION_STALE,
+                        f"block {index} has no copy of generation {wanted} any more",
+                        {"block": index},
+                    )
+
+    def _failed(self, error: CoreError) -> blocks_pb2.LoadBlocksPart:
+        return blocks_pb2.LoadBlocksPart(block=self.sent, error=to_detail(error))

@@ -1,0 +1,492 @@
+"""Shared blocks as a synchronous Python API: store, look up, load, delete, explain; every byte is verified
+here too.
+
+Why it exists: an engine that owns its pool hands payloads over and gets them back, and believes none that it
+has not hashed itself. It must not know a model, and computes no key: the agent names blocks, since it adds
+what a client must not choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtier.v1 import attention_pb2, attention_pb2_grpc, blocks_pb2, blocks_pb2_grpc, common_pb2
+from kvtier_client.blocksource import BlockSource
+from kvtier_client.errors import KvtierError, from_detail, from_rpc
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.identity import position_contract
+from kvtier_core.receiptcheck.copy import CopyReceipt, LiveCopy, check_copy
+
+PART_BYTES = 1 << 20
+Tokens = Sequence[int] | NDArray[np.int64] | NDArray[np.uint32]
+Payload = bytes | bytearray | memoryview
+# What the wire does to bytes: nothing.
+_LOSSLESS = frozenset({"identity"})
+
+
+@dataclass(frozen=True, slots=True)
+class CacheName:
+    namespace: str
+    name: str
+    uid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """existed: equal bytes were published before. refusal: why it is not published; None when it is."""
+
+    key: bytes
+    generation: int
+    existed: bool
+    refusal: KvtierError | None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlock:
+    key: bytes
+    generation: int
+    tier_class: str
+    size_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The leading published blocks. pin_id: empty when nothing is pinned."""
+
+    blocks: tuple[FoundBlock, ...]
+    pin_id: str
+    cache_generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBlock:
+    """index: in the tokens asked for. payload: verified, in the caller's memory where that was given."""
+
+    index: int
+    found: FoundBlock
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """stopped: why there are fewer than were found; None when all of them are here."""
+
+    blocks: tuple[LoadedBlock, ...]
+    stopped: KvtierError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """pending: what still drains; it is unfindable, and goes on without the caller. durable_tiers: where no
+    restart brings any of it back."""
+
+    tombstoned: int
+    pending: int
+    durable_tiers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """state: published, storing, moving, evicted, lost, deleted or unknown."""
+
+    key: bytes
+    state: str
+    reason: str
+    message: str
+    replicas: tuple[Mapping[str, object], ...]
+    facts: Mapping[str, str]
+
+
+class BlocksClient:
+    """Blocks of one cache for one tenant, through one agent's engine socket.
+
+    socket_path: absolute path of `<run dir>/<node>/engine.sock`. timeout: seconds of a call, at the agent;
+    the client waits `grace` longer, so that the agent's typed answer wins. Failures are KvtierError. After
+    BOOT_ID_MISMATCH the agent has restarted: `refresh`, and what a restart keeps is found again. Threads may
+    share it.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path | str,
+        cache: CacheName,
+        tenant: str,
+        *,
+        timeout: float = 10.0,
+        grace: float = 1.0,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.cache = cache
+        self.tenant = tenant
+        self._timeout = timeout
+        self._wait = timeout + grace
+        self._metadata = tuple(metadata)
+        self._channel = grpc.insecure_channel(f"unix:{Path(socket_path)}")
+        self._blocks = blocks_pb2_grpc.BlocksStub(self._channel)  # type: ignore[no-untyped-call]
+        self._attention = attention_pb2_grpc.AttentionStub(self._channel)  # type: ignore[no-untyped-call]
+        self._boot_id = ""
+        self._loads = 0
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends the channel and what runs on it. Idempotent."""
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> BlocksClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def refresh(self) -> str:
+        """Asks which life of the agent this is; returns its boot id."""
+        request = attention_pb2.DescribeCacheRequest(cache=self._cache())
+        answer: attention_pb2.DescribeCacheResponse = self._unary(self._attention.DescribeCache, request)
+        self._boot_id = answer.boot_id
+        return self._boot_id
+
+    # Storing.
+
+    def store(
+        self,
+        source: BlockSource,
+        tokens: Tokens,
+        payloads: Sequence[Payload],
+        *,
+        committed_frontier: int,
+        first_block: int = 0,
+        parent_key: bytes = b"",
+        content: Sequence[bytes] = (),
+        recompute_seconds: float = 0.0,
+        droppable: bool = False,
+    ) -> list[StoredBlock]:
+        """Publishes one payload for each whole block of `tokens`, in their order; each is published or
+        refused by itself. committed_frontier: rows below it are final; blocks beyond are a branch's
+        (UNCOMMITTED_ROWS). recompute_seconds, droppable: what eviction may do with them."""
+        views = [memoryview(payload).cast("B") for payload in payloads]
+        if not views or len({len(view) for view in views}) != 1:
+            raise KvtierError(Reason.PAYLOAD_GEOMETRY, "payloads are some, and of one length")
+        begin = blocks_pb2.StoreBegin(
+            scope=self._scope(source),
+            span=_span(tokens, first_block, parent_key, content),
+            block_bytes=len(views[0]),
+            committed_frontier=committed_frontier,
+            recompute_seconds=recompute_seconds,
+            droppable=droppable,
+        )
+        answer: blocks_pb2.StoreBlocksResponse = self._unary(self._blocks.StoreBlocks, _parts(begin, views))
+        return [
+            StoredBlock(
+                block.key,
+                block.generation,
+                block.existed,
+                from_detail(block.error) if block.HasField("error") else None,
+            )
+            for block in answer.blocks
+        ]
+
+    # Finding and loading.
+
+    def lookup(
+        self,
+        source: BlockSource,
+        tokens: Tokens,
+        *,
+        first_block: int = 0,
+        parent_key: bytes = b"",
+        content: Sequence[bytes] = (),
+        pin_seconds: float = 0.0,
+    ) -> Lookup:
+        """The leading published blocks. With pin_seconds they stay so long, or until a load takes the pin."""
+        request = blocks_pb2.LookupBlocksRequest(
+            scope=self._scope(source),
+            span=_span(tokens, first_block, parent_key, content),
+            pin_ms=int(pin_seconds * 1000),
+        )
+        answer: blocks_pb2.LookupBlocksResponse = self._unary(self._blocks.LookupBlocks, request)
+        found = tuple(
+            FoundBlock(block.key, block.generation, block.tier_class, block.bytes, _checksum(block.checksum))
+            for block in answer.blocks
+        )
+        return Lookup(found, answer.pin_id, answer.cache_generation)
+
+    def load(
+        self,
+        source: BlockSource,
+        tokens: Tokens,
+        *,
+        first_block: int = 0,
+        parent_key: bytes = b"",
+        content: Sequence[bytes] = (),
+        found: Lookup | None = None,
+        into: Callable[[int], memoryview] | None = None,
+    ) -> Loaded:
+        """All leading blocks that there are. found: of an earlier lookup of the same tokens, whose pin is
+        given back here; None looks up now. into: where block i goes; None makes memory for it."""
+        blocks: list[LoadedBlock] = []
+        try:
+            for block in self.stream(
+                source,
+                tokens,
+                first_block=first_block,
+                parent_key=parent_key,
+                content=content,
+                found=found,
+                into=into,
+            ):
+                blocks.append(block)
+        except KvtierError as error:
+            if not blocks:
+                raise
+            return Loaded(tuple(blocks), error)
+        return Loaded(tuple(blocks), None)
+
+    def stream(
+        self,
+        source: BlockSource,
+        tokens: Tokens,
+        *,
+        first_block: int = 0,
+        parent_key: bytes = b"",
+        content: Sequence[bytes] = (),
+        found: Lookup | None = None,
+        into: Callable[[int], memoryview] | None = None,
+    ) -> Iterator[LoadedBlock]:
+        """As `load`, block by block as each is ready and verified. Leaving the iteration ends the call."""
+        span = _span(tokens, first_block, parent_key, content)
+        if found is None:
+            found = self.lookup(
+                source, tokens, first_block=first_block, parent_key=parent_key, content=content
+            )
+        if not found.blocks:
+            return
+        count = len(found.blocks) * source.block_tokens
+        del span.content[len(found.blocks) :]
+        span.tokens = span.tokens[: 4 * count]
+        request = blocks_pb2.LoadBlocksRequest(
+            scope=self._scope(source),
+            span=span,
+            pin_id=found.pin_id,
+            # Without a pin a copy may move on, and its bytes are the same elsewhere.
+            generations=[block.generation for block in found.blocks] if found.pin_id else (),
+        )
+        self._loads += 1
+        yield from _Arrival(self, source, found, self._loads, into).blocks(
+            self._streaming(self._blocks.LoadBlocks, request)
+        )
+
+    # Deleting and looking.
+
+    def delete(
+        self, source: BlockSource, tokens: Tokens, *, first_block: int = 0, parent_key: bytes = b""
+    ) -> Deleted:
+        """Returns when the blocks are unfindable, and gone from every tier unless some are `pending`."""
+        span = _span(tokens, first_block, parent_key, ())
+        return self._delete(blocks_pb2.DeleteBlocksRequest(scope=self._scope(source), span=span))
+
+    def delete_tenant(self) -> Deleted:
+        """All that this tenant has in this cache."""
+        request = blocks_pb2.DeleteBlocksRequest(scope=self._scope(None), whole_namespace=True)
+        return self._delete(request)
+
+    def _delete(self, request: blocks_pb2.DeleteBlocksRequest) -> Deleted:
+        answer: blocks_pb2.DeleteBlocksResponse = self._unary(self._blocks.DeleteBlocks, request)
+        durable = tuple(tier.tier_class for tier in answer.tiers if tier.durable)
+        return Deleted(answer.tombstoned, answer.pending, durable)
+
+    def explain(self, key: bytes) -> Explained:
+        """Where a block of this tenant is, or why it is not there."""
+        span = blocks_pb2.BlockSpan(keys=[key])
+        request = blocks_pb2.ExplainBlockRequest(scope=self._scope(None), span=span)
+        answer: blocks_pb2.ExplainBlockResponse = self._unary(self._blocks.ExplainBlock, request)
+        replicas = tuple(
+            {name.name: value for name, value in replica.ListFields()} for replica in answer.replicas
+        )
+        reason = common_pb2.Reason.Name(answer.reason) if answer.reason else ""
+        return Explained(answer.key, answer.state, reason, answer.message, replicas, dict(answer.facts))
+
+    # Calling.
+
+    def _cache(self) -> common_pb2.CacheRef:
+        return common_pb2.CacheRef(namespace=self.cache.namespace, name=self.cache.name, uid=self.cache.uid)
+
+    def _scope(self, source: BlockSource | None) -> blocks_pb2.BlockScope:
+        if not self._boot_id:
+            self.refresh()
+        return blocks_pb2.BlockScope(
+            cache=self._cache(),
+            tenant=self.tenant,
+            boot_id=self._boot_id,
+            deadline_ms=max(1, int(self._timeout * 1000)),
+            source=None if source is None else source.message(),
+        )
+
+    def _unary(self, method: Callable[..., Any], request: Any) -> Any:
+        self._check_open()
+        try:
+            return method(request, timeout=self._wait, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from None
+
+    def _streaming(self, method: Callable[..., Any], request: Any) -> Iterator[blocks_pb2.LoadBlocksPart]:
+        self._check_open()
+        call = method(request, timeout=self._wait, metadata=self._metadata)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise from_rpc(error) from None
+        finally:
+            call.cancel()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KvtierError(Reason.BAD_ARGUMENT, "the client is closed")
+
+
+class _Arrival:
+    """Parts of one load become blocks, each judged as the copy that was ordered."""
+
+    def __init__(
+        self,
+        client: BlocksClient,
+        source: BlockSource,
+        found: Lookup,
+        number: int,
+        into: Callable[[int], memoryview] | None,
+    ) -> None:
+        self._client = client
+        self._source = source
+        self._found = found
+        self._number = number
+        self._into = into
+        self._contract = position_contract(source.position_contract)
+
+    def blocks(self, parts: Iterator[blocks_pb2.LoadBlocksPart]) -> Iterator[LoadedBlock]:
+        index, at = 0, 0
+        target = memoryview(b"")
+        for part in parts:
+            if part.HasField("error"):
+                raise from_detail(part.error)
+            if index >= len(self._found.blocks) or part.block != index or part.offset != at:
+                raise KvtierError(
+                    Reason.SHORT_COPY, f"block {part.block} at {part.offset} came for block {index} at {at}"
+                )
+            found = self._found.blocks[index]
+            if at == 0:
+                target = self._target(index, found.size_bytes)
+            end = at + len(part.data)
+            if end > found.size_bytes:
+                raise KvtierError(Reason.SHORT_COPY, f"block {index} is longer than {found.size_bytes} bytes")
+            target[at:end] = part.data
+            at = end
+            if part.last:
+                self._judge(index, found, at, _checksum(part.checksum), target)
+                yield LoadedBlock(index, found, target)
+                index, at = index + 1, 0
+        if at or index < len(self._found.blocks):
+            raise KvtierError(
+                Reason.SHORT_COPY, f"the stream ended in block {index} of {len(self._found.blocks)}"
+            )
+
+    def _target(self, index: int, size: int) -> memoryview:
+        target = memoryview(bytearray(size)) if self._into is None else self._into(index).cast("B")
+        if len(target) != size:
+            raise KvtierError(Reason.PAYLOAD_GEOMETRY, f"{len(target)} bytes for a payload of {size}")
+        return target
+
+    def _judge(self, index: int, found: FoundBlock, arrived: int, stated: int, target: memoryview) -> None:
+        """What was ordered was found by the lookup; what arrived is hashed here, whatever the agent says."""
+        digest = xxhash.xxh3_64_intdigest(target[:arrived])
+        if stated != digest:
+            raise KvtierError(
+                Reason.CHECKSUM_MISMATCH, f"block {index} is xxh3:{digest:016x}, xxh3:{stated:016x} was sent"
+            )
+        ordered = self._receipt(index, found, found.size_bytes, found.checksum)
+        reported = self._receipt(index, found, arrived, digest)
+        live = LiveCopy(
+            alive=True,
+            cache_generation=self._found.cache_generation,
+            slot_generation=self._number,
+            owner=index,
+            request_generation=self._source.request_generation,
+            authority_epoch=0,
+        )
+        try:
+            check_copy(ordered, reported, live, epoch=0, lossless=_LOSSLESS)
+        except CoreError as error:
+            raise KvtierError(error.reason, f"block {index}: {error.message}", error.facts) from None
+
+    def _receipt(self, index: int, found: FoundBlock, length: int, checksum: int) -> CopyReceipt:
+        return CopyReceipt(
+            txn=self._number,
+            block=found.key,
+            owner=index,
+            cache_generation=self._found.cache_generation,
+            slot=index,
+            slot_generation=self._number,
+            transfer_generation=self._number,
+            request_generation=self._source.request_generation,
+            length=length,
+            codec=self._source.codec,
+            layout=self._source.layout,
+            transport_codec="identity",
+            checksum=checksum,
+            position_contract_sha256=self._contract,
+            tenant_namespace=self._client.tenant,
+        )
+
+
+def _span(
+    tokens: Tokens, first_block: int, parent_key: bytes, content: Sequence[bytes]
+) -> blocks_pb2.BlockSpan:
+    """BAD_ARGUMENT for what is no uint32: such inputs go into `content`."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise KvtierError(Reason.BAD_ARGUMENT, f"tokens are integers [t], not {array.dtype} {array.shape}")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= 2**32 - 1:
+        raise KvtierError(Reason.BAD_ARGUMENT, "a token is in [0, 2^32)")
+    return blocks_pb2.BlockSpan(
+        first_block=first_block,
+        parent_key=parent_key,
+        tokens=array.astype("<u4").tobytes(),
+        content=content,
+    )
+
+
+def _parts(begin: blocks_pb2.StoreBegin, views: Sequence[memoryview]) -> Iterator[blocks_pb2.StoreBlocksPart]:
+    yield blocks_pb2.StoreBlocksPart(begin=begin)
+    for block, view in enumerate(views):
+        checksum = f"xxh3:{xxhash.xxh3_64_intdigest(view):016x}"
+        for offset in range(0, len(view), PART_BYTES):
+            part = view[offset : offset + PART_BYTES]
+            last = offset + len(part) == len(view)
+            yield blocks_pb2.StoreBlocksPart(
+                block=block,
+                offset=offset,
+                data=bytes(part),
+                last=last,
+                checksum=checksum if last else "",
+            )
+
+
+def _checksum(text: str) -> int:
+    kind, _, digits = text.partition(":")
+    try:
+        if kind == "xxh3" and len(digits) == 16:
+            return int(digits, 16)
+    except ValueError:
+        pass
+    raise KvtierError(Reason.CHECKSUM_MISMATCH, f"{text[:40]!r} is no checksum")
