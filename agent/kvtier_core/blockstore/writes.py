@@ -20,7 +20,7 @@ import xxhash
 
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.blockstore.parts import Parts
-from kvtier_core.credits import CreditRefused, Grant, Ledger, slots
+from kvtier_core.credits import CreditRefused, Ledger, slots
 from kvtier_core.directory import NO_LINE, StoreFacts
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.base import PoolTier
@@ -32,9 +32,7 @@ from kvtier_core.transactions.reasons import refusal
 # Claims of reservations and numbers of moves never meet.
 FIRST_CLAIM = 1 << 62
 _IN_FLIGHT = Stored(PutOutcome.IN_FLIGHT, reason=MoveReason.WRITE_TXN_BUSY)
-_DELETING = Stored(
-    PutOutcome.REFUSED, reason=MoveReason.TOMBSTONED, message="the block is being deleted"
-)
+_DELETING = Stored(PutOutcome.REFUSED, reason=MoveReason.TOMBSTONED, message="the block is being deleted")
 _PRESSURE = Stored(PutOutcome.REFUSED, reason=MoveReason.CREDIT_PRESSURE, message="copies leave")
 _CANCELLED = Stored(PutOutcome.REFUSED, reason=MoveReason.CANCELLED, message="the scope was left")
 _LATE = Stored(PutOutcome.REFUSED, reason=MoveReason.TRANSFER_TIMEOUT, message="the writer was too slow")
@@ -42,9 +40,10 @@ _LATE = Stored(PutOutcome.REFUSED, reason=MoveReason.TRANSFER_TIMEOUT, message="
 
 class _Held:
     """What a reservation holds, block by block; no reference to the reservation itself, or it could never be
-    collected. lines[i]: NO_LINE when block i needs no bytes. slots: (slot, generation) of those that do."""
+    collected. lines[i]: NO_LINE when block i needs no bytes. slots: (slot, generation) of those that do.
+    late: its slots are quarantined until the writer is gone."""
 
-    __slots__ = ("claim", "deadline", "ended", "grant", "lines", "namespace", "over", "slots", "waiting")
+    __slots__ = ("claim", "deadline", "ended", "late", "lines", "namespace", "slots", "waiting")
 
     def __init__(self, claim: int, deadline: float, namespace: int) -> None:
         self.claim = claim
@@ -53,9 +52,8 @@ class _Held:
         self.lines: list[int] = []
         self.slots: list[tuple[int, int]] = []
         self.ended: list[Stored | None] = []
-        self.grant: Grant | None = None
         self.waiting = 0
-        self.over = False
+        self.late = False
 
 
 class Reservation:
@@ -84,7 +82,7 @@ class Reservation:
 
     def __del__(self) -> None:
         # A scope that was never left, from the collector: nothing here may take a lock.
-        if self._held.waiting or self._held.grant is not None:
+        if self._held.waiting or self._held.late:
             self._writes.abandoned.append(self._held)
 
     def outcome(self, index: int) -> Stored | None:
@@ -106,7 +104,7 @@ class Reservation:
     def close(self) -> None:
         """Gives back what is not published. A second call has no effect."""
         held = self._held
-        if held.waiting or held.grant is not None:
+        if held.waiting or held.late:
             self._writes.close(held)
 
 
@@ -209,12 +207,12 @@ class Writes:
             held.ended.append(ended)
             held.waiting += ended is None
         if paid:
-            self._return(held, paid)
+            self._ledger.vacate(self._resource, paid, held.namespace)
 
     def _pay(self, held: _Held, count: int) -> tuple[int, Stored | None]:
         """Credits for up to `count` slots; how many there are, and why there are no more."""
         try:
-            held.grant = self._ledger.acquire({self._resource: count}, held.namespace)
+            self._ledger.occupy(self._resource, count, held.namespace)
             return count, None
         except CreditRefused as short:
             refused = _refused(short)
@@ -226,7 +224,7 @@ class Writes:
                 refused = Stored(PutOutcome.REFUSED, reason=room.reason, message=refused.message)
         while count > 0:
             try:
-                held.grant = self._ledger.acquire({self._resource: count}, held.namespace)
+                self._ledger.occupy(self._resource, count, held.namespace)
                 return count, refused
             except CreditRefused as short:
                 count = min(count - 1, short.available)
@@ -292,12 +290,8 @@ class Writes:
             self.open_blocks -= done + failed
             held.waiting = 0
             self._open.pop(held.claim, None)
-            if held.grant is not None and done + failed:
-                self._ledger.settle(held.grant, self._resource)
-                self._ledger.release(held.grant)
-                held.grant = None
-                if failed:
-                    self._ledger.vacate(self._resource, failed, held.namespace)
+            if failed:
+                self._ledger.vacate(self._resource, failed, held.namespace)
         return [ended or _IN_FLIGHT for ended in held.ended]
 
     def _seal(self, held: _Held, index: int, found: int, wanted: int | None) -> Stored:
@@ -329,14 +323,6 @@ class Writes:
         self._parts.directory.abort_store(held.lines[index], self._parts.home, held.claim)
         self._home.slots.release(SlotRef(*held.slots[index]))
 
-    def _return(self, held: _Held, count: int) -> None:
-        """Gives `count` slots' credits back that were paid and not used."""
-        assert held.grant is not None
-        self._ledger.shrink(held.grant, self._resource, count)
-        if not held.waiting:
-            self._ledger.release(held.grant)
-            held.grant = None
-
     # Ending without publishing.
 
     def close(self, held: _Held) -> None:
@@ -366,12 +352,10 @@ class Writes:
             if ended is None:
                 held.ended[index] = why
                 self._drop(held, index)
+        self._ledger.vacate(self._resource, held.waiting, held.namespace)
         self.open_blocks -= held.waiting
         held.waiting = 0
         self._open.pop(held.claim, None)
-        if held.grant is not None:
-            self._ledger.release(held.grant)
-            held.grant = None
 
     def _suspend(self, held: _Held) -> int:
         count = held.waiting
@@ -385,18 +369,18 @@ class Writes:
         self.open_blocks -= count
         held.waiting = 0
         self._open.pop(held.claim, None)
+        held.late = True
         self._dying[held.claim] = held
         return count
 
     def _bury(self, held: _Held) -> None:
         """The writer is gone: its quarantined slots are free again, and so are their credits."""
         del self._dying[held.claim]
-        for slot, generation in held.slots:
-            if slot >= 0:
-                self._home.slots.release(SlotRef(slot, generation))
-        if held.grant is not None:
-            self._ledger.release(held.grant)
-            held.grant = None
+        held.late = False
+        mine = [SlotRef(*slot) for slot in held.slots if slot[0] >= 0]
+        for ref in mine:
+            self._home.slots.release(ref)
+        self._ledger.vacate(self._resource, len(mine), held.namespace)
 
 
 def compared(there: Stored, found: int) -> Stored:

@@ -246,6 +246,17 @@ class Ledger:
         _note(self._resident, (held[0].tenant, resource), held[1].pop(resource))
         return Release.RELEASED
 
+    def occupy(self, resource: Resource, count: int, tenant: int = NO_TENANT) -> None:
+        """Takes `count` as resident in one step, without a grant: for slots whose taker keeps account of them
+        itself. `vacate` ends that. Raises CreditRefused as `acquire` does; nothing is taken then."""
+        short = self._shortage({resource: count}, tenant)
+        if short is not None:
+            key = (short.resource, short.reason)
+            self.refusals[key] = self.refusals.get(key, 0) + 1
+            raise short
+        self._take(tenant, resource, count)
+        _note(self._resident, (tenant, resource), count)
+
     def vacate(self, resource: Resource, count: int, tenant: int = NO_TENANT) -> Release:
         """Ends residence. DOUBLE when the tenant has less resident: nothing changed."""
         if count < 0:
