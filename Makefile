@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup venv controlplane clustertools demo test lint generate bench unit kernels engine cluster e2e clean
+.PHONY: help setup venv controlplane clustertools demo test lint generate bench soak unit kernels engine simulation cluster e2e clean
 
 PYTHON ?= python3
 SUITE ?=
@@ -30,7 +30,7 @@ test: setup clustertools ## lint and every suite
 lint: venv ## style, types, import rules, generated files
 	@hack/lint
 
-unit kernels engine: venv ## one suite
+unit kernels engine simulation: venv ## one suite
 	@$(BIN)/python hack/suites.py $@
 
 cluster: clustertools
@@ -39,6 +39,9 @@ cluster e2e: setup ## one suite, against a real API server
 
 bench: setup ## SUITE=name writes build/bench/name.json; without SUITE lists the suites
 	@$(BIN)/python -m tests.bench $(if $(SUITE),$(SUITE),--list) $(ARGS)
+
+soak: venv ## a long run of the block store with faults; ARGS="--minutes 3", or --simulation for seeds
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 generate: venv ## CRDs, API reference, chart copies, gRPC stubs
 	@hack/generate

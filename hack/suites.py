@@ -57,6 +57,7 @@ GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
         (
             Step("lint", ("hack/lint",), 600),
             suite("unit", 900, "tests/unit"),
+            suite("simulation", 600, "tests/simulation"),
             suite("kernels", 900, "tests/kernels", TRITON_INTERPRET="1"),
         ),
         (suite("cluster", 1200, "tests/cluster"),),

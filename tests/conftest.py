@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.cluster.kvtier_localplane import Cluster
 
 E2E_TIMEOUT_S = 1200
-SUITES = ("unit", "kernels", "engine", "cluster", "e2e", "bench")
+SUITES = ("unit", "kernels", "engine", "cluster", "e2e", "simulation", "bench")
 
 # Under CI the same examples every time, so that what fails there can be repeated; elsewhere new ones.
 # No deadline per example: on a busy machine it would measure the neighbours.

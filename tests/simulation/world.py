@@ -487,8 +487,22 @@ class World:
             if reason.value in ("CHECKSUM_MISMATCH", "IDENTITY_MISMATCH", "SHORT_COPY", "MISS"):
                 assert not block.safe, f"{block.name}: {reason}"
                 return
+            if reason.value == "NO_STAGING" and self._nothing_may_leave():
+                self.seen["full-of-kept"] += 1
+                return
             self.now += 2
         raise AssertionError(f"{block.name} cannot be read: {reason}")
+
+    def _nothing_may_leave(self) -> bool:
+        """Whether memory is full of last copies of blocks that may not be lost, and so is the disk."""
+        directory = self.store.directory
+        last = [
+            line
+            for line in directory.lines_in(0).tolist()
+            if directory.survivors(line, 0) == 0 and not directory.droppable[line]
+        ]
+        kept = [line for line in directory.lines_in(1).tolist() if not directory.droppable[line]]
+        return len(last) == self.memory and len(kept) == self.disk_slots
 
     def rest(self, until: Callable[[], bool] = lambda: False) -> None:
         for turn in range(400):
