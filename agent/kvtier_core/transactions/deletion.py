@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import Protocol
 
 from kvtier_core.directory import NO_LINE, ChunkState, Directory
@@ -124,7 +125,8 @@ class _Round:
 
 class Deletions:
     """All deletions of one cache on one node. `names`: of the tiers, fastest first. `seconds`: how long a
-    tier may take for a batch, and how long a failed step waits before it is tried again."""
+    tier may take for a batch. `retry`: how long a failed step waits before it is tried again. `batch`: blocks
+    that are erased in one step, so that a large namespace does not hold the lock for long."""
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class Deletions:
         wake: Callable[[], None] | None = None,
         seconds: float = 30.0,
         retry: float = 1.0,
+        batch: int = 1024,
     ) -> None:
         self._directory = directory
         self._moves = moves
@@ -148,6 +151,7 @@ class Deletions:
         self._wake = wake or (lambda: None)
         self._seconds = seconds
         self._retry = retry
+        self._batch = batch
         self._open: dict[int, Deletion] = {}
         self.keys: set[bytes] = set()
         """Of single blocks that are being deleted: nothing may be stored under them, for an erasure by key
@@ -273,7 +277,8 @@ class Deletions:
         elif found.state is DeletionState.RECEIPTING:
             self._write(found, EntryKind.RECEIPT)
         elif found.state is DeletionState.DRAINING:
-            ready = [line for line, owner in found.lines.items() if self._idle(line, owner)]
+            idle = (line for line, owner in found.lines.items() if self._idle(line, owner))
+            ready = list(islice(idle, self._batch))
             # What lies about on devices goes with the last of the copies.
             if ready or not found.lines:
                 self._erase(found, ready, now)

@@ -294,6 +294,27 @@ def test_a_namespace_goes_as_a_whole_and_takes_no_new_blocks(office: Office) -> 
     bench.check()
 
 
+def test_a_large_namespace_goes_in_steps_under_one_receipt(office: Office) -> None:
+    bench = office.bench
+    for name, tier in enumerate((CPU, CPU, NVME, NVME, GPU)):
+        bench.put(name, tier, namespace=3)
+    office.deletions._batch = 2
+    office.shredder.held = []
+    deletion = office.deletions.delete_namespace(SPACE, 3)
+    office.pump()
+    asked = [len({item.key for _, item in office.shredder.asked})]
+    for _ in range(3):
+        office.shredder.run()
+        done = office.pump()
+        asked.append(len({item.key for _, item in office.shredder.asked if item.key}))
+    assert asked == [2, 4, 5, 5] and done == [deletion]
+    # What evictions left behind goes with the last step, once.
+    assert [tier for tier, item in office.shredder.asked if item.namespace] == [GPU, CPU, NVME]
+    assert office.kinds() == [EntryKind.INTENT, EntryKind.RECEIPT]
+    bench.check()
+    assert bench.at_rest() and len(bench.directory) == 0
+
+
 def test_a_bad_copy_of_a_deleted_block_does_not_end_its_line_early(office: Office) -> None:
     bench = office.bench
     line = bench.spread(1, CPU, NVME)
