@@ -228,15 +228,6 @@ class Ledger:
         self._give(held[0].tenant, resource, held[1].pop(resource))
         return Release.RELEASED
 
-    def shrink(self, grant: Grant | int, resource: Resource, count: int) -> Release:
-        """Gives `count` of a resource of a grant back. DOUBLE when the grant holds less of it."""
-        held = self._grants.get(_id(grant))
-        if held is None or not 0 <= count <= held[1].get(resource, 0):
-            return self._not_held(grant)
-        held[1][resource] -= count
-        self._give(held[0].tenant, resource, count)
-        return Release.RELEASED
-
     def settle(self, grant: Grant | int, resource: Resource) -> Release:
         """Turns a grant's part into what is resident: a published copy occupies its slot without a grant.
         `vacate` ends that. DOUBLE when the grant holds none of it any more."""
