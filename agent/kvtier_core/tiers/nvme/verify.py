@@ -47,6 +47,14 @@ class BlockVerdict(StrEnum):
     UNREADABLE = "UNREADABLE"
 
 
+DAMAGED = (
+    BlockVerdict.DAMAGED_HEADER,
+    BlockVerdict.DAMAGED_PAYLOAD,
+    BlockVerdict.NOT_DECRYPTED,
+    BlockVerdict.MISPLACED,
+    BlockVerdict.UNREADABLE,
+)
+
 _OF_DROP = {
     DropReason.VOLATILE: BlockVerdict.VOLATILE,
     DropReason.ERASED: BlockVerdict.ERASED,
@@ -76,7 +84,8 @@ class StoredBlock:
 @dataclass(frozen=True, slots=True)
 class StoreReport:
     """superblock: None when both copies are damaged or the file has none; nothing more is known then.
-    counts: slots by verdict. blocks: the first MAX_FINDINGS that are not empty."""
+    counts: slots by verdict. blocks: the first MAX_FINDINGS that are not empty. damaged: the first
+    MAX_FINDINGS that are, wherever they lie."""
 
     path: Path
     size_bytes: int
@@ -84,18 +93,12 @@ class StoreReport:
     empty: int = 0
     counts: dict[BlockVerdict, int] = field(default_factory=dict)
     blocks: tuple[StoredBlock, ...] = ()
+    damaged: tuple[StoredBlock, ...] = ()
 
     @property
     def whole(self) -> bool:
         """Nothing in it is damaged."""
-        bad = (
-            BlockVerdict.DAMAGED_HEADER,
-            BlockVerdict.DAMAGED_PAYLOAD,
-            BlockVerdict.NOT_DECRYPTED,
-            BlockVerdict.MISPLACED,
-            BlockVerdict.UNREADABLE,
-        )
-        return self.superblock is not None and not any(self.counts.get(verdict) for verdict in bad)
+        return self.superblock is not None and not any(self.counts.get(verdict) for verdict in DAMAGED)
 
 
 def verify_store(path: Path, keys: KeyProvider | None = None, files: FileOps | None = None) -> StoreReport:
@@ -115,6 +118,7 @@ def verify_store(path: Path, keys: KeyProvider | None = None, files: FileOps | N
         cipher = BlockCipher(keys, os.urandom) if keys is not None else None
         counts: Counter[BlockVerdict] = Counter()
         blocks: list[StoredBlock] = []
+        damaged: list[StoredBlock] = []
         empty = 0
         for one in _blocks(read, form, max(0, size - SUPERBLOCK_BYTES) // form.stride, cipher):
             if one is None:
@@ -123,7 +127,9 @@ def verify_store(path: Path, keys: KeyProvider | None = None, files: FileOps | N
             counts[one.verdict] += 1
             if len(blocks) < MAX_FINDINGS:
                 blocks.append(one)
-        return StoreReport(path, size, found, empty, dict(counts), tuple(blocks))
+            if one.verdict in DAMAGED and len(damaged) < MAX_FINDINGS:
+                damaged.append(one)
+        return StoreReport(path, size, found, empty, dict(counts), tuple(blocks), tuple(damaged))
 
 
 @contextmanager
