@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from kvtier_agent.blockpins import PinBook
 from kvtier_core.blockstore.driver import Driver
@@ -203,3 +203,31 @@ class Strand:
 
 def _removed() -> CoreError:
     return CoreError(Reason.CACHE_UNKNOWN, "the cache was removed")
+
+
+class _Shared(Protocol):
+    @property
+    def store(self) -> BlockStore: ...
+    @property
+    def driver(self) -> Driver: ...
+
+
+@runtime_checkable
+class SharesBlocks(Protocol):
+    """An engine that has a block store beside its sessions."""
+
+    def shared(self) -> _Shared:
+        """TIER_INCAPABLE when the cache has no memory for it."""
+
+
+def blocks_of(engine: object) -> BlockHost | None:
+    """The shared blocks of a new engine, on the running loop; None where it has none."""
+    if not isinstance(engine, SharesBlocks):
+        return None
+    try:
+        shared = engine.shared()
+    except CoreError as error:
+        if error.reason is Reason.TIER_INCAPABLE:
+            return None
+        raise
+    return BlockHost(shared.store, shared.driver, shared.store.parts.clock)

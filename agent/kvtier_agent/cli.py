@@ -1,5 +1,5 @@
 """`kvtier-agent`: reads the command line and starts one agent; exits 2 naming the flag at fault, 3 when its
-Node's uid cannot be learnt, 4 when something would not end."""
+Node's uid cannot be learnt, 4 when something would not end. `kvtier-agent inspect` looks at one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvtier_agent.telemetry import configure_logging
 EXIT_BAD_ARGUMENT = 2
 EXIT_NO_NODE = 3
 EXIT_CUT_OFF = 4
+INSPECT = "inspect"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvtier-agent",
         description="Runs the KV cache tiers of one node and answers attention from them.",
+        epilog="kvtier-agent inspect --help: look at what a running agent or a store holds",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -56,6 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
         help='repeatable; className, medium, deviceKind, capacity, device {"path" | "cudaIndex"}, reserve, '
         "persistence (nvme: process, node, durable)",
     )
+    add(
+        "--key-dir",
+        default="",
+        metavar="DIR",
+        help="encrypt what lies on nvme tiers under the keys of this folder; empty: in plain text",
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--kubeconfig", default="", metavar="FILE", help="empty: in-cluster service account")
     where.add_argument("--no-kubernetes", action="store_true", help="serve without registering a KVNode")
@@ -69,8 +77,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until SIGTERM; returns the exit status."""
-    parsed = build_parser().parse_args(arguments)
+    """Serves until SIGTERM, or inspects; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == [INSPECT]:
+        from kvtier_agent.inspectcli import main as inspect
+
+        return inspect(given[1:])
+    parsed = build_parser().parse_args(given)
     configure_logging(parsed.log_level)
     try:
         config = AgentConfig.from_arguments(parsed)
@@ -84,6 +97,7 @@ async def _serve(config: AgentConfig) -> int:
     """The exit status."""
     # One thread: bits must not depend on how a reduction is split, and two cores serve many agents.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from kvtier_agent.blockhost import blocks_of
     from kvtier_agent.core_engine import build_engine, prepare_process
     from kvtier_agent.evidence_windows import EvidenceWindows
     from kvtier_agent.server import AgentServer, unregistered
@@ -106,7 +120,7 @@ async def _serve(config: AgentConfig) -> int:
                 await transport.close()
     prepare_process()
     logging.getLogger("grpc").setLevel(logging.WARNING)
-    server = AgentServer(config, build_engine, EvidenceWindows, register)
+    server = AgentServer(config, build_engine, EvidenceWindows, register, blocks_of)
     left = await server.run()
     if left:
         # Threads that hang cannot be ended, and the interpreter would wait for them.

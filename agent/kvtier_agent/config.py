@@ -13,6 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from kvtier_agent.keyfiles import KeyDirectory
+from kvtier_core.errors import CoreError
 from kvtier_crds.quantity import QuantityError, parse_bytes
 
 _NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -149,6 +151,7 @@ class AgentConfig:
     metrics_port: int
     log_level: str
     limits: Limits
+    key_dir: Path | None = None
 
     @property
     def socket_path(self) -> Path:
@@ -211,8 +214,19 @@ class AgentConfig:
             otlp_endpoint=arguments.otlp_endpoint,
             metrics_port=arguments.metrics_port,
             log_level=arguments.log_level,
+            key_dir=_key_dir(arguments.key_dir),
             limits=Limits(session_idle_seconds=arguments.session_idle, drain_seconds=arguments.drain),
         )
+
+
+def _key_dir(text: str) -> Path | None:
+    if not text:
+        return None
+    try:
+        KeyDirectory(Path(text)).check()
+    except CoreError as error:
+        raise ConfigError(f"--key-dir: {error.message}") from error
+    return Path(text)
 
 
 def _check_uid(arguments: argparse.Namespace) -> None:
