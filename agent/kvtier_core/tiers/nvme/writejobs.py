@@ -73,8 +73,10 @@ class WriteJob(Job):
         return False
 
     def committed(self, error: CoreError | None) -> None:
-        self._finish(error)
-        self._to.settled(self)
+        try:
+            self._finish(error)
+        finally:
+            self._to.settled(self)
 
     def _finish(self, error: CoreError | None) -> None:
         for index in self._written:
@@ -204,8 +206,10 @@ class EraseJob(Job):
         return False
 
     def committed(self, error: CoreError | None) -> None:
-        self._finish(error)
-        self._to.settled(self)
+        try:
+            self._finish(error)
+        finally:
+            self._to.settled(self)
 
     def _finish(self, error: CoreError | None) -> None:
         for index in self._erased:
