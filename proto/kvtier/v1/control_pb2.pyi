@@ -33,7 +33,7 @@ class GetStateResponse(_message.Message):
     def __init__(self, node: _Optional[str] = ..., boot_id: _Optional[str] = ..., agent_version: _Optional[str] = ..., numerics_version: _Optional[str] = ..., manifest_set_digest: _Optional[str] = ..., draining: _Optional[bool] = ..., caches: _Optional[_Iterable[_Union[CacheState, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid", "used_by_tier", "pinned_by_tier")
+    __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid", "used_by_tier", "pinned_by_tier", "plan")
     class UsedByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class CacheState(_message.Message):
     RETURNED_ROLLOUT_UID_FIELD_NUMBER: _ClassVar[int]
     USED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     PINNED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
     cache: _common_pb2.CacheRef
     highest_fence: int
     baseline_digest: str
@@ -68,7 +69,33 @@ class CacheState(_message.Message):
     returned_rollout_uid: str
     used_by_tier: _containers.ScalarMap[str, int]
     pinned_by_tier: _containers.ScalarMap[str, int]
-    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ..., used_by_tier: _Optional[_Mapping[str, int]] = ..., pinned_by_tier: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    plan: PlanState
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ..., used_by_tier: _Optional[_Mapping[str, int]] = ..., pinned_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Union[PlanState, _Mapping]] = ...) -> None: ...
+
+class PlanState(_message.Message):
+    __slots__ = ("predicted_stall_seconds", "schedule", "kappa_crit", "link_bytes_per_second", "compute_flop_per_second", "bytes_per_token", "inputs")
+    class InputsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PREDICTED_STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    KAPPA_CRIT_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_FLOP_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    predicted_stall_seconds: float
+    schedule: str
+    kappa_crit: float
+    link_bytes_per_second: float
+    compute_flop_per_second: float
+    bytes_per_token: int
+    inputs: _containers.ScalarMap[str, str]
+    def __init__(self, predicted_stall_seconds: _Optional[float] = ..., schedule: _Optional[str] = ..., kappa_crit: _Optional[float] = ..., link_bytes_per_second: _Optional[float] = ..., compute_flop_per_second: _Optional[float] = ..., bytes_per_token: _Optional[int] = ..., inputs: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CandidateState(_message.Message):
     __slots__ = ("digest", "fence", "remaining_ms")
