@@ -24,6 +24,7 @@ from kvtier_agent.engine_port import (
 )
 from kvtier_agent.evidence_port import EvidencePort, Outcome, Progress
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.enforcement import Assignment, CacheEnforcement, ServedArm, SessionFacts
 from kvtier_crds.manifest import RuntimeManifest, model_fingerprint
 from kvtier_evidence.metrics import (
@@ -125,6 +126,7 @@ class CacheHost:
         self.window: WindowKey | None = None
         self.rollout_traceparent = ""
         self.usage: Sequence[TierReport] = ()
+        self.plan: NodePlan | None = None
         self.blocks = blocks
         self.sessions: dict[str, Session] = {}
         self._closed: OrderedDict[str, Session] = OrderedDict()

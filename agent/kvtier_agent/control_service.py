@@ -9,6 +9,7 @@ from kvtier_agent import convert, evidence_convert
 from kvtier_agent.errors import to_detail
 from kvtier_agent.manifests import parse_manifest
 from kvtier_agent.node import Command, Node, ProofFacts
+from kvtier_agent.plan_report import plan_message
 from kvtier_agent.rpc import RpcScope, ServicerContext, metadata_of
 from kvtier_core.errors import CoreError, Reason
 from kvtier_crds.manifest import NUMERICS_VERSION
@@ -87,6 +88,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
             for used in host.usage:
                 state.used_by_tier[used.class_name] = used.used_bytes
                 state.pinned_by_tier[used.class_name] = used.pinned_bytes
+            if host.plan is not None:
+                state.plan.CopyFrom(plan_message(host.plan))
             lease = host.enforcement.lease()
             if lease is not None:
                 state.candidate.digest = lease.terms.candidate_digest

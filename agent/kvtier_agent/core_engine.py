@@ -27,8 +27,10 @@ from kvtier_agent.engine_port import (
     SessionTerms,
     TierReport,
 )
+from kvtier_agent.plan_report import reporter_of
 from kvtier_agent.tierdirs import NodeTier
 from kvtier_core.engine import CacheEngine
+from kvtier_core.nodeplan import NodePlan
 from kvtier_core.receipts import (
     ChunkInfo,
     PublishArm,
@@ -69,6 +71,7 @@ class CoreEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._geometry = manifest.model.geometry
+        self._plans = reporter_of(manifest)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="staged-read")
         mounts = {tier.config.class_name: mount_of(tier) for tier in tiers}
         try:
@@ -139,6 +142,9 @@ class CoreEngine:
             )
             for stats in self._engine.stats().tiers
         ]
+
+    def plan(self) -> NodePlan | None:
+        return self._plans.of(self._engine.stats().tiers)
 
     def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]:
         return [block_facts(info) for info in self._engine.list_chunks(session_id, generation)]

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from kvtier_agent.endings import BlockingEnd
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.leases import GrantTerms
 from kvtier_crds.manifest import RuntimeManifest
 
@@ -157,6 +158,9 @@ class EnginePort(Protocol):
         """Rebuilt from the live objects, not from stored bytes."""
 
     def tiers(self) -> Sequence[TierReport]: ...
+
+    def plan(self) -> NodePlan | None:
+        """What arithmetic says of this cache here; waits for no step. None: nothing can be said."""
 
     def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]: ...
 

@@ -29,6 +29,7 @@ from kvtier_agent.manifests import check_baseline, check_candidate, parse_manife
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTier, NodeTiers
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.enforcement import CacheEnforcement, LocalReturn, ReturnReason
 from kvtier_core.release.fences import CommandKind, FenceBook, FenceRecord, Judgement
 from kvtier_core.release.leases import FenceToken, GrantTerms, Lease
@@ -100,7 +101,7 @@ class Node:
         self._locks = KeyedLocks()
         self._ending: dict[str, EngineRunner] = {}
         self._opening = 0
-        self._asking: asyncio.Future[list[Sequence[TierReport]]] | None = None
+        self._asking: asyncio.Future[list[tuple[Sequence[TierReport], NodePlan | None]]] | None = None
         self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="control")
         self._report_pool = ThreadPoolExecutor(1, thread_name_prefix="reports")
@@ -339,13 +340,14 @@ class Node:
             return
         hosts = list(self.caches.values())
         self._asking = asking = asyncio.get_running_loop().run_in_executor(
-            self._report_pool, lambda: [host.runner.engine.tiers() for host in hosts]
+            self._report_pool,
+            lambda: [(host.runner.engine.tiers(), host.runner.engine.plan()) for host in hosts],
         )
         if not (await asyncio.wait([asking], timeout=REPORT_SECONDS))[0]:
             return
         reports = [tier.report() for tier in self.tiers.all()]
-        for host, usage in zip(hosts, asking.result(), strict=True):
-            host.usage = usage
+        for host, (usage, plan) in zip(hosts, asking.result(), strict=True):
+            host.usage, host.plan = usage, plan
             for used in usage:
                 reports = [_add_report(report, used) for report in reports]
         self._reports = reports

@@ -28,6 +28,7 @@ from kvtier_agent.node import BlocksOf, Command, Node
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTier, NodeTiers
 from kvtier_core.errors import CoreError
+from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_evidence.window import WindowKey
@@ -67,6 +68,7 @@ class FakeEngine:
         self.comparison = FrameComparison(0.02, 1.0)
         self.approximate_without_leave = False
         self.used = 0
+        self.planned: NodePlan | None = None
         self.closed = False
         self.threads: set[str] = set()
 
@@ -114,6 +116,9 @@ class FakeEngine:
 
     def tiers(self) -> Sequence[TierReport]:
         return [TierReport("dram", "cpu", False, 1 << 28, self.used, 0)]
+
+    def plan(self) -> NodePlan | None:
+        return self.planned
 
     def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]:
         return []

@@ -1,0 +1,151 @@
+"""The plan of one cache on one node: which rows lie away when its tiers are full, and what a token waits.
+
+Why it exists: a spec states budgets, a node has bandwidths, and only both together say how long a token waits
+for rows. Pure: it must not know live tiers, sessions, clocks or the status that it ends in.
+
+The plan is of the longest session: one that fills every tier that rows may lie in. Rows lie away when they
+are in tiers that attention reads through copies; where there is none, when they are outside the first tier.
+The compute tier keeps as many rows as leave room for two staging slots of a layer. A session is planned no
+longer than such slots can carry: beyond that nothing is legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier_core.cacheplan import PlanInputs, plan_cache
+from kvtier_core.computeprobe import ComputeFigures
+from kvtier_core.cost import KvGeometry
+from kvtier_core.layout import FLOAT_BYTES, ChunkLayout
+from kvtier_core.units import BytesPerSecond, FlopPerSecond
+
+TEXT = 63
+
+
+@dataclass(frozen=True, slots=True)
+class TierFigures:
+    """in_place: attention reads its memory without a copy. slots: whole chunks of one layer that its budget
+    pays. rows: whether rows may stay (a tier of role staging is nobody's home). read: measured, of whole,
+    verified chunks into host memory, what it takes to begin one included; None: not measured."""
+
+    name: str
+    in_place: bool
+    slots: int
+    rows: bool
+    read: BytesPerSecond | None
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """stall: seconds per token, None when no schedule is legal. schedule: of rows that lie away, None when
+    none is legal or no row does. kappa: None when an operand is unknown here; link, compute and
+    bytes_per_token are the others. inputs: the numbers it was made of, for people, each with its unit in its
+    name."""
+
+    stall: float | None
+    schedule: str | None
+    kappa: float | None
+    link: BytesPerSecond | None
+    compute: FlopPerSecond | None
+    bytes_per_token: int
+    inputs: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Chunks of each layer. kept: read in place besides those of the compute tier. away: in the away tiers.
+    staging: slots of the compute tier that keep no row."""
+
+    resident: int
+    kept: int
+    away: int
+    staging: int
+
+
+def node_plan(
+    layers: int, query_heads: int, layout: ChunkLayout, tiers: Sequence[TierFigures], compute: ComputeFigures
+) -> NodePlan | None:
+    """The plan over `tiers`, fastest first. None when no tier can keep a row or attention was not measured:
+    then there is nothing to say. kappa_crit stays None: a cache's geometry says neither the model's width nor
+    what its other layers compute, so F_pf is somebody else's to state."""
+    homes = [tier for tier in tiers if tier.rows]
+    if compute.row_seconds is None or not sum(tier.slots // layers for tier in homes):
+        return None
+    placed = [tier for tier in homes if tier.in_place] or homes[:1]
+    away = [tier for tier in homes if not any(tier is each for each in placed)]
+    near = None
+    if not away:
+        placed, away, near = placed[:1], placed[1:], compute.row_seconds
+    extra = sum(tier.slots for tier in tiers if tier.in_place and not tier.rows)
+    split = _split(layers, placed, away, extra, copied=near is None)
+    link = _link(layers, away, split.away) if away else placed[0].read
+    tokens = layout.chunk_tokens
+    given = PlanInputs(
+        geometry=KvGeometry(layers, query_heads, layout.kv_heads, layout.head_dim, FLOAT_BYTES, FLOAT_BYTES),
+        context=(split.resident + split.kept + split.away) * tokens,
+        resident=(split.resident + split.kept) * tokens,
+        block_tokens=tokens,
+        link=link,
+        # Whole chunks were measured, and what it takes to begin one is in their bandwidth.
+        setup=0.0,
+        row_seconds=compute.row_seconds,
+        staging=split.staging * layout.payload_bytes,
+        near_seconds=near,
+        compute=compute.flops,
+    )
+    plan = plan_cache(given)
+    stated = dict(plan.inputs)
+    stated["awayTiers"] = ",".join(tier.name for tier in away)[:TEXT] or "none"
+    stated["prefillFlopPerToken"] = "not stated; geometry alone does not give it"
+    if plan.refused:
+        stated["reason"] = ",".join(sorted(set(plan.refused.values())))[:TEXT]
+    elif not split.away:
+        stated["reason"] = "NOTHING_AWAY"
+    return NodePlan(
+        stall=plan.stall,
+        schedule=plan.schedule if split.away else None,
+        kappa=plan.kappa,
+        link=link,
+        compute=compute.flops,
+        bytes_per_token=given.geometry.token.value,
+        inputs=stated,
+    )
+
+
+def _split(
+    layers: int, placed: Sequence[TierFigures], away: Sequence[TierFigures], extra: int, *, copied: bool
+) -> _Split:
+    """Where the rows of the longest session lie. With r chunks of each layer resident and m of them placed in
+    the compute tier or away, two slots of a layer fit iff r * layers + 2 * (m - r) <= slots."""
+    slots = placed[0].slots + extra
+    most = placed[0].slots // layers
+    kept = sum(tier.slots // layers for tier in placed[1:])
+    chunks = most + sum(tier.slots // layers for tier in away)
+    if copied:
+        # One slot suffices where two cannot: a layer is then copied when it is reached.
+        chunks = min(chunks, max(most, slots // 2 if layers > 2 else slots))
+    if chunks <= most:
+        resident = chunks
+    elif layers > 2:
+        resident = min(most, max(0, (slots - 2 * chunks) // (layers - 2)))
+    else:
+        resident = 0
+    if not copied and not resident:
+        # Nothing is staged but states, which one chunk's place holds.
+        resident = max(0, most - 1)
+    return _Split(resident, kept, chunks - resident, slots - resident * layers)
+
+
+def _link(layers: int, away: Sequence[TierFigures], chunks: int) -> BytesPerSecond | None:
+    """Bandwidth of one copy engine that reads `chunks` chunks of each layer, the fastest tiers full first.
+    None when one of them was not measured."""
+    seconds, left = 0.0, chunks
+    for tier in away:
+        part = min(left, tier.slots // layers)
+        if part and tier.read is None:
+            return None
+        if part and tier.read is not None:
+            seconds += part / tier.read.value
+            left -= part
+    return BytesPerSecond(chunks / seconds) if seconds > 0.0 else away[0].read
