@@ -27,7 +27,16 @@ from kvtier_core.identity import position_contract
 from kvtier_core.receiptcheck.copy import CopyReceipt, LiveCopy, check_copy
 
 PART_BYTES = 1 << 20
-Tokens = Sequence[int] | NDArray[np.int64] | NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Blocks by their keys (32 bytes each), in place of tokens: found inside the caller's tenant only."""
+
+    keys: tuple[bytes, ...]
+
+
+Tokens = Sequence[int] | NDArray[np.int64] | NDArray[np.uint32] | Keys
 Payload = bytes | bytearray | memoryview
 # What the wire does to bytes: nothing.
 _LOSSLESS = frozenset({"identity"})
@@ -273,9 +282,9 @@ class BlocksClient:
             )
         if not found.blocks:
             return
-        count = len(found.blocks) * source.block_tokens
-        del span.content[len(found.blocks) :]
-        span.tokens = span.tokens[: 4 * count]
+        count = len(found.blocks)
+        del span.content[count:], span.keys[count:]
+        span.tokens = span.tokens[: 4 * count * source.block_tokens]
         request = blocks_pb2.LoadBlocksRequest(
             scope=self._scope(source),
             span=span,
@@ -453,6 +462,10 @@ def _span(
     tokens: Tokens, first_block: int, parent_key: bytes, content: Sequence[bytes]
 ) -> blocks_pb2.BlockSpan:
     """BAD_ARGUMENT for what is no uint32: such inputs go into `content`."""
+    if isinstance(tokens, Keys):
+        return blocks_pb2.BlockSpan(
+            keys=tokens.keys, first_block=first_block, parent_key=parent_key, content=content
+        )
     array = np.asarray(tokens)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise KvtierError(Reason.BAD_ARGUMENT, f"tokens are integers [t], not {array.dtype} {array.shape}")
