@@ -18,9 +18,13 @@ from typing import Protocol
 from kvtier_core.credits import CreditLedger, slots
 from kvtier_core.directory import Directory
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.tiers.arena import ArenaSlots
 from kvtier_core.tiers.base import SlotRef, Tier
 from kvtier_core.transactions import MoveKind, Transactions
 from kvtier_crds.manifest import TierRole
+
+ROWS = b""
+"""The namespace of sessions' rows, in tiers."""
 
 
 class Yielding(Protocol):
@@ -38,6 +42,12 @@ class NoBlocks:
 
     def leave(self, tier: int, count: int, deadline: float | None) -> bool:
         return False
+
+
+def has_memory(tier: Tier) -> bool:
+    """Whether a free slot of the tier can be a row's. Host memory is handed out in segments, and that of
+    another namespace is none of ours."""
+    return not isinstance(tier.slots, ArenaSlots) or tier.slots.arena.free_in(ROWS) > 0
 
 
 class Placement:
@@ -114,13 +124,13 @@ class Placement:
         in segments: then blocks leave one. NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE."""
         try:
             with self._lock:
-                return self._tiers[tier].reserve(owner)
+                return self._tiers[tier].reserve(owner, ROWS)
         except CoreError as error:
             full = error.reason is Reason.NO_DESTINATION_CAPACITY
             if not full or not self.blocks.leave(tier, 0, deadline):
                 raise
         with self._lock:
-            return self._tiers[tier].reserve(owner)
+            return self._tiers[tier].reserve(owner, ROWS)
 
     @contextmanager
     def _claim(self, tier: int, count: int) -> Iterator[None]:
@@ -134,7 +144,9 @@ class Placement:
 
     def _has_room(self, tier: int, deadline: float | None) -> bool:
         """Whether one slot of a claimed tier is free, blocks having left for it where there are any."""
-        return self._ledger.available(tier) >= 1 or self.blocks.leave(tier, 1, deadline)
+        with self._lock:
+            free = self._ledger.available(tier) >= 1 and has_memory(self._tiers[tier])
+        return free or self.blocks.leave(tier, 1, deadline)
 
     def _try_room(self, tier: int, deadline: float | None, recency: int | None = None) -> bool:
         """Moves the least recent chunk of `tier` down if it is at most as recent as `recency`."""

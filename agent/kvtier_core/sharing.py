@@ -16,8 +16,8 @@ from kvtier_core.credits import PINNED, QUEUE, STAGING, Ledger, Limit, slots
 from kvtier_core.directory import Directory
 from kvtier_core.errands import Errands
 from kvtier_core.errors import CoreError
+from kvtier_core.placement import ROWS, has_memory
 from kvtier_core.receipts import RecoveryStats
-from kvtier_core.tiers.arena import ArenaSlots
 from kvtier_core.tiers.base import Tier
 from kvtier_core.tiers.fileops import FileOps
 from kvtier_core.tiers.nvme import NvmeTier
@@ -133,7 +133,7 @@ class SharedBlocks:
             self._rang.clear()
             with self._lock:
                 leaving = self._ask(tier, count)
-                if self._ledger.available(slots(tier)) >= count and self._memory(tier):
+                if self._ledger.available(slots(tier)) >= count and has_memory(self._tiers[tier]):
                     return True
             if not leaving or self._failures() > failures or self._clock() >= until:
                 return False
@@ -149,13 +149,9 @@ class SharedBlocks:
         if self._ledger.available(resource) < count:
             # What is claimed counts as taken, so no slot beyond that is asked for.
             leaving = self.store.reclaim.make_room(tier, 0).leaving
-        if not leaving and not self._memory(tier):
-            leaving = self.store.reclaim.open_segment(tier, b"").leaving
+        if not leaving and not has_memory(self._tiers[tier]):
+            leaving = self.store.reclaim.make_memory(tier, ROWS).leaving
         return leaving > 0
-
-    def _memory(self, tier: int) -> bool:
-        table = self._tiers[tier].slots
-        return not isinstance(table, ArenaSlots) or table.arena.free_in(b"") > 0
 
     def _failures(self) -> int:
         return sum(self.store.reclaim.failed.values())

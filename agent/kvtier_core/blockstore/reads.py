@@ -112,6 +112,7 @@ class Reads:
         parts: Parts,
         moves: Transactions,
         make_room: Callable[[int, int], Room],
+        make_memory: Callable[[int, bytes], Room],
         *,
         max_flights: int,
         max_tickets: int,
@@ -120,6 +121,7 @@ class Reads:
         self._parts = parts
         self._moves = moves
         self._make_room = make_room
+        self._make_memory = make_memory
         self.flights = SingleFlight(self, max_flights=max_flights, max_tickets=max_tickets)
         self._held: dict[int, dict[int, tuple[int, int, SlotRef]]] = {}
         self._changed: dict[int, threading.Event] = {}
@@ -264,6 +266,8 @@ class Reads:
                         raise
                     if room is None:
                         room = self._make_room(self._parts.home, len(flights) - len(moves))
+                    if room.now:
+                        room = self._make_memory(self._parts.home, flight.key.namespace)
                     move = self._begin(flight)
             except MoveRefused as error:
                 leaving = room is not None and room.leaving > 0

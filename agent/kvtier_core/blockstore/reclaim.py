@@ -7,7 +7,7 @@ the room.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +24,7 @@ from kvtier_core.transactions.policies import Adaptive, EvictionPolicy, GreedyDu
 from kvtier_core.transactions.transfers import Settled
 
 MAX_OBITUARIES = 4096
+Lines = NDArray[np.int64]
 POLICIES = ("greedyDual", "lru", "arc")
 
 
@@ -80,23 +81,43 @@ class Reclaim:
             free = int(facts.get("free", "0"))
             return Room(tier, count, free, int(facts.get("leaving", "0")), refused.code)
 
-    def open_segment(self, tier: int, namespace: bytes) -> Room:
-        """Frees the segment of a tier's memory that holds the fewest blocks of other namespaces, so that
-        `namespace` (a digest; b"" for rows of sessions) can have it; see `Arena`. Only a segment all of whose
-        blocks may go is touched."""
+    def make_memory(self, tier: int, namespace: bytes) -> Room:
+        """Memory for one copy of `namespace` (a digest; b"" for rows of sessions) where a slot is free but
+        all memory is other namespaces' segments, see `Arena`: a copy of its own goes, else all copies of the
+        segment of another that is emptied soonest. What is leaving already is waited for. Never raises."""
         table = self._parts.tiers[tier].slots
-        nothing = Room(tier, 0, 0, 0, MoveReason.NO_DESTINATION_CAPACITY)
-        if not isinstance(table, ArenaSlots):
-            return nothing
+        if not isinstance(table, ArenaSlots) or table.arena.free_in(namespace):
+            return Room(tier, 1, 1, 0, MoveReason.READY)
+        leaving = self.evictor.leaving(tier)
         lines = self.evictor.candidates(tier)
-        where = self._parts.directory.replicas.tiers[tier].slot.array[lines] // table.arena.segment_slots
-        segments, counts = np.unique(where, return_counts=True)
-        may_go = dict(zip(segments.tolist(), counts.tolist(), strict=True))
-        held = table.arena.held_by_others(namespace)
-        best = min(((used, at) for at, used in held.items() if may_go.get(at) == used), default=None)
-        if best is None:
-            return nothing
-        return self.evictor.vacate(tier, lines[where == best[1]], self._parts.clock())
+        owner = self._parts.namespaces.known(namespace)
+        namespaces = self._parts.directory.namespace
+        own = lines[namespaces[lines] == owner] if owner is not None else lines[:0]
+        if owner is not None and (namespaces[leaving] == owner).any():
+            chosen = lines[:0]
+        elif len(own):
+            chosen = self.policies[tier].order(own, 1)
+        else:
+            found = self._segment(tier, lines, leaving, table.arena.held_by_others(namespace))
+            if found is None:
+                return Room(tier, 1, 0, 0, MoveReason.NO_DESTINATION_CAPACITY)
+            chosen = found
+        count = len(leaving)
+        if len(chosen):
+            count = self.evictor.vacate(tier, chosen, self._parts.clock()).leaving
+        return Room(tier, 1, table.arena.free_in(namespace), count, MoveReason.READY)
+
+    def _segment(self, tier: int, lines: Lines, leaving: Lines, held: dict[int, int]) -> Lines | None:
+        """The lines that must still go from the segment, among those `held` by others, that needs the fewest
+        to go; None when in each somebody holds a copy."""
+        table = self._parts.tiers[tier].slots
+        assert isinstance(table, ArenaSlots)
+        slot_of, size = self._parts.directory.replicas.tiers[tier].slot.array, table.arena.segment_slots
+        where = slot_of[lines] // size
+        may_go, going = Counter(where.tolist()), Counter((slot_of[leaving] // size).tolist())
+        fit = ((may_go[at], at) for at, used in held.items() if may_go[at] + going[at] == used)
+        best = min(fit, default=None)
+        return None if best is None else lines[where == best[1]]
 
     def relieve(self) -> None:
         """Keeps every tier under its watermark."""

@@ -99,9 +99,10 @@ class BlockStore:
         self.reclaim = Reclaim(
             self.parts, self.moves, self._reap, self._free, policy=policy, watermarks=watermarks
         )
-        self.writes = Writes(self.parts, self.ledger, self.reclaim.make_room, self._stored)
+        make_room, make_memory = self.reclaim.make_room, self.reclaim.make_memory
+        self.writes = Writes(self.parts, self.ledger, make_room, make_memory, self._stored)
         self.reads = Reads(
-            self.parts, self.moves, self.reclaim.make_room, max_flights=max_flights, max_tickets=max_tickets
+            self.parts, self.moves, make_room, make_memory, max_flights=max_flights, max_tickets=max_tickets
         )
         self.deletions = Deletions(
             self.directory,

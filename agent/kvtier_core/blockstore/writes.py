@@ -116,6 +116,7 @@ class Writes:
         parts: Parts,
         ledger: Ledger,
         make_room: Callable[[int, int], Room],
+        make_memory: Callable[[int, bytes], Room],
         published: Callable[[int], None],
         max_open: int = 65536,
     ) -> None:
@@ -125,6 +126,7 @@ class Writes:
         self._parts = parts
         self._ledger = ledger
         self._make_room = make_room
+        self._make_memory = make_memory
         self._published = published
         self._max_open = max_open
         self._home = home
@@ -237,7 +239,13 @@ class Writes:
         try:
             slot = table.begin(namespace)
         except CoreError as error:
-            return NO_LINE, (-1, 0), _refused(error)
+            room = self._make_memory(self._parts.home, namespace)
+            if not room.now:
+                return NO_LINE, (-1, 0), _PRESSURE if room.leaving else _refused(error)
+            try:
+                slot = table.begin(namespace)
+            except CoreError as still:
+                return NO_LINE, (-1, 0), _refused(still)
         try:
             line = directory.begin_store(key, facts, self._parts.home, *slot)
         except CoreError as error:

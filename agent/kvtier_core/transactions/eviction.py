@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,6 +136,10 @@ class Evictor:
         """Lines with a copy in the tier that nobody holds or moves, ascending."""
         return self._mine(self._directory.evictable(tier))
 
+    def leaving(self, tier: int) -> Lines:
+        """Lines whose copy is on its way out of the tier, so that its slot comes free."""
+        return np.asarray([move.line for move in self._moves_out_of(tier)], dtype=np.int64)
+
     def vacate(self, tier: int, lines: Lines, now: float) -> Room:
         """Drops or begins to move down just these candidates, as far as that goes. Never raises for what
         stands in the way."""
@@ -158,12 +162,12 @@ class Evictor:
         return slots.capacity - slots.used
 
     def _leaving(self, tier: int) -> int:
-        return sum(
-            move.source_tier == tier
-            and move.releases_source
-            and move.state in (TxnState.RESERVED, TxnState.COPYING, TxnState.VALIDATED, TxnState.PUBLISHED)
-            for move in self._moves.open_moves()
-        )
+        return sum(1 for _ in self._moves_out_of(tier))
+
+    def _moves_out_of(self, tier: int) -> Iterator[Move]:
+        for move in self._moves.open_moves():
+            if move.source_tier == tier and move.releases_source and move.state is not TxnState.DEAD:
+                yield move
 
     def _try(self, tier: int, count: int, now: float) -> Room:
         missing = count - self._free(tier) - self._leaving(tier)

@@ -46,19 +46,21 @@ def until(engine: CacheEngine, done: Callable[[], bool]) -> None:
     raise AssertionError("what was awaited did not come about")
 
 
-def put(engine: CacheEngine, numbers: Sequence[int], *, droppable: bool = False) -> list[Stored]:
+def put(
+    engine: CacheEngine, numbers: Sequence[int], *, droppable: bool = False, namespace: bytes = NAMESPACE
+) -> list[Stored]:
     """Stores blocks one by one, waiting for room that others are leaving."""
-    return [_put_one(engine, number, droppable) for number in numbers]
+    return [_put_one(engine, number, droppable, namespace) for number in numbers]
 
 
-def _put_one(engine: CacheEngine, number: int, droppable: bool) -> Stored:
+def _put_one(engine: CacheEngine, number: int, droppable: bool, namespace: bytes) -> Stored:
     stored: list[Stored] = []
 
     def attempt() -> bool:
         stored[:] = engine.blocks.store.put(
             [key(number)],
             [payload(engine, number)],
-            namespace=NAMESPACE,
+            namespace=namespace,
             deadline=LATER,
             droppable=droppable,
         )
@@ -69,16 +71,16 @@ def _put_one(engine: CacheEngine, number: int, droppable: bool) -> Stored:
     return stored[0]
 
 
-def stored(engine: CacheEngine, numbers: Sequence[int]) -> set[int]:
+def stored(engine: CacheEngine, numbers: Sequence[int], namespace: bytes = NAMESPACE) -> set[int]:
     """Which of these blocks a lookup finds."""
     found = engine.blocks.store.lookup
-    return {number for number in numbers if found(key_rows([number]), NAMESPACE)}
+    return {number for number in numbers if found(key_rows([number]), namespace)}
 
 
-def fetched(engine: CacheEngine, numbers: Sequence[int]) -> list[bytes]:
+def fetched(engine: CacheEngine, numbers: Sequence[int], namespace: bytes = NAMESPACE) -> list[bytes]:
     """The leading blocks that can be brought into memory, byte for byte."""
     keys = [key(number) for number in numbers]
-    with engine.blocks.store.fetch(keys, namespace=NAMESPACE, deadline=LATER) as scope:
+    with engine.blocks.store.fetch(keys, namespace=namespace, deadline=LATER) as scope:
         until(engine, lambda: scope.over)
         return [bytes(scope.body(index)) for index in range(scope.ready)]
 
