@@ -247,6 +247,9 @@ class KVCacheSpec(Struct):
     contract: Contract = Contract()
     admission: Admission = Admission()
     sessions: Sessions = Sessions()
+    prefill_flop_per_token: DecimalString | None = None
+    """Floating point operations of one new token through all layers, as the model's maker states it; about
+    twice its number of active parameters. Only status.plan.kappaCrit is made of it, no answer is."""
     key_secret_ref: LocalRef | None = None
     """Not implemented in this version: the cache is answered Feasible=False."""
     suspend: bool = False
@@ -274,13 +277,18 @@ class LedgerTier(Struct):
 
 
 class Plan(Struct):
-    """What arithmetic says of the spec on these nodes."""
+    """What arithmetic says of the spec, from what the nodes measured: of a session that fills the tiers, on
+    the node where a token waits longest; inputs name it. Written when a number moves by more than 5 % or the
+    schedule changes."""
 
     kappa_crit: Number | None = None
+    """Cached tokens per new one above which moving K/V takes longer than computing it; absent unless
+    spec.prefillFlopPerToken is stated."""
     predicted_stall: Number | None = None
     """Seconds per token."""
     schedule: Annotated[str, Field(max_length=63)] | None = None
-    """Name of the schedule chosen for rows that lie outside the compute tier."""
+    """Name of the schedule chosen for rows that lie away from where they are attended; absent when none do or
+    no schedule is legal, which inputs give the reason of."""
     inputs: Annotated[
         dict[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=63)]], Field(max_length=16)
     ] = Field(default={})

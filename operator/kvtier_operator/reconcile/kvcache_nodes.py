@@ -14,6 +14,7 @@ from kvtier.v1 import control_pb2 as control
 from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable, Deps, JsonObject, NodeView
 from kvtier_operator.proofs import ProofVerdict, check_proof
 from kvtier_operator.reconcile.kvcache_plan import NodeFinding, Standing
+from kvtier_operator.reconcile.kvcache_predicted import node_plan
 
 PROOF_SECONDS = 300.0
 FENCE_REASONS = ("FENCE_STALE", "FENCE_CONFLICT")
@@ -80,7 +81,7 @@ class CacheNodes:
             state = await self._deps.agents.get_state(view.target)
         except (AgentError, AgentUnreachable) as error:
             return NodeResult(NodeFinding(name, Standing.UNREACHABLE, _short(error)))
-        held = next((cache for cache in state.caches if cache.cache.uid == uid), None)
+        held = _held(state, uid)
         highest = held.highest_fence if held is not None else 0
         if state.draining:
             return NodeResult(NodeFinding(name, Standing.DRAINING), highest)
@@ -110,8 +111,6 @@ class CacheNodes:
         now = self._deps.clock.monotonic()
         known = self._proved.get(memory)
         applied = held is not None and held.baseline_digest == baseline.digest
-        used = dict(held.used_by_tier) if held is not None else {}
-        pinned = dict(held.pinned_by_tier) if held is not None else {}
         fresh = (
             applied
             and known is not None
@@ -119,9 +118,11 @@ class CacheNodes:
             and now - known.at < PROOF_SECONDS
         )
         if fresh:
-            return NodeFinding(target.name, Standing.PROVED, used=used, pinned=pinned)
+            return _found(target, Standing.PROVED, held)
         if not applied:
             await self._apply(target, held, baseline, rollout=rollout)
+            # An engine measures when it is built.
+            held = _held(await self._deps.agents.get_state(target), baseline.cache.uid)
         nonce = self._deps.nonce()
         highest = held.highest_fence if held is not None else 0
         answer = await self._deps.agents.prove(
@@ -144,9 +145,9 @@ class CacheNodes:
         if verdict is not ProofVerdict.HOLDS:
             self._proved.pop(memory, None)
             detail = f"{verdict.value}: runs {answer.proof.baseline_digest[:19]}"
-            return NodeFinding(target.name, Standing.UNPROVED, detail, used, pinned)
+            return _found(target, Standing.UNPROVED, held, detail)
         self._proved[memory] = _Proved(target.boot_id, baseline.digest, now)
-        return NodeFinding(target.name, Standing.PROVED, used=used, pinned=pinned)
+        return _found(target, Standing.PROVED, held)
 
     async def _apply(
         self, target: AgentTarget, held: control.CacheState | None, baseline: Baseline, *, rollout: bool
@@ -189,6 +190,18 @@ class CacheNodes:
         except AgentUnreachable as error:
             return _short(error) if view.live else "its Lease has ended"
         return ""
+
+
+def _held(state: control.GetStateResponse, uid: str) -> control.CacheState | None:
+    return next((cache for cache in state.caches if cache.cache.uid == uid), None)
+
+
+def _found(
+    target: AgentTarget, standing: Standing, held: control.CacheState | None, detail: str = ""
+) -> NodeFinding:
+    used = dict(held.used_by_tier) if held is not None else {}
+    pinned = dict(held.pinned_by_tier) if held is not None else {}
+    return NodeFinding(target.name, standing, detail, used, pinned, plan=node_plan(held))
 
 
 def cache_ref(cache: JsonObject) -> common.CacheRef:

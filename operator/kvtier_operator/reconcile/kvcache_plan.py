@@ -11,8 +11,9 @@ from kvtier_crds.manifest import RuntimeManifest
 from kvtier_operator.conditions import Condition, false, merge, true, unknown
 from kvtier_operator.ports import JsonObject
 from kvtier_operator.reconcile.feasible import Feasibility
+from kvtier_operator.reconcile.kvcache_predicted import NodePlan, plan_moved, plan_of
 
-OWNED = ("observedGeneration", "servingNodes", "ledger", "conditions")
+OWNED = ("observedGeneration", "servingNodes", "ledger", "plan", "conditions")
 NAMES_SHOWN = 6
 LEDGER_CHANGE = 0.05
 
@@ -40,6 +41,7 @@ class NodeFinding:
     used: Mapping[str, int] = field(default_factory=dict)
     pinned: Mapping[str, int] = field(default_factory=dict)
     tier_faults: tuple[str, ...] = ()
+    plan: NodePlan | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,21 @@ def status(findings: Findings, now: datetime, *, fresh_ledger: bool) -> JsonObje
         ledger = before["ledger"]
     if ledger:
         wanted["ledger"] = ledger
+    plan = _plan(findings, before.get("plan"))
+    if plan:
+        wanted["plan"] = plan
     return wanted
+
+
+def _plan(findings: Findings, before: JsonObject | None) -> JsonObject | None:
+    """What was said stays while it is no news, and while no node that says anything can be asked."""
+    if findings.baseline is None:
+        return None
+    plans = {node.name: node.plan for node in findings.nodes if node.plan is not None}
+    after = plan_of(plans, findings.cache["spec"].get("prefillFlopPerToken"))
+    if after is None or (before and not plan_moved(before, after, [node.name for node in findings.nodes])):
+        return before
+    return after
 
 
 def conditions(findings: Findings) -> list[Condition]:
