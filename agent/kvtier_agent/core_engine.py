@@ -5,6 +5,8 @@ Conversion only: what may be published is asked by the core through the frame's 
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -13,10 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from kvtier_agent.config import Medium
+from kvtier_agent.config import PROCESS, Medium
 from kvtier_agent.engine_port import (
     BlockFacts,
-    EnginePort,
     ExactnessClass,
     FrameComparison,
     FrameInput,
@@ -33,6 +34,7 @@ from kvtier_core.engine import CacheEngine
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.receipts import (
     ChunkInfo,
+    EngineStats,
     PublishArm,
     SessionSpec,
     StepAnswer,
@@ -41,8 +43,11 @@ from kvtier_core.receipts import (
     StepRequest,
 )
 from kvtier_core.release.leases import GrantTerms
-from kvtier_core.tiers.base import MediumKind, TierMount
+from kvtier_core.sharing import SharedBlocks
+from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, TierMount
 from kvtier_crds.manifest import Geometry, RuntimeManifest
+
+log = logging.getLogger(__name__)
 
 _MEDIUM = {
     Medium.GPU: MediumKind.GPU,
@@ -56,7 +61,7 @@ def prepare_process() -> None:
     torch.set_num_threads(1)
 
 
-def build_engine(manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> EnginePort:
+def build_engine(manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> CoreEngine:
     """Builds the exact cache over the node's tiers; raises the core's refusals."""
     return CoreEngine(manifest, tiers)
 
@@ -82,10 +87,13 @@ class CoreEngine:
                 reader=self._reader,
                 # Random, so that a frame of an earlier life of this agent names no session of this one.
                 session_name=lambda number: uuid.uuid4().hex,
+                blocks=True,
             )
         except BaseException:
             self._reader.shutdown()
             raise
+        for found in self._engine.stats().recovered:
+            log.info("%s", found.message)
 
     def open_session(self, terms: SessionTerms) -> SessionHandle:
         candidate = terms.candidate
@@ -122,6 +130,15 @@ class CoreEngine:
         if answer.comparison is not None:
             comparison = FrameComparison(answer.comparison.diff_norm, answer.comparison.exact_norm)
         return frame_result(answer, comparison, answer.receipt.arm is PublishArm.CANDIDATE)
+
+    def shared(self) -> SharedBlocks:
+        """The shared blocks' store and its driver, for any thread. TIER_INCAPABLE when no tier of the cache
+        is memory that the CPU reads, DRAINING once it was closed."""
+        return self._engine.blocks
+
+    def stats(self) -> EngineStats:
+        """Byte ledgers; waits for no step."""
+        return self._engine.stats()
 
     def live_manifest(self) -> RuntimeManifest:
         return self._engine.live_manifest()
@@ -161,13 +178,19 @@ class CoreEngine:
 
 
 def mount_of(tier: NodeTier) -> TierMount:
-    """The core's view of a claimed device; a simulated gpu tier has no index and runs on the CPU device."""
+    """The core's view of a claimed device; a simulated gpu tier has no index and runs on the CPU device. What
+    its TierClass says of persistence comes along: storage then keeps shared blocks over restarts."""
     config = tier.config
+    medium = _MEDIUM[config.medium]
+    kept = None
+    if config.persistence != PROCESS:
+        kept = dataclasses.replace(DEFAULT_CAPABILITY[medium], persistence=config.persistence)
     return TierMount(
         class_name=config.class_name,
-        medium=_MEDIUM[config.medium],
+        medium=medium,
         folder=tier.directory,
         cuda_index=None if config.simulated else config.cuda_index,
+        capability=kept,
     )
 
 
