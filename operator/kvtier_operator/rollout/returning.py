@@ -40,15 +40,23 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
     ended = inputs.now >= end
     # Whose Node is deleted leaves the count, but not before its lease has ended: it may still be running.
     present = {agent.node for agent in inputs.agents}
-    vanished = [] if ended else [node for node in rollback.missing if node not in present]
-    missing = unproved + vanished
-    told = bool(present) and not vanished and all(revoked(agent, state.fence) for agent in inputs.agents)
+    gone_holders = dict.fromkeys((*rollback.missing, *sorted(inputs.holders)))
+    vanished = [] if ended else [node for node in gone_holders if node not in present]
+    # Where not all can be named, one that has vanished is missed by their number.
+    unlisted = not ended and rollback.total > MAX_MISSING and len(present) + len(vanished) < rollback.total
+    missing = vanished + unproved
+    told = (
+        bool(present)
+        and not vanished
+        and not unlisted
+        and all(revoked(agent, state.fence) for agent in inputs.agents)
+    )
     gone = ended or told
     updated = replace(
         rollback,
         target_digest=digest,
         restored=len(inputs.agents) - len(unproved),
-        total=len(inputs.agents),
+        total=rollback.total if unlisted else len(inputs.agents),
         missing=tuple(missing)[:MAX_MISSING],
         in_flight=sum(agent.proof.in_flight for agent in inputs.agents if agent.proof),
         revoked_at=rollback.revoked_at or (inputs.now if gone else 0.0),
