@@ -114,3 +114,17 @@ async def test_many_agents_are_counted_where_they_cannot_all_be_named() -> None:
     assert world.status_of(second)["stage"] == "Off"
     await world.run(A_LEASE, keys=[second])
     assert world.status_of(second)["stage"] == "Shadow"
+
+
+async def test_a_deleted_cache_does_not_shorten_the_wait_for_the_older_lease() -> None:
+    world = World(leaseTTL="100s")
+    await world.until("Completed")
+    second = world.add_rollout("zebra", candidate={"selectorRef": {"name": "quest-32"}}, leaseTTL="10s")
+    loses_when_revoked(world, "unreachable", "node-0")
+    await world.run(AT_ONCE, keys=[second])
+    assert "revoking" in world.status_of(second)
+    world.api.objects[world.cache_key]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    await world.run(A_LEASE + 2, keys=[second])
+    assert world.status_of(second)["phase"] == "RollingBack"
+    await world.run(100, keys=[second])
+    assert world.status_of(second)["phase"] == "RolledBack"
