@@ -168,7 +168,8 @@ class ClusterRegistration:
             try:
                 async with asyncio.timeout(2 * REQUEST_SECONDS):
                     await call()
-            except (KubeError, TimeoutError) as error:
+            except Exception as error:
+                # Also what is no answer of the API server: the next of the three is tried all the same.
                 self._failed(name, error)
 
     async def renew_lease(self) -> None:

@@ -257,6 +257,17 @@ async def test_a_drain_waits_for_no_connection_that_will_not_close(
     assert registered.failures("connection") == 1
 
 
+async def test_a_drain_gives_the_lease_back_though_the_node_cannot_be_written(registered: Registered) -> None:
+    async def no_json() -> None:
+        raise ValueError("an answer that is no JSON")
+
+    registered.registration.write_node = no_json  # type: ignore[method-assign]
+    await registered.registration.drain()
+    assert "holderIdentity" not in registered.api.of(LEASE_PATH)[-1]["spec"]
+    assert registered.failures("KVNode") == 1
+    assert registered.api.closed
+
+
 @pytest.mark.parametrize(
     "error",
     [KubeError(0, "connection refused"), ValueError("an answer that is no JSON")],
