@@ -128,6 +128,8 @@ class MemoryPins:
         with self._parts.lock:
             for line in lines:
                 leases[line] -= 1
+        if self._parts.waiting:
+            self._parts.wake()
 
     def view(self, line: int) -> memoryview:
         return self._home.body(self._slots[line]).toreadonly()

@@ -207,7 +207,7 @@ class Reads:
 
     def released(self) -> None:
         """Somebody let copies go: what waits for that need not wait for the next report."""
-        if self._parked:
+        if self._parts.waiting:
             self._parts.wake()
 
     def _let_go(self, ticket: Ticket, first: int) -> None:
@@ -256,7 +256,7 @@ class Reads:
         room: Room | None = None
         for flight in sorted(flights, key=_urgency):
             if len(self._moving) >= self._window:
-                self._parked[flight.number] = flight
+                self._park(flight)
                 continue
             try:
                 try:
@@ -274,7 +274,7 @@ class Reads:
                 if error.code is MoveReason.WRITE_TXN_BUSY or (
                     error.code is MoveReason.NO_STAGING and leaving
                 ):
-                    self._parked[flight.number] = flight
+                    self._park(flight)
                 else:
                     refused[flight.number] = error.code
                 continue
@@ -286,6 +286,15 @@ class Reads:
             if ended is not None:
                 refused[ended.number] = settled.reason
         return refused
+
+    def _park(self, flight: Flight) -> None:
+        self._parked[flight.number] = flight
+        self._parts.waiting = True
+
+    @property
+    def parked(self) -> int:
+        """Reads that wait for a slot, or for their block to come to rest."""
+        return len(self._parked)
 
     def retry(self) -> None:
         """Begins the most urgent of the parked reads, as many as the window takes. A read that nobody waits
@@ -353,7 +362,7 @@ class Reads:
             self.flights.complete(flight.number)
         elif self._worth_another(flight, settled):
             self.retried += 1
-            self._parked[flight.number] = flight
+            self._park(flight)
             self._parts.wake()
         else:
             self.flights.fail(flight.number, settled.reason)

@@ -7,6 +7,7 @@ the room.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,22 @@ from kvtier_core.transactions.policies import Adaptive, EvictionPolicy, GreedyDu
 from kvtier_core.transactions.transfers import Settled
 
 MAX_OBITUARIES = 4096
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.05, 2.0
 Lines = NDArray[np.int64]
 POLICIES = ("greedyDual", "lru", "arc")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """Of relief in a tier whose demotions fail. until: absolute seconds."""
+
+    until: float
+    seconds: float
+
+
+_NO_PAUSE = _Pause(-math.inf, 0.0)
+# Ends of demotions that say nothing of the tier below.
+_NO_FAULT = (MoveReason.CANCELLED, MoveReason.TOMBSTONED, MoveReason.LEASES_HELD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,7 @@ class Reclaim:
             on_gone=self._on_gone,
             free=free,
         )
+        self._pauses: dict[int, _Pause] = {}
         self.failed: dict[str, int] = {}
         """Demotions that failed, by reason."""
 
@@ -123,12 +139,23 @@ class Reclaim:
         """Keeps every tier under its watermark."""
         now = self._parts.clock()
         for tier in range(len(self._parts.tiers)):
-            self.evictor.relieve(tier, now)
+            if now >= self._pauses.get(tier, _NO_PAUSE).until:
+                self.evictor.relieve(tier, now)
 
     def on_settled(self, settled: Settled) -> None:
-        """A demotion ended."""
-        if settled.reason is not MoveReason.READY:
-            self.failed[settled.reason.value] = self.failed.get(settled.reason.value, 0) + 1
+        """A demotion ended. While they fail, relief waits longer and longer: each failure is reported, and
+        would otherwise cause the next at once."""
+        tier = settled.move.source_tier
+        if settled.reason is MoveReason.READY:
+            self._pauses.pop(tier, None)
+            return
+        self.failed[settled.reason.value] = self.failed.get(settled.reason.value, 0) + 1
+        if settled.reason not in _NO_FAULT:
+            before = self._pauses.get(tier, _NO_PAUSE)
+            now = self._parts.clock()
+            if now >= before.until:
+                seconds = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 2 * before.seconds))
+                self._pauses[tier] = _Pause(now + seconds, seconds)
 
     def _refused(self, settled: Sequence[Settled]) -> None:
         for each in settled:

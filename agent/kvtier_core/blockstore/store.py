@@ -242,11 +242,13 @@ class BlockStore:
         Each order goes on with `pump` until it is DONE: erased in every tier, durably where the tier is
         durable."""
         with self.parts.lock:
+            self.parts.waiting = True
             return [self.deletions.delete(key) for key in keys]
 
     def delete_namespace(self, namespace: bytes) -> Deletion:
         """Deletes every block of a namespace, and refuses new ones until that is done."""
         with self.parts.lock:
+            self.parts.waiting = True
             return self.deletions.delete_namespace(namespace, self.parts.namespaces.index(namespace))
 
     # Moving on.
@@ -265,6 +267,7 @@ class BlockStore:
             for done in self.deletions.pump(now):
                 for key in done.keys:
                     self.reclaim.note(key, "deleted", MoveReason.MISS, "it was deleted, in every tier")
+            self.parts.waiting = self.reads.parked > 0 or bool(self.deletions.open())
 
     def _reap(self) -> None:
         self.pins.reap()
