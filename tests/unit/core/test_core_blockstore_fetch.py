@@ -379,3 +379,27 @@ def test_what_was_ready_stays_readable_past_the_deadline_until_the_scope_is_left
     assert bytes(body) == bytes(fetch.body(0)) == content("a")
     fetch.close()
     bench.rest()
+
+
+@pytest.mark.parametrize("what", ["fetch", "deletion"])
+def test_the_end_of_a_pin_wakes_who_waits_for_it(bench: StoreBench, what: str) -> None:
+    bench.put("w", "x", "y", "z")
+    pins = [bench.pin(name) for name in "wxyz"]
+    if what == "fetch":
+        pins[0].close()
+        fetch = bench.fetch("a")
+        assert not fetch.over
+    else:
+        bench.store.delete([key("w")])
+        bench.store.pump()
+    before = bench.rung
+    pins[1].close()
+    assert bench.rung == before + 1
+    for pin in pins:
+        pin.close()
+    for _ in range(3):
+        bench.settle()
+    before = bench.rung
+    with bench.pin("z"):
+        pass
+    assert bench.rung == before, "nobody waits"

@@ -12,7 +12,8 @@ from kvtier_core.credits import Ledger, Limit, slots
 from kvtier_core.credits.resources import QUEUE
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.transactions import MoveReason
-from tests.unit.core.storebench import ALPHA, BETA, StoreBench, content, key
+from kvtier_core.transactions.eviction import Watermarks
+from tests.unit.core.storebench import ALPHA, BETA, SIZE, StoreBench, content, key
 
 
 def quota_bench() -> StoreBench:
@@ -308,4 +309,44 @@ def test_what_making_room_took_is_not_said_to_exist() -> None:
     stored = bench.put("a", "c", "d", droppable=True)
     for name, each in zip(("a", "c", "d"), stored, strict=True):
         assert bench.found(name) == (each.outcome in (PutOutcome.STORED, PutOutcome.EXISTED)), (name, each)
+    bench.rest()
+
+
+def test_demotions_that_fail_are_not_tried_again_at_once() -> None:
+    """Each failure is a report, each report a turn of the driver: without a pause that is a busy loop."""
+    bench = StoreBench(memory=4, watermarks=Watermarks(0.5, 0.25))
+    bench.put("a", "b", "c", "d")
+    tries = 0
+    for _ in range(50):
+        bench.store.pump()
+        tries += bool(bench.disk.held)
+        for held in list(bench.disk.held):
+            held.finish(CoreError(Reason.STORAGE_UNAVAILABLE, "no space is left"))
+    assert tries == 1
+    bench.clock.now += 60
+    bench.settle()
+    assert bench.ram.slots.used <= 2, "it goes on when the device is well again"
+    assert bench.found("a", "b", "c", "d") == 4
+    bench.rest()
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4], ids=["one-segment", "two", "four"])
+def test_a_tenant_gets_memory_though_anothers_blocks_are_in_every_segment(segments: int) -> None:
+    """Memory passes between namespaces by whole segments, so free slots alone help nobody."""
+    bench = StoreBench(memory=8, storage=64, segment=8 // segments * SIZE)
+    for number in range(8):
+        assert bench.put(f"first-{number}")[0].outcome is PutOutcome.STORED
+    for number in range(12):
+        for _ in range(10):
+            (stored,) = bench.put(f"second-{number}", namespace=BETA)
+            if stored.outcome is PutOutcome.STORED:
+                break
+            assert stored.reason is MoveReason.CREDIT_PRESSURE, stored
+            bench.settle()
+        assert stored.outcome is PutOutcome.STORED, number
+        with bench.fetch(f"first-{number % 8}") as fetch:
+            for _ in range(4):
+                bench.settle()
+            assert bytes(fetch.body(0)) == content(f"first-{number % 8}")
+    assert bench.found("second-0", namespace=BETA) == 1
     bench.rest()

@@ -29,8 +29,8 @@ def namespace(name: str) -> bytes:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """kept: stored, not deleted, not droppable: must be found. there: may be found. orders: deletions that run
-    now. Device faults spoil single reads; nothing that is served may ever be other bytes."""
+    """kept: stored, not deleted, not droppable: must be found. there: may be found. orders: open deletions.
+    Device faults spoil single reads; nothing that is served may ever be other bytes."""
 
     fetches = Bundle("fetches")
     pins = Bundle("pins")
