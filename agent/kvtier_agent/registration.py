@@ -155,6 +155,8 @@ class ClusterRegistration:
         self._generation = 0
         self._released = False
         self._status_lock = asyncio.Lock()
+        # A renewal on its way must not arrive after the release.
+        self._lease_lock = asyncio.Lock()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -284,7 +286,8 @@ class ClusterRegistration:
             "spec": spec,
         }
         path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{name}"
-        await self._transport.apply(path, body)
+        async with self._lease_lock:
+            await self._transport.apply(path, body)
 
     def _failed(self, name: str, error: Exception) -> None:
         self._metrics.registration_failures.labels(name).inc()

@@ -257,6 +257,27 @@ async def test_a_drain_waits_for_no_connection_that_will_not_close(
     assert registered.failures("connection") == 1
 
 
+async def test_a_renewal_on_its_way_does_not_take_a_released_lease_again(registered: Registered) -> None:
+    under_way, go_on, apply = asyncio.Event(), asyncio.Event(), registered.api.apply
+
+    async def slow(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == LEASE_PATH and "holderIdentity" in body["spec"]:
+            under_way.set()
+            await go_on.wait()
+        return await apply(path, body)
+
+    registered.api.apply = slow  # type: ignore[method-assign]
+    renewal = asyncio.create_task(registered.registration.renew_lease())
+    async with asyncio.timeout(10):
+        await under_way.wait()
+        drain = asyncio.create_task(registered.registration.drain())
+        while not registered.statuses:
+            await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(renewal, drain)
+    assert "holderIdentity" not in registered.api.of(LEASE_PATH)[-1]["spec"]
+
+
 async def test_a_drain_gives_the_lease_back_though_the_node_cannot_be_written(registered: Registered) -> None:
     async def no_json() -> None:
         raise ValueError("an answer that is no JSON")
