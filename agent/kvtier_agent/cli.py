@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from kvtier_agent.config import AgentConfig, ConfigError, KubernetesMode
 from kvtier_agent.telemetry import configure_logging
@@ -100,6 +101,7 @@ async def _serve(config: AgentConfig) -> int:
     from kvtier_agent.blockhost import blocks_of
     from kvtier_agent.core_engine import build_engine, prepare_process
     from kvtier_agent.evidence_windows import EvidenceWindows
+    from kvtier_agent.keyfiles import KeyDirectory
     from kvtier_agent.server import AgentServer, unregistered
 
     register = unregistered
@@ -120,7 +122,9 @@ async def _serve(config: AgentConfig) -> int:
                 await transport.close()
     prepare_process()
     logging.getLogger("grpc").setLevel(logging.WARNING)
-    server = AgentServer(config, build_engine, EvidenceWindows, register, blocks_of)
+    keys = None if config.key_dir is None else KeyDirectory(config.key_dir)
+    engines = partial(build_engine, keys=keys)
+    server = AgentServer(config, engines, EvidenceWindows, register, blocks_of)
     left = await server.run()
     if left:
         # Threads that hang cannot be ended, and the interpreter would wait for them.

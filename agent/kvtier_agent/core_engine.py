@@ -45,6 +45,7 @@ from kvtier_core.receipts import (
 from kvtier_core.release.leases import GrantTerms
 from kvtier_core.sharing import SharedBlocks
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, TierMount
+from kvtier_core.tiers.nvme.crypto import KeyProvider
 from kvtier_crds.manifest import Geometry, RuntimeManifest
 
 log = logging.getLogger(__name__)
@@ -61,9 +62,12 @@ def prepare_process() -> None:
     torch.set_num_threads(1)
 
 
-def build_engine(manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> CoreEngine:
-    """Builds the exact cache over the node's tiers; raises the core's refusals."""
-    return CoreEngine(manifest, tiers)
+def build_engine(
+    manifest: RuntimeManifest, tiers: Sequence[NodeTier], keys: KeyProvider | None = None
+) -> CoreEngine:
+    """Builds the exact cache over the node's tiers; raises the core's refusals. keys: encrypt what lies on
+    nvme tiers under them."""
+    return CoreEngine(manifest, tiers, keys=keys)
 
 
 class CoreEngine:
@@ -74,6 +78,7 @@ class CoreEngine:
         manifest: RuntimeManifest,
         tiers: Sequence[NodeTier],
         clock: Callable[[], float] = time.monotonic,
+        keys: KeyProvider | None = None,
     ) -> None:
         self._geometry = manifest.model.geometry
         self._plans = reporter_of(manifest)
@@ -88,6 +93,7 @@ class CoreEngine:
                 # Random, so that a frame of an earlier life of this agent names no session of this one.
                 session_name=lambda number: uuid.uuid4().hex,
                 blocks=True,
+                keys=keys,
             )
         except BaseException:
             self._reader.shutdown()
