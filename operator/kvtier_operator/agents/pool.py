@@ -232,6 +232,14 @@ class GrpcAgents:
             raise AgentUnreachable(node.name, "DEADLINE_EXCEEDED", message) from error
         except OSError as error:
             raise AgentUnreachable(node.name, "CREDENTIALS", str(error)) from error
+        except (grpc.aio.UsageError, asyncio.CancelledError) as error:
+            # A channel that is retired cancels its calls: that is not the caller's own cancellation, and on
+            # its way up it would end loops that nobody has stopped.
+            caller = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and (caller is None or caller.cancelling()):
+                raise
+            message = f"{method} was under way as its channel was closed"
+            raise AgentUnreachable(node.name, "CHANNEL_CLOSED", message) from error
 
     @contextlib.asynccontextmanager
     async def _turn(self, connection: _Connection, method: str) -> AsyncIterator[None]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.v1 import control_pb2 as control
+from kvtier.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
+from kvtier_operator.agents import pool
 from kvtier_operator.agents.pool import MAX_CONCURRENT, MAX_PER_NODE, GrpcAgents
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import AgentTarget, AgentTls, AgentUnreachable, NotLeader
@@ -154,3 +159,79 @@ async def test_an_agent_at_another_address_is_connected_anew() -> None:
     assert [address for address, _ in bench.wire.sent] == ["here:1", "there:1"]
     await bench.agents.close()
     assert sorted(bench.wire.closed) == ["here:1", "there:1"]
+
+
+class Hanging(ControlServicer):
+    """An agent that takes a call and never answers it."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def Renew(self, request: control.RenewRequest, context: Any) -> control.RenewResponse:
+        self.asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+@pytest.fixture
+async def hanging(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[GrpcAgents, AgentTarget, Hanging]]:
+    """Clients over real channels, and an agent that hangs."""
+    monkeypatch.setattr(pool, "CLOSE_GRACE_SECONDS", 0.01)
+    servicer, server = Hanging(), grpc.aio.server()
+    add_ControlServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    agents = GrpcAgents(
+        TLS,
+        Leading(),
+        build_telemetry(otlp_endpoint="", instance="test", version="0"),
+        Metrics(CollectorRegistry()),
+        channels=lambda target: grpc.aio.insecure_channel(target.address),
+    )
+    try:
+        yield agents, node("a", f"127.0.0.1:{port}"), servicer
+    finally:
+        await agents.close()
+        await server.stop(0)
+
+
+async def test_a_call_whose_channel_is_closed_is_no_cancellation_of_its_caller(
+    hanging: tuple[GrpcAgents, AgentTarget, Hanging],
+) -> None:
+    """Else the renewal loop, and with it the operator, would end when a Node is deleted."""
+    agents, target, servicer = hanging
+    renewal = asyncio.create_task(agents.renew(target, control.RenewRequest(), deadline_seconds=20))
+    async with asyncio.timeout(10):
+        await servicer.asked.wait()
+        agents.retain(())
+        with pytest.raises(AgentUnreachable) as caught:
+            await renewal
+    assert caught.value.code == "CHANNEL_CLOSED"
+
+
+async def test_a_caller_that_is_cancelled_stays_cancelled(
+    hanging: tuple[GrpcAgents, AgentTarget, Hanging],
+) -> None:
+    agents, target, servicer = hanging
+    renewal = asyncio.create_task(agents.renew(target, control.RenewRequest(), deadline_seconds=20))
+    async with asyncio.timeout(10):
+        await servicer.asked.wait()
+        renewal.cancel()
+        await asyncio.wait([renewal])
+    assert renewal.cancelled()
+
+
+async def test_a_call_that_waited_for_its_turn_while_the_channel_was_closed_is_unanswered(
+    hanging: tuple[GrpcAgents, AgentTarget, Hanging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents, target, servicer = hanging
+    monkeypatch.setattr(agents, "_renewals", asyncio.Semaphore(1))
+    calls = [
+        asyncio.create_task(agents.renew(target, control.RenewRequest(), deadline_seconds=20))
+        for _ in range(2)
+    ]
+    async with asyncio.timeout(10):
+        await servicer.asked.wait()
+        agents.retain(())
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [getattr(one, "code", one) for one in found] == ["CHANNEL_CLOSED"] * 2
