@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.v1 import control_pb2
 from kvtier_core.computeprobe import ComputeFigures, measure_compute
+from kvtier_core.engine import STAGING_BUFFERS
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.nodeplan import NodePlan, TierFigures, node_plan
 from kvtier_core.receipts import TierStats
@@ -36,7 +37,14 @@ class PlanReporter:
         figures = [tier_figures(tier, self._roles[tier.class_name], self._layout) for tier in tiers]
         if self._known is None or self._known[0] != figures:
             geometry = self._geometry
-            plan = node_plan(geometry.layers, geometry.query_heads, self._layout, figures, self._compute)
+            plan = node_plan(
+                geometry.layers,
+                geometry.query_heads,
+                self._layout,
+                figures,
+                self._compute,
+                STAGING_BUFFERS,
+            )
             self._known = (figures, plan)
         return self._known[1]
 

@@ -5,8 +5,8 @@ for rows. Pure: it must not know live tiers, sessions, clocks or the status that
 
 The plan is of the longest session: one that fills every tier that rows may lie in. Rows lie away when they
 are in tiers that attention reads through copies; where there is none, when they are outside the first tier.
-The compute tier keeps as many rows as leave room for two staging slots of a layer. A session is planned no
-longer than such slots can carry: beyond that nothing is legal.
+The compute tier keeps as many rows as leave room for two staging slots of a layer, where rows are copied. A
+session is planned no longer than such slots can carry: beyond that nothing is legal.
 """
 
 from __future__ import annotations
@@ -64,9 +64,14 @@ class _Split:
 
 
 def node_plan(
-    layers: int, query_heads: int, layout: ChunkLayout, tiers: Sequence[TierFigures], compute: ComputeFigures
+    layers: int,
+    query_heads: int,
+    layout: ChunkLayout,
+    tiers: Sequence[TierFigures],
+    compute: ComputeFigures,
+    buffers: int = 0,
 ) -> NodePlan | None:
-    """The plan over `tiers`, fastest first. None when no tier can keep a row or attention was not measured:
+    """The plan over `tiers`, fastest first. buffers: chunks of staging that no tier pays. None when no tier can keep a row or attention was not measured:
     then there is nothing to say. kappa_crit stays None: a cache's geometry says neither the model's width nor
     what its other layers compute, so F_pf is somebody else's to state."""
     homes = [tier for tier in tiers if tier.rows]
@@ -77,7 +82,7 @@ def node_plan(
     near = None
     if not away:
         placed, away, near = placed[:1], placed[1:], compute.row_seconds
-    extra = sum(tier.slots for tier in tiers if tier.in_place and not tier.rows)
+    extra = buffers + sum(tier.slots for tier in tiers if tier.in_place and not tier.rows)
     split = _split(layers, placed, away, extra, copied=near is None)
     link = _link(layers, away, split.away) if away else placed[0].read
     tokens = layout.chunk_tokens
@@ -116,25 +121,20 @@ def node_plan(
 def _split(
     layers: int, placed: Sequence[TierFigures], away: Sequence[TierFigures], extra: int, *, copied: bool
 ) -> _Split:
-    """Where the rows of the longest session lie. With r chunks of each layer resident and m of them placed in
-    the compute tier or away, two slots of a layer fit iff r * layers + 2 * (m - r) <= slots."""
-    slots = placed[0].slots + extra
-    most = placed[0].slots // layers
+    """Where the rows of the longest session lie. r chunks of each layer in the compute tier and c away leave
+    room for two slots of a layer iff r * layers + 2 * c <= slots. c is the cheaper of the two, above two
+    layers; below, one slot is planned: a layer is then copied when it is reached."""
+    slots, most = placed[0].slots + extra, placed[0].slots // layers
     kept = sum(tier.slots // layers for tier in placed[1:])
-    chunks = most + sum(tier.slots // layers for tier in away)
-    if copied:
-        # One slot suffices where two cannot: a layer is then copied when it is reached.
-        chunks = min(chunks, max(most, slots // 2 if layers > 2 else slots))
-    if chunks <= most:
-        resident = chunks
-    elif layers > 2:
-        resident = min(most, max(0, (slots - 2 * chunks) // (layers - 2)))
-    else:
-        resident = 0
-    if not copied and not resident:
-        # Nothing is staged but states, which one chunk's place holds.
-        resident = max(0, most - 1)
-    return _Split(resident, kept, chunks - resident, slots - resident * layers)
+    below = sum(tier.slots // layers for tier in away)
+    if not copied:
+        return _Split(most, kept, below, slots - most * layers)
+    each = 2 if layers > 2 else 1
+    cold = min(below, slots // each)
+    resident = min(most, (slots - each * cold) // layers)
+    if resident + cold <= most:
+        resident, cold = most, 0
+    return _Split(resident, kept, cold, slots - resident * layers)
 
 
 def _link(layers: int, away: Sequence[TierFigures], chunks: int) -> BytesPerSecond | None:
