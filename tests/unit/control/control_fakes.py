@@ -221,6 +221,7 @@ class FakeAgents:
         self.down: set[str] = set()
         self.calls: list[str] = []
         self.used: dict[str, int] = {}
+        self.plans: dict[str, control.PlanState] = {}
         self.retained: Container[str] | None = None
 
     def _node(self, node: AgentTarget) -> dict[str, list[Any]]:
@@ -238,7 +239,11 @@ class FakeAgents:
             boot_id=self.boots.get(node.name, node.boot_id),
             caches=[
                 control.CacheState(
-                    cache=self.refs[uid], highest_fence=fence, baseline_digest=digest, used_by_tier=self.used
+                    cache=self.refs[uid],
+                    highest_fence=fence,
+                    baseline_digest=digest,
+                    used_by_tier=self.used,
+                    plan=self.plans.get(node.name),
                 )
                 for uid, (fence, digest) in held.items()
             ],
