@@ -74,8 +74,9 @@ class Storing:
         self.received_bytes = 0
 
     async def run(self, parts: AsyncIterator[blocks_pb2.StoreBlocksPart]) -> Sequence[Stored]:
-        """Outcome per block. What did not arrive, or not in time, is refused by itself; BAD_ARGUMENT for
-        parts out of order ends the call, and what it had published stays."""
+        """Outcome per block. What did not arrive is refused, with what else there is of its group; what found
+        no room in time, by itself. BAD_ARGUMENT for parts out of order ends the call. What was published
+        stays."""
         try:
             await self._consume(parts)
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import tempfile
 import threading
 import time
@@ -20,7 +21,7 @@ import grpc
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from kvtier.v1 import attention_pb2_grpc, blocks_pb2_grpc
+from kvtier.v1 import attention_pb2_grpc, blocks_pb2, blocks_pb2_grpc
 from kvtier_agent.attention_service import AttentionService, FrameCount
 from kvtier_agent.blockcalls import BlockCalls
 from kvtier_agent.blockhost import BlockHost
@@ -36,7 +37,7 @@ from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, Tier
 from kvtier_core.tiers.cpu import CpuTier
-from kvtier_core.tiers.fileops import OsFileOps
+from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme import NvmeTier
 from kvtier_crds.manifest import RuntimeManifest
 from tests.engine.agent_process import CACHE, baseline_manifest
@@ -103,6 +104,33 @@ class BlockServer:
         return asyncio.run_coroutine_threadsafe(work(), self.loop).result(WAIT_SECONDS)
 
     @property
+    def flash(self) -> NvmeTier:
+        found = self.store.parts.tiers[1]
+        assert isinstance(found, NvmeTier)
+        return found
+
+    def scope(self, said: BlockSource | None = None, **changed: Any) -> blocks_pb2.BlockScope:
+        """As a client's, with single fields changed."""
+        stated: dict[str, Any] = {
+            "cache": CACHE,
+            "tenant": "team-a",
+            "boot_id": self.bench.node.boot_id,
+            "deadline_ms": 10_000,
+            "source": None if said is None else said.message(),
+        }
+        return blocks_pb2.BlockScope(**{**stated, **changed})
+
+    def stub(self) -> Any:
+        channel = self.clients.enter_context(grpc.insecure_channel(f"unix:{self.socket_path}"))
+        return blocks_pb2_grpc.BlocksStub(channel)  # type: ignore[no-untyped-call]
+
+    def idle(self) -> bool:
+        """Nothing is held: no reservation, lease, call or wait."""
+        store = self.store
+        leases = sum(int(columns.leases.array.sum()) for columns in store.directory.replicas.tiers)
+        return not (leases or store.writes.open_blocks or store.reads.flights.tickets() or self.host.calls)
+
+    @property
     def host(self) -> BlockHost:
         found = next(iter(self.bench.node.caches.values())).blocks
         assert found is not None
@@ -132,26 +160,23 @@ def block_server(
     memory: int = 64,
     storage: int = 256,
     manifest: RuntimeManifest = MANIFEST,
-    around: Callable[[list[Tier]], list[Tier]] = lambda tiers: tiers,
-    settle: bool = True,
+    files: FileOps | None = None,
 ) -> Iterator[BlockServer]:
-    """memory, storage: slots of the two tiers. around: may replace tiers by doubles."""
+    """memory, storage: slots of the two tiers. files: of the storage tier."""
     shape = manifest.model.geometry
     layout = ChunkLayout(shape.kv_heads, manifest.chunk_tokens, shape.head_dim)
-    kept = DEFAULT_CAPABILITY[MediumKind.NVME]
+    kept = dataclasses.replace(DEFAULT_CAPABILITY[MediumKind.NVME], persistence="node")
     nvme = NvmeTier(
         "nvme",
         layout,
         storage,
         folder=folder,
         file_key="cache",
-        files=OsFileOps(),
-        capability=type(kept)(
-            **{**{name: getattr(kept, name) for name in kept.__slots__}, "persistence": "node"}
-        ),
+        files=files or OsFileOps(),
+        capability=kept,
         clock=time.monotonic,
     )
-    tiers = around([CpuTier("dram", layout, memory, clock=time.monotonic), nvme])
+    tiers: list[Tier] = [CpuTier("dram", layout, memory, clock=time.monotonic), nvme]
     bell = Bell()
     store = BlockStore(tiers, time.monotonic, wake=bell.ring)
     driver = Driver(store, bell, time.monotonic)
