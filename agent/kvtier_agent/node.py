@@ -334,7 +334,7 @@ class Node:
     async def refresh_reports(self) -> None:
         """Asks what the engines use and measured, and adds it up. They answer under the lock that a running
         step holds, so never on the loop, nor in a thread that a revocation needs; an engine that does not
-        answer for REPORT_SECONDS leaves the reports as they were."""
+        answer for REPORT_SECONDS, or fails, leaves the reports as they were: no command fails for them."""
         earlier = self._asking
         if earlier is not None and not (await asyncio.wait([earlier], timeout=REPORT_SECONDS))[0]:
             return
@@ -343,7 +343,10 @@ class Node:
             self._report_pool,
             lambda: [(host.runner.engine.tiers(), host.runner.engine.plan()) for host in hosts],
         )
-        if not (await asyncio.wait([asking], timeout=REPORT_SECONDS))[0]:
+        if not (await asyncio.wait([asking], timeout=REPORT_SECONDS))[0] or asking.cancelled():
+            return
+        if (failure := asking.exception()) is not None:
+            log.error("an engine cannot say what it uses", exc_info=failure)
             return
         reports = [tier.report() for tier in self.tiers.all()]
         for host, (usage, plan) in zip(hosts, asking.result(), strict=True):

@@ -140,6 +140,22 @@ async def test_reports_of_an_engine_that_hangs_are_given_up_in_time(
     await bench.close()
 
 
+async def test_an_engine_that_cannot_say_what_it_uses_fails_no_command(bench: Bench) -> None:
+    await bench.node.refresh_reports()
+    before, tiers = bench.node.tier_reports(), bench.engine.tiers
+
+    def fail() -> Any:
+        raise ZeroDivisionError("a defect")
+
+    bench.engine.tiers = fail  # type: ignore[method-assign]
+    await bench.node.refresh_reports()
+    assert bench.node.tier_reports() is before
+    bench.engine.tiers, bench.engine.used = tiers, 7  # type: ignore[method-assign]
+    await bench.node.refresh_reports()
+    assert bench.node.tier_reports() is not before
+    await bench.close()
+
+
 async def test_a_lock_lives_as_long_as_somebody_needs_it() -> None:
     locks = KeyedLocks()
     order: list[str] = []
