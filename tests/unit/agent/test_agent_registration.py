@@ -258,12 +258,15 @@ async def test_a_drain_waits_for_no_connection_that_will_not_close(
 
 
 async def test_a_renewal_on_its_way_does_not_take_a_released_lease_again(registered: Registered) -> None:
-    under_way, go_on, apply = asyncio.Event(), asyncio.Event(), registered.api.apply
+    under_way, go_on, told = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    apply = registered.api.apply
 
     async def slow(path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == LEASE_PATH and "holderIdentity" in body["spec"]:
             under_way.set()
             await go_on.wait()
+        if path == f"{NODE_PATH}/status":
+            told.set()
         return await apply(path, body)
 
     registered.api.apply = slow  # type: ignore[method-assign]
@@ -271,8 +274,7 @@ async def test_a_renewal_on_its_way_does_not_take_a_released_lease_again(registe
     async with asyncio.timeout(10):
         await under_way.wait()
         drain = asyncio.create_task(registered.registration.drain())
-        while not registered.statuses:
-            await asyncio.sleep(0)
+        await told.wait()
         go_on.set()
         await asyncio.gather(renewal, drain)
     assert "holderIdentity" not in registered.api.of(LEASE_PATH)[-1]["spec"]
