@@ -55,7 +55,8 @@ class Parts:
     """lock: held for each step of metadata, never while bytes move. clock: monotonic seconds. memory: indexes
     of tiers with host memory, fastest first; storage: the others that are homes, fastest first. home: where
     puts and fetches land. wake: called when there is something to do for whoever moves the store on; must not
-    block. waiting: somebody waits for copies to be let go. tick: coarse clock of uses, grows with each call."""
+    block. waiting: somebody waits for copies to be let go. tick: coarse clock of uses, grows with each
+    call."""
 
     lock: threading.RLock
     clock: Callable[[], float]

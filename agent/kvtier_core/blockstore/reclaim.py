@@ -64,6 +64,7 @@ class Reclaim:
         watermarks: Watermarks | None = None,
     ) -> None:
         self._parts = parts
+        self._reap = reap
         self.policies = [_policy(policy, parts, tier) for tier in range(len(parts.tiers))]
         homes = sorted((*parts.memory, *parts.storage))
         self._gone: OrderedDict[bytes, Obituary] = OrderedDict()
@@ -114,18 +115,47 @@ class Reclaim:
         elif len(own):
             chosen = self.policies[tier].order(own, 1)
         else:
-            found = self._segment(tier, lines, leaving, table.arena.held_by_others(namespace))
-            if found is None:
-                return Room(tier, 1, 0, 0, MoveReason.NO_DESTINATION_CAPACITY)
-            chosen = found
+            return self._take_over(tier, namespace, lines, leaving)
         count = len(leaving)
         if len(chosen):
             count = self.evictor.vacate(tier, chosen, self._parts.clock()).leaving
         return Room(tier, 1, table.arena.free_in(namespace), count, MoveReason.READY)
 
-    def _segment(self, tier: int, lines: Lines, leaving: Lines, held: dict[int, int]) -> Lines | None:
-        """The lines that must still go from the segment, among those `held` by others, that needs the fewest
-        to go; None when in each somebody holds a copy."""
+    def _take_over(self, tier: int, namespace: bytes, lines: Lines, leaving: Lines) -> Room:
+        """Empties one segment of others for `namespace`, one at a time in a tier. Its owner may not fill it
+        again as fast as it empties; when what is left there cannot go, it stays its owner's."""
+        table = self._parts.tiers[tier].slots
+        assert isinstance(table, ArenaSlots)
+        arena, nothing = table.arena, Room(tier, 1, 0, 0, MoveReason.NO_DESTINATION_CAPACITY)
+        segment = arena.retiring
+        if segment is None:
+            segment, chosen = self._segment(tier, lines, leaving, arena.held_by_others(namespace))
+            if segment is None:
+                return nothing
+            arena.retire(segment, namespace)
+        else:
+            chosen = lines[self._segments_of(tier, lines) == segment]
+        if len(chosen):
+            self.evictor.vacate(tier, chosen, self._parts.clock())
+        if arena.free_in(namespace):
+            return Room(tier, 1, arena.free_in(namespace), 0, MoveReason.READY)
+        going = int((self._segments_of(tier, self.evictor.leaving(tier)) == segment).sum())
+        if not going:
+            arena.keep()
+            return nothing
+        return Room(tier, 1, 0, going, MoveReason.READY)
+
+    def _segments_of(self, tier: int, lines: Lines) -> Lines:
+        table = self._parts.tiers[tier].slots
+        assert isinstance(table, ArenaSlots)
+        slots: Lines = self._parts.directory.replicas.tiers[tier].slot.array[lines].astype(np.int64)
+        return slots // table.arena.segment_slots
+
+    def _segment(
+        self, tier: int, lines: Lines, leaving: Lines, held: dict[int, int]
+    ) -> tuple[int | None, Lines]:
+        """The segment, among those `held` by others, that needs the fewest lines to go, and these; None when
+        somebody holds a copy in each."""
         table = self._parts.tiers[tier].slots
         assert isinstance(table, ArenaSlots)
         slot_of, size = self._parts.directory.replicas.tiers[tier].slot.array, table.arena.segment_slots
@@ -133,7 +163,20 @@ class Reclaim:
         may_go, going = Counter(where.tolist()), Counter((slot_of[leaving] // size).tolist())
         fit = ((may_go[at], at) for at, used in held.items() if may_go[at] + going[at] == used)
         best = min(fit, default=None)
-        return None if best is None else lines[where == best[1]]
+        return (None, lines[:0]) if best is None else (best[1], lines[where == best[1]])
+
+    def make_room_for(self, tier: int, count: int, namespace: bytes) -> Room:
+        """As `make_room`, for copies of `namespace`: where it can have no memory, slots that come free in
+        segments of others are of no use to it."""
+        table = self._parts.tiers[tier].slots
+        if isinstance(table, ArenaSlots) and not table.arena.free_in(namespace):
+            others = table.arena.held_by_others(namespace)
+            if others and self._parts.namespaces.known(namespace) is not None:
+                self._reap()
+                room = self.make_memory(tier, namespace)
+                if room.leaving:
+                    return room
+        return self.make_room(tier, count)
 
     def relieve(self) -> None:
         """Keeps every tier under its watermark."""

@@ -100,7 +100,9 @@ class BlockStore:
             self.parts, self.moves, self._reap, self._free, policy=policy, watermarks=watermarks
         )
         make_room, make_memory = self.reclaim.make_room, self.reclaim.make_memory
-        self.writes = Writes(self.parts, self.ledger, make_room, make_memory, self._stored)
+        self.writes = Writes(
+            self.parts, self.ledger, self.reclaim.make_room_for, make_memory, self._stored
+        )
         self.reads = Reads(
             self.parts, self.moves, make_room, make_memory, max_flights=max_flights, max_tickets=max_tickets
         )

@@ -115,7 +115,7 @@ class Writes:
         self,
         parts: Parts,
         ledger: Ledger,
-        make_room: Callable[[int, int], Room],
+        make_room: Callable[[int, int, bytes], Room],
         make_memory: Callable[[int, bytes], Room],
         published: Callable[[int], None],
         max_open: int = 65536,
@@ -219,7 +219,8 @@ class Writes:
         except CreditRefused as short:
             refused = _refused(short)
         if refused.reason is not MoveReason.QUOTA_EXCEEDED:
-            room = self._make_room(self._parts.home, count)
+            namespace = self._parts.namespaces.digest(held.namespace)
+            room = self._make_room(self._parts.home, count, namespace)
             if room.leaving:
                 refused = _PRESSURE
             elif not room.now:

@@ -20,6 +20,7 @@ from kvtier_core.tiers.slots import SlotTable
 
 SEGMENT_BYTES = 64 << 20
 MAX_SEGMENTS = 128
+HEIR_PATIENCE = 256
 
 
 class HugePages(StrEnum):
@@ -109,6 +110,9 @@ class Arena:
         self._segments = [_Segment() for _ in range(count)]
         self._arenas: dict[bytes, _Arena] = {}
         self._unclaimed = list(range(count - 1, -1, -1))
+        self._retired: int | None = None
+        self._retired_free: list[int] = []
+        self._promised, self._heir, self._patience = -1, b"", 0
 
     @property
     def namespaces(self) -> int:
@@ -121,7 +125,9 @@ class Arena:
         idle = sum(
             self._size(index)
             for index, segment in enumerate(self._segments)
-            if segment.namespace != namespace and not segment.used
+            if segment.namespace != namespace
+            and not segment.used
+            and not self._is_kept_from(index, namespace)
         )
         return (len(own.free) if own else 0) + idle
 
@@ -138,6 +144,45 @@ class Arena:
             if segment.used and segment.namespace != namespace
         }
 
+    def retire(self, segment: int, heir: bytes) -> None:
+        """Its owner gets no more slots of it; when the last that is taken comes back, it is kept for `heir`,
+        until others have asked for it in vain HEIR_PATIENCE times. One at a time."""
+        owner = self._segments[segment].namespace
+        if owner is None or self._retired is not None:
+            return
+        arena = self._arenas[owner]
+        self._retired_free = [slot for slot in arena.free if slot // self.segment_slots == segment]
+        arena.free = [slot for slot in arena.free if slot // self.segment_slots != segment]
+        self._retired = segment
+        self._promised, self._heir, self._patience = segment, heir, HEIR_PATIENCE
+
+    @property
+    def retiring(self) -> int | None:
+        """The segment that is being emptied for another; its owner has it until then."""
+        return self._retired
+
+    def keep(self) -> None:
+        """The retired segment stays its owner's after all, for what is left there cannot go."""
+        if self._retired is None:
+            return
+        owner = self._segments[self._retired].namespace
+        assert owner is not None
+        self._arenas[owner].free += self._retired_free
+        self._retired, self._retired_free, self._promised = None, [], -1
+
+    def _is_kept_from(self, segment: int, namespace: bytes) -> bool:
+        return segment == self._promised and namespace != self._heir and self._patience > 0
+
+    def _unclaimed_for(self, namespace: bytes) -> int | None:
+        for at in range(len(self._unclaimed) - 1, -1, -1):
+            if self._is_kept_from(self._unclaimed[at], namespace):
+                self._patience -= 1
+                continue
+            if self._unclaimed[at] == self._promised:
+                self._promised = -1
+            return self._unclaimed.pop(at)
+        return None
+
     def take(self, namespace: bytes) -> int:
         """A slot in memory of `namespace`. NO_DESTINATION_CAPACITY: no free slot and no idle segment."""
         arena = self._arenas.get(namespace)
@@ -151,7 +196,14 @@ class Arena:
         """Returns a slot to its namespace."""
         segment = self._segments[slot // self.segment_slots]
         segment.used -= 1
-        if segment.namespace is not None:
+        index = slot // self.segment_slots
+        if index == self._retired:
+            self._retired_free.append(slot)
+            if not segment.used:
+                self._retired, self._retired_free = None, []
+                self._disown(index)
+                self._unclaimed.append(index)
+        elif segment.namespace is not None:
             self._arenas[segment.namespace].free.append(slot)
 
     def memory(self, segment: int) -> mmap.mmap:
@@ -186,7 +238,8 @@ class Arena:
         self._unclaimed.clear()
 
     def _claim(self, namespace: bytes) -> _Arena:
-        index = self._unclaimed.pop() if self._unclaimed else self._idle(namespace)
+        found = self._unclaimed_for(namespace)
+        index = self._idle(namespace) if found is None else found
         segment = self._segments[index]
         try:
             self._map(index)
@@ -211,13 +264,7 @@ class Arena:
             owner = segment.namespace
             if owner is None or owner == namespace or segment.used:
                 continue
-            first = index * self.segment_slots
-            arena = self._arenas[owner]
-            arena.segments.remove(index)
-            arena.free = [slot for slot in arena.free if not first <= slot < first + self.segment_slots]
-            if not arena.segments:
-                del self._arenas[owner]
-            self._drop(segment)
+            self._disown(index)
             return index
         used = sum(segment.used for segment in self._segments)
         raise CoreError(
@@ -230,6 +277,17 @@ class Arena:
                 "namespaces": len(self._arenas),
             },
         )
+
+    def _disown(self, index: int) -> None:
+        """Takes a segment without a used slot from whoever has it."""
+        segment = self._segments[index]
+        assert segment.namespace is not None
+        arena = self._arenas[segment.namespace]
+        arena.segments.remove(index)
+        arena.free = [slot for slot in arena.free if slot // self.segment_slots != index]
+        if not arena.segments:
+            del self._arenas[segment.namespace]
+        self._drop(segment)
 
     def _map(self, index: int) -> None:
         segment, size = self._segments[index], self._bytes(index)
