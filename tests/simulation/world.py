@@ -80,6 +80,8 @@ class World:
     def __init__(self, seed: int, memory: int = 6, disk: int = 14) -> None:
         self.chance = random.Random(seed)
         self.rate = self.chance.choice((0.0, 0.01, 0.05, 0.15))
+        # Slots of memory that pass from tenant to tenant together.
+        self.segment = self.chance.choice((1, 2, 3))
         self.policy = self.chance.choice(("greedyDual", "lru", "arc"))
         self.now = 1000.0
         self.memory, self.disk_slots = memory, disk
@@ -117,7 +119,11 @@ class World:
         assert isinstance(self.disk._pool, SimPool)
         self.pool = self.disk._pool
         self.ram = CpuTier(
-            "ram", LAYOUT, self.memory, clock=self.clock, options=ArenaOptions(segment_bytes=4096)
+            "ram",
+            LAYOUT,
+            self.memory,
+            clock=self.clock,
+            options=ArenaOptions(segment_bytes=self.segment * 4096),
         )
         self.store = BlockStore(
             [self.ram, self.disk],

@@ -350,3 +350,19 @@ def test_a_tenant_gets_memory_though_anothers_blocks_are_in_every_segment(segmen
             assert bytes(fetch.body(0)) == content(f"first-{number % 8}")
     assert bench.found("second-0", namespace=BETA) == 1
     bench.rest()
+
+
+def test_a_segment_that_is_to_change_hands_is_not_filled_again_by_its_owner() -> None:
+    bench = StoreBench(memory=4, storage=64, segment=2 * SIZE)
+    bench.put("a", "b", "c", "d")
+    assert bench.put("x", namespace=BETA)[0].reason is MoveReason.CREDIT_PRESSURE
+    bench.settle()
+    refused = bench.put("x", namespace=BETA)[0]
+    for number in range(6):
+        if refused.outcome is PutOutcome.STORED:
+            break
+        bench.put(f"more-{number}")
+        bench.settle()
+        (refused,) = bench.put("x", namespace=BETA)
+    assert refused.outcome is PutOutcome.STORED
+    bench.rest()
