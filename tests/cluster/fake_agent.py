@@ -70,6 +70,7 @@ class AgentState:
     boot_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     calls: list[str] = field(default_factory=list)
     used: dict[str, int] = field(default_factory=dict)
+    stall: float = 0.25
     lie: bool = False
 
 
@@ -89,6 +90,14 @@ class FakeControl(ControlServicer):
                     highest_fence=held.fence,
                     baseline_digest=held.digest,
                     used_by_tier=state.used,
+                    plan=control.PlanState(
+                        predicted_stall_seconds=state.stall,
+                        schedule="layerwiseTwoSlot",
+                        link_bytes_per_second=2.0**30,
+                        compute_flop_per_second=1e12,
+                        bytes_per_token=1024,
+                        inputs={"contextTokens": "4096", "coldTokens": "1024"},
+                    ),
                 )
             )
         for tier in state.tiers:

@@ -67,7 +67,7 @@ def world(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def test_a_cache_becomes_ready_with_a_proof_from_every_node(world: World) -> None:
-    apply(world.cluster, kv_cache("proved", NAMESPACE, POOL))
+    apply(world.cluster, kv_cache("proved", NAMESPACE, POOL, prefillFlopPerToken="1000000000"))
     cache = world.wait("proved", "Ready", "True")
     assert condition(cache, "BaselineVerified")["status"] == "True"
     assert condition(cache, "Feasible")["status"] == "True"
@@ -75,6 +75,11 @@ def test_a_cache_becomes_ready_with_a_proof_from_every_node(world: World) -> Non
     status = cache["status"]
     assert status["fence"] == 1
     assert status["servingNodes"] == 2
+    plan = status["plan"]
+    assert (plan["predictedStall"], plan["schedule"]) == ("0.25", "layerwiseTwoSlot")
+    assert plan["inputs"]["node"] in {agent.state.node for agent in world.agents}
+    # (1e9 / 1024) * (2^30 / 1e12), of the spec's arithmetic and the agents' measurements.
+    assert float(plan["kappaCrit"]) == pytest.approx(1e9 / 1024 * 2**30 / 1e12, rel=1e-4)
     uid = cache["metadata"]["uid"]
     for agent in world.agents:
         assert agent.state.caches[uid].digest == status["baseline"]["digest"]

@@ -86,6 +86,20 @@ def test_apply_is_idempotent_and_answers_the_recomputed_digest(agent: Agent) -> 
     assert cache.highest_fence == fence.value
 
 
+def test_the_plan_is_of_what_this_node_measured(agent: Agent, baseline: RuntimeManifest) -> None:
+    state = agent.state()
+    [cache] = state.caches
+    measured = {tier.tier_class: tier.read_bytes_per_second for tier in state.tiers}
+    plan = cache.plan
+    assert plan.inputs["awayTiers"] == "nvme"
+    assert plan.link_bytes_per_second == pytest.approx(measured["nvme"])
+    assert plan.predicted_stall_seconds > 0.0 and plan.schedule
+    # Attention over a row takes between a nanosecond and a tenth of a millisecond on any machine.
+    assert 1e-9 < float(plan.inputs["attentionSecondsPerRow"]) < 1e-4
+    assert plan.compute_flop_per_second > 1e8
+    assert agent.state().caches[0].plan == plan, "nothing was measured again"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
