@@ -30,8 +30,8 @@ class BlockIdentity:
     chunk_digest: the block's key. checksum: XXH3-64 of the payload at sealing, whatever a tier adds of its
     own. namespace: digest of the tenancy namespace and its generation (32 bytes), b"" for a session's
     private rows. epoch: authority epoch at writing. durable: may be found again after the process ends.
-    cost: seconds that a recomputation would take, and droppable: whether the loss of its last copy is only that,
-    both for eviction; they prove nothing and are never compared."""
+    cost: seconds that a recomputation would take, and droppable: whether the loss of its last copy is only
+    that, both for eviction; they prove nothing and are never compared."""
 
     chunk_digest: bytes
     logical: int
