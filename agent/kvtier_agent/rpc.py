@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -54,7 +55,7 @@ class RpcScope:
             try:
                 self._check_caller(context, call)
                 async with asyncio.timeout(self._deadline_seconds):
-                    answer = await (asyncio.shield(self._keep(call)) if finish else call)
+                    answer = await (self._finished(method, call) if finish else call)
             except CoreError as error:
                 refusal = error
             except TimeoutError:
@@ -113,11 +114,28 @@ class RpcScope:
             call.close()
             raise
 
-    def _keep(self, call: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+    async def _finished(self, method: str, call: Coroutine[Any, Any, R]) -> R:
         task = asyncio.ensure_future(call)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return task
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(partial(_tell_end, method))
+            raise
+
+
+def _tell_end(method: str, task: asyncio.Task[Any]) -> None:
+    """Of a command that nobody waits for any more: the log is the only place that hears of a failure."""
+    if task.cancelled():
+        return
+    error = task.exception()
+    if error is None:
+        log.info("%s ended after its caller had left", method)
+    elif isinstance(error, CoreError):
+        log.warning("%s refused after its caller had left: %s", method, error)
+    else:
+        log.error("%s failed after its caller had left", method, exc_info=error)
 
 
 def metadata_of(context: ServicerContext) -> dict[str, str]:
