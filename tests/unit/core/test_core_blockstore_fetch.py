@@ -10,6 +10,7 @@ from kvtier_core.credits import slots
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.slots import SlotState
 from kvtier_core.transactions import MoveReason
+from kvtier_core.transactions.deletion import DeletionState
 from tests.unit.core.storebench import ALPHA, BETA, StoreBench, content, key
 
 PREFIX = ("a", "b", "c", "d")
@@ -403,3 +404,39 @@ def test_the_end_of_a_pin_wakes_who_waits_for_it(bench: StoreBench, what: str) -
     with bench.pin("z"):
         pass
     assert bench.rung == before, "nobody waits"
+
+
+def test_sglang_9397_nothing_planned_yet_is_not_done(bench: StoreBench) -> None:
+    """Done is a state that is reached, not a count of open transfers that happens to be zero."""
+    with bench.fetch() as nothing:
+        assert (nothing.over, nothing.ready, nothing.reason) == (True, 0, MoveReason.READY)
+    pins = [bench.pin(name) for name in "wxyz" if bench.put(name)]
+    pins.pop().close()
+    fetch = bench.fetch("a", "b")
+    assert bench.disk.reads == [], "no read is planned, for there is no slot"
+    assert not fetch.over and not fetch.changed.is_set()
+    fetch.close()
+    for pin in pins:
+        pin.close()
+    for _ in range(3):
+        bench.settle()
+    (order,) = bench.store.delete([key("a")])
+    assert order.state is not DeletionState.DONE, "no tier was asked yet"
+    bench.settle()
+    bench.settle()
+    assert order.state is DeletionState.DONE
+    bench.rest()
+
+
+def test_lmcache_1313_a_block_that_the_device_lost_is_a_miss_and_kills_nothing(bench: StoreBench) -> None:
+    other = bench.fetch("b")
+    lost = bench.fetch("a")
+    bench.disk.of("a").finish(CoreError(Reason.IDENTITY_MISMATCH, "an empty header"), part=0)
+    bench.settle()
+    assert (lost.ready, lost.reason) == (0, MoveReason.IDENTITY_MISMATCH)
+    assert bytes_of(other) == [content("b")]
+    with bench.fetch("a") as again:
+        assert again.reason is MoveReason.MISS
+    lost.close()
+    other.close()
+    bench.rest()
