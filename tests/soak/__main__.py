@@ -35,6 +35,8 @@ from tests.soak.workload import MAX_TURNS, OPERATIONS, Board, Client, Corpus
 LAYOUT = ChunkLayout(2, 64, 64)
 MEMORY_SLOTS = 128
 FLASH_SLOTS = 4 * MEMORY_SLOTS
+# Of memory that passes from tenant to tenant together.
+SEGMENT_SLOTS = 8
 CONVERSATIONS = 4 * (MEMORY_SLOTS + FLASH_SLOTS) // MAX_TURNS
 REPORT = Path(__file__).resolve().parents[2] / "build" / "soak.json"
 # RSS may not rise by more than this per minute over the last two thirds, nor is a rise below the noise of
@@ -58,7 +60,7 @@ class Soak:
         self.files = SoakFiles(seed, Rates())
         self.bell = Bell()
         able = dataclasses.replace(DEFAULT_CAPABILITY[MediumKind.NVME], persistence="node")
-        segment = ArenaOptions(segment_bytes=LAYOUT.payload_bytes)
+        segment = ArenaOptions(segment_bytes=SEGMENT_SLOTS * LAYOUT.payload_bytes)
         self.ram = CpuTier("ram", LAYOUT, MEMORY_SLOTS, clock=clock, options=segment)
         self.flash = NvmeTier(
             "flash",
