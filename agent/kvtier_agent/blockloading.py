@@ -137,7 +137,13 @@ class Loading:
         wanted, keys = self._wanted, self._keys[first : first + self._window]
 
         def begin() -> Fetch:
-            fetch = self._host.store.fetch(keys, namespace=wanted.namespace, deadline=wanted.deadline)
+            fetch = self._host.store.fetch(
+                keys,
+                namespace=wanted.namespace,
+                deadline=wanted.deadline,
+                # What comes late in a long prefix can wait for the beginning of another's.
+                priority=-(first // self._window),
+            )
             with self._lock:
                 if not self._over:
                     self._open.append(fetch)

@@ -34,6 +34,8 @@ GROUP_BYTES = 32 << 20
 # Above this, copying on the loop would be felt by who shares it.
 INLINE_BYTES = 64 << 10
 _CHECKSUM = "xxh3:"
+# What a group lacks whose own first blocks, once published, can make room.
+_UNTIL_PUBLISHED = (MoveReason.NO_DESTINATION_CAPACITY, MoveReason.WOULD_EVICT_PINNED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +253,7 @@ def _first_waiting(reservation: Reservation) -> int | None:
         if outcome is None:
             filling = True
         elif outcome.outcome is PutOutcome.REFUSED and (
-            outcome.reason is MoveReason.CREDIT_PRESSURE
-            or (filling and outcome.reason is MoveReason.NO_DESTINATION_CAPACITY)
+            outcome.reason is MoveReason.CREDIT_PRESSURE or (filling and outcome.reason in _UNTIL_PUBLISHED)
         ):
             return at
     return None

@@ -17,6 +17,12 @@ _MAX_MESSAGE = 1024
 _RETRY_AFTER_MS = {
     Reason.QUEUE_FULL: 50,
     Reason.CREDIT_PRESSURE: 50,
+    Reason.WRITE_TXN_BUSY: 20,
+    Reason.LEASES_HELD: 50,
+    Reason.NO_STAGING: 50,
+    Reason.WOULD_EVICT_PINNED: 200,
+    Reason.ADMISSION_PINNED: 200,
+    Reason.QUOTA_EXCEEDED: 1000,
     Reason.NO_DESTINATION_CAPACITY: 1000,
     Reason.FENCE_NOT_DURABLE: 1000,
     Reason.STORAGE_UNAVAILABLE: 1000,
@@ -160,11 +166,13 @@ STATUS_OF = {reason: status for status, reasons in _STATUS.items() for reason in
 
 
 def to_detail(error: CoreError) -> common_pb2.ErrorDetail:
-    """The wire's form of a refusal; facts and message are cut to their bounds."""
+    """The wire's form of a refusal; facts and message are cut to their bounds. A hint that the refusal itself
+    measured (the fact `retry_after_ms`) goes before the table's."""
+    hint = error.facts.get("retry_after_ms", "")
     return common_pb2.ErrorDetail(
         reason=error.reason.name,
         message=error.message[:_MAX_MESSAGE],
-        retry_after_ms=_RETRY_AFTER_MS.get(error.reason, 0),
+        retry_after_ms=int(hint) if hint.isdigit() else _RETRY_AFTER_MS.get(error.reason, 0),
         facts={key: str(value)[:256] for key, value in list(error.facts.items())[:_MAX_FACTS]},
     )
 
