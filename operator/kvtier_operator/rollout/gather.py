@@ -13,7 +13,7 @@ from kvtier_crds.quantity import QuantityError, parse_duration
 from kvtier_operator.ports import Deps, JsonObject, Kind, NodeView, NotFound, ObjectKey
 from kvtier_operator.rollout.candidate import Compiled, compile_candidate, probe_set, spent_shares
 from kvtier_operator.rollout.effects import Subject
-from kvtier_operator.rollout.feed import LookSource, Reading
+from kvtier_operator.rollout.feed import MIN_RATE_SECONDS, LookSource, Reading
 from kvtier_operator.rollout.gateset import ProbeSet, probe_names
 from kvtier_operator.rollout.grants import cache_ref, fence_of, window_key
 from kvtier_operator.rollout.inputs import AgentView, Approved, CacheView, CandidateView, Inputs, Look
@@ -46,6 +46,7 @@ class Kept:
     parsed: tuple[object, tuple[RolloutSpec | None, str]] | None = None
     written_at: float = 0.0
     last_look: Look | None = None
+    rate: float = 0.0
     unreadable: str = ""
 
 
@@ -105,7 +106,7 @@ class Gatherer:
             holders=frozenset(kept.memory.held),
             look=run.look,
             last_look=kept.last_look,
-            rate=kept.last_look.requests_per_second if kept.last_look is not None else 0.0,
+            rate=_known_rate(kept, state),
             quiet_since=self._quiet_since(now),
             ttl=_duration(rollout, "ttlAfterFinished", 0.0),
             lease_ttl=_duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL),
@@ -240,6 +241,18 @@ class Gatherer:
             busy_with=busy_with(rollout, others),
             superseded_by=superseded_by(rollout, others, completed=state.phase is Phase.COMPLETED),
         )
+
+
+def _known_rate(kept: Kept, state: RolloutState) -> float:
+    """Requests a second. A window that is too young to tell leaves what the one before has told, or each step
+    would begin as if nobody knew."""
+    look, window = kept.last_look, state.window
+    if look is not None:
+        mine = window is not None and look.opening_fence == window.opening_fence
+        told = mine and window is not None and look.at - window.opened_at >= MIN_RATE_SECONDS
+        if told or look.requests_per_second > 0.0:
+            kept.rate = look.requests_per_second
+    return kept.rate
 
 
 def _parsed(raw: JsonObject, probes: dict[str, ProbeSet]) -> tuple[RolloutSpec | None, str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier_operator.ports import Kind, ObjectKey
-from kvtier_operator.rollout.feed import Reading
+from kvtier_operator.rollout.feed import MIN_RATE_SECONDS, Reading
 from kvtier_operator.rollout.foresight import StepNeed, foresee, step_needs
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
@@ -89,10 +89,13 @@ async def test_feasible_carries_the_forecast_before_the_start() -> None:
 
 
 def with_rate(world: World, rate: float) -> None:
+    """As a window of evidence tells it: not while it is young."""
     original = world.feed.look
 
     async def look(reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
-        return replace(await original(reading, state, spec, now), requests_per_second=rate)
+        assert state.window is not None
+        told = rate if now - state.window.opened_at >= MIN_RATE_SECONDS else 0.0
+        return replace(await original(reading, state, spec, now), requests_per_second=told)
 
     world.feed.look = look  # type: ignore[method-assign]
 
@@ -111,6 +114,37 @@ async def test_evidence_that_comes_too_slowly_is_said_and_told_once() -> None:
     before = world.api.writes
     await world.run(60)
     assert world.api.writes == before
+
+
+async def test_a_step_that_begins_does_not_forget_the_rate() -> None:
+    """Its own window is too young to tell; what the one before told still holds."""
+    world = World(
+        progressDeadline="30h",
+        stages=[
+            {"name": "Shadow", "minDuration": "40s", "minSamples": 30},
+            {"name": "Canary", "trafficFraction": "5%", "minDuration": "40s"},
+            {"name": "Full", "soak": "40s", "holdback": "2%"},
+        ],
+    )
+    with_rate(world, 0.5)
+    await world.until("Progressing", "Canary")
+    await world.run(5)
+    feasible = world.condition("Feasible")
+    assert feasible["reason"] == "EvidenceSlow"
+    assert "at 0.5 requests/s: Canary ~" in feasible["message"]
+    await world.until("Completed")
+    assert [reason for reason, _ in world.api.events].count("EvidenceSlow") == 1
+
+
+async def test_traffic_that_stops_is_not_forecast_by_the_rate_of_old() -> None:
+    world = World(progressDeadline="30h")
+    world.feed.default = Verdict.INSUFFICIENT
+    with_rate(world, 0.5)
+    await world.until("Progressing", "Shadow")
+    await world.run(60)
+    with_rate(world, 0.0)
+    await world.run(60)
+    assert "needs " in world.condition("Feasible")["message"]
 
 
 async def test_steps_that_are_behind_are_not_counted_any_more() -> None:
