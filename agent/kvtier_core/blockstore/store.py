@@ -40,6 +40,10 @@ from kvtier_core.transactions.flights import Asker
 from kvtier_core.transactions.transfers import Settled
 
 
+# The journal of deletions is cut when none is open and it is larger than this.
+JOURNAL_BYTES = 1 << 20
+
+
 class BlockStore:
     """Shared blocks over `tiers`, fastest first. Raises CoreError and holds nothing then."""
 
@@ -131,6 +135,8 @@ class BlockStore:
             if move.identity is identity:
                 self.reclaim.evictor.stored(line, move.tier)
 
+    _journal: Remembers | None = None
+
     def _recover(self, journal: DeletionJournal | None) -> None:
         """Takes over what storage kept of earlier processes, and goes on with the deletions they began: their
         blocks are found by nobody from here."""
@@ -143,7 +149,9 @@ class BlockStore:
         if resident:
             self.ledger.rebuild(resident)
         if isinstance(journal, Remembers):
-            self.deletions.resume(journal.entries, self.parts.namespaces.index)
+            self._journal = journal
+            if not self.deletions.resume(journal.entries, self.parts.namespaces.index):
+                journal.trim(0)
 
     # Storing.
 
@@ -266,9 +274,12 @@ class BlockStore:
             self.writes.expire(now)
             self.reads.retry()
             self.reclaim.relieve()
-            for done in self.deletions.pump(now):
+            ended = self.deletions.pump(now)
+            for done in ended:
                 for key in done.keys:
                     self.reclaim.note(key, "deleted", MoveReason.MISS, "it was deleted, in every tier")
+            if ended and self._journal is not None and not self.deletions.open():
+                self._journal.trim(JOURNAL_BYTES)
             self.parts.waiting = self.reads.parked > 0 or bool(self.deletions.open())
 
     def _reap(self) -> None:
@@ -354,6 +365,8 @@ class Remembers(Protocol):
 
     @property
     def entries(self) -> tuple[JournalEntry, ...]: ...
+
+    def trim(self, limit: int) -> None: ...
 
 
 class MemoryJournal:

@@ -9,6 +9,7 @@ process may have it open.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -135,6 +136,16 @@ class JournalFile:
         except OSError as error:
             raise _unavailable(error) from error
         self._end = 0
+
+    def trim(self, limit: int) -> None:
+        """As `compact`, in its turn among the entries, when the file is larger than `limit` bytes. A file that
+        cannot be cut stays as it is."""
+        if self._end > limit:
+            self._run(self._trim)
+
+    def _trim(self) -> None:
+        with contextlib.suppress(CoreError):
+            self.compact()
 
     @property
     def size(self) -> int:
