@@ -354,3 +354,23 @@ def test_a_put_that_runs_out_of_time_says_what_became_of_each_block() -> None:
     assert [each.generation > 0 for each in stored] == [True, True, False]
     assert stored[2].reason is MoveReason.CREDIT_PRESSURE
     bench.settle()
+
+
+def test_the_journal_of_deletions_does_not_grow_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_core.blockstore.store.JOURNAL_BYTES", 4096)
+    clock = Clock()
+    store, disk, journal = reopened(tmp_path, clock)
+    assert journal is not None
+    for number in range(40):
+        store.delete([key(str(number))])
+        pump_until(store, lambda: not store.deletions.open())
+        assert journal.size < 4096 + 2048
+    disk.close()
+    journal.close()
+    store, disk, journal = reopened(tmp_path, clock)
+    assert journal is not None
+    assert journal.size == 0, "nothing is open, so nothing need be remembered"
+    disk.close()
+    journal.close()
