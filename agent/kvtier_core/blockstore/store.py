@@ -39,7 +39,6 @@ from kvtier_core.transactions.eviction import Watermarks
 from kvtier_core.transactions.flights import Asker
 from kvtier_core.transactions.transfers import Settled
 
-
 # The journal of deletions is cut when none is open and it is larger than this.
 JOURNAL_BYTES = 1 << 20
 

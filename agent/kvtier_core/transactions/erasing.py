@@ -138,8 +138,8 @@ class JournalFile:
         self._end = 0
 
     def trim(self, limit: int) -> None:
-        """As `compact`, in its turn among the entries, when the file is larger than `limit` bytes. A file that
-        cannot be cut stays as it is."""
+        """As `compact`, in its turn among the entries, when the file is larger than `limit` bytes. A file
+        that cannot be cut stays as it is."""
         if self._end > limit:
             self._run(self._trim)
 
