@@ -187,7 +187,7 @@ def build(
     rename, so a killed build leaves nothing that looks finished.
     """
     module_dir = module_dir or target.module
-    key = cache_key(module_dir, _go_version(), target)
+    key = cache_key(module_dir, _go_version(target), target)
     folder = root / key
     if _complete(folder, target):
         return folder
@@ -216,11 +216,12 @@ def _complete(folder: Path, target: Target) -> bool:
     return all(os.access(folder / tool, os.X_OK) for tool in target.tools)
 
 
-def _go_version() -> str:
+def _go_version(target: Target) -> str:
+    needed = f"Go {MINIMUM_GO[0]}.{MINIMUM_GO[1]} or later"
     if shutil.which("go") is None:
+        instead = f", or set KUBEBUILDER_ASSETS to a folder with {target}" if target is not HELM else ""
         raise BuildError(
-            "Go is not installed, so the control plane cannot be built: install Go 1.26 or later, "
-            "or set KUBEBUILDER_ASSETS to a folder with etcd and kube-apiserver"
+            f"Go is not installed, so the {target.name} cannot be built: install {needed}{instead}"
         )
     out = subprocess.run(
         ["go", "env", "GOVERSION"], capture_output=True, text=True, timeout=60, env=_go_env()
@@ -230,9 +231,7 @@ def _go_version() -> str:
     version = out.stdout.strip()
     numbers = re.match(r"go(\d+)\.(\d+)", version)
     if numbers and tuple(map(int, numbers.groups())) < MINIMUM_GO:
-        raise BuildError(
-            f"{version} is installed; the control plane needs Go {MINIMUM_GO[0]}.{MINIMUM_GO[1]} or later"
-        )
+        raise BuildError(f"{version} is installed; the {target.name} needs {needed}")
     return version
 
 

@@ -17,6 +17,7 @@ from tests.cluster.kvtier_localplane.build import (
     build,
     cache_key,
     find_binaries,
+    find_helm,
 )
 
 FAKE_GO = """#!/bin/sh
@@ -254,3 +255,12 @@ def test_without_go_the_message_says_what_to_do(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match=r"install Go 1\.26 or later, or set KUBEBUILDER_ASSETS"):
         build(tmp_path / "cache", module_dir=module, say=lambda _: None)
+
+
+def test_without_go_no_assets_are_recommended_for_helm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError) as refused:
+        find_helm({"HOME": str(tmp_path)}, say=lambda _: None)
+    assert str(refused.value).endswith("the helm binary cannot be built: install Go 1.26 or later")
