@@ -251,6 +251,7 @@ class Reads:
     def _start(self, flights: Sequence[Flight]) -> dict[int, MoveReason]:
         """Begins the reads of flights, the most urgent first. What goes beyond the window, finds no slot
         while copies leave, or whose block is being moved by another, is parked until that is over."""
+        self._bury()
         refused: dict[int, MoveReason] = {}
         moves: list[Move] = []
         room: Room | None = None
@@ -287,9 +288,20 @@ class Reads:
                 refused[ended.number] = settled.reason
         return refused
 
+    def _bury(self) -> None:
+        """Forgets reads whose moves others ended, as a deletion does: nothing is reported of those, and each
+        would take a place in the window for ever."""
+        for move in [each for each in self._moving.values() if each.state is TxnState.DEAD]:
+            self._forget(move)
+
     def _park(self, flight: Flight) -> None:
         self._parked[flight.number] = flight
         self._parts.waiting = True
+
+    @property
+    def flying(self) -> int:
+        """Reads that take a place in the window."""
+        return len(self._moving)
 
     @property
     def parked(self) -> int:
@@ -298,13 +310,18 @@ class Reads:
 
     def retry(self) -> None:
         """Begins the most urgent of the parked reads, as many as the window takes. A read that nobody waits
-        for is let go."""
+        for, or whose block is deleted, is let go."""
+        self._bury()
         free = self._window - len(self._moving)
         if not self._parked or free <= 0:
             return
-        for flight in [each for each in self._parked.values() if not each.waiters]:
-            del self._parked[flight.number]
-            self.flights.fail(flight.number, MoveReason.FETCH_LATE)
+        for flight in list(self._parked.values()):
+            if self.flights.flight_of(flight.key) is not flight:
+                # A deletion ended it.
+                del self._parked[flight.number]
+            elif not flight.waiters:
+                del self._parked[flight.number]
+                self.flights.fail(flight.number, MoveReason.FETCH_LATE)
         chosen = heapq.nsmallest(free, self._parked.values(), key=_urgency)
         for flight in chosen:
             del self._parked[flight.number]

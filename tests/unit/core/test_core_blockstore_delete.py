@@ -374,3 +374,32 @@ def test_the_journal_of_deletions_does_not_grow_for_ever(
     assert journal.size == 0, "nothing is open, so nothing need be remembered"
     disk.close()
     journal.close()
+
+
+def test_reads_that_deletions_end_leave_the_window() -> None:
+    """Each would otherwise take a place in it for ever, and in the end nothing would be read any more."""
+    bench = StoreBench(memory=4, storage=8)
+    for turn in range(200):
+        name = f"gone{turn}"
+        bench.on_disk(name)
+        with bench.fetch(name):
+            assert bench.store.reads.flying == 1
+            bench.store.delete([key(name)])
+            bench.settle()
+    assert bench.store.reads.flying == 0 and bench.store.reads.parked == 0
+    bench.on_disk("x")
+    with bench.fetch("x") as fetch:
+        bench.settle()
+        assert bytes(fetch.body(0)) == content("x")
+    bench.rest()
+
+
+def test_a_parked_read_of_a_deleted_block_is_let_go() -> None:
+    bench = StoreBench(memory=4, storage=8)
+    fetch = parked(bench)
+    assert bench.store.reads.parked == 1
+    bench.store.delete([key("a")])
+    bench.store.pump()
+    assert fetch.reason is MoveReason.TOMBSTONED and bench.store.reads.parked == 0
+    fetch.close()
+    bench.rest()
