@@ -34,6 +34,17 @@ class Gate:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def holds(self, key: bytes) -> bool:
+        """Whether the read of that block waits here."""
+        with self._lock:
+            return any(item.identity.chunk_digest == key for item, *_ in self._waiting)
+
+    def let_block(self, key: bytes) -> None:
+        """Lets the read of one block go on."""
+        with self._lock:
+            self._waiting.sort(key=lambda waiting: waiting[0].identity.chunk_digest != key)
+        self.let(1)
+
     def let(self, count: int) -> None:
         """Lets so many of the oldest go on."""
         with self._lock:

@@ -32,8 +32,6 @@ from tests.engine.block_server import (
 SOURCE = source_of()
 MEMORY = 32
 COLD = 8
-# Blocks that may be read from flash beyond the one that is waited for: the rest of its window and the next.
-PREFETCHED = 2
 
 
 @pytest.fixture
@@ -68,16 +66,16 @@ def span(blocks: int, prompt: int = 0) -> blocks_pb2.BlockSpan:
 
 
 def test_each_block_leaves_as_soon_as_it_is_there(server: BlockServer, gate: Gate) -> None:
+    keys = [block.key for block in server.client().lookup(SOURCE, tokens_of(COLD)).blocks]
     arriving = server.client().stream(SOURCE, tokens_of(COLD))
     with ThreadPoolExecutor(1) as pool:
         for at in range(COLD):
             block = pool.submit(next, arriving)
-            while not block.done():
-                gate.let(1)
-                threading.Event().wait(0.005)
-            loaded: LoadedBlock = block.result()
+            eventually(lambda: gate.holds(keys[at]), "the read has been asked for")  # noqa: B023
+            gate.let_block(keys[at])
+            loaded: LoadedBlock = block.result(10)
             assert (loaded.index, bytes(loaded.payload)) == (at, payload_of(at))
-            assert server.store.reads.fetched <= at + 1 + PREFETCHED
+            assert server.store.reads.fetched == at + 1
     arriving.close()
     gate.let(gate.waiting)
     eventually(server.idle, "nothing is held")
