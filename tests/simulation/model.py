@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from kvtier_core.blockstore.reads import Fetch
+from kvtier_core.blockstore.writes import Reservation
 
 SIZE = 4096
 
@@ -48,3 +52,26 @@ class Block:
 
 def tenant_digest(tenant: int) -> bytes:
     return hashlib.sha256(f"tenant {tenant}".encode()).digest()
+
+
+@dataclass(eq=False)
+class HeldFetch:
+    scope: Fetch
+    blocks: list[Block]
+    versions: list[int]
+    seen: int = 0
+
+
+@dataclass(eq=False)
+class HeldPin:
+    scope: Any
+    blocks: list[Block]
+    versions: list[int]
+
+
+@dataclass(eq=False)
+class HeldStore:
+    scope: Reservation
+    blocks: list[Block]
+    versions: list[int]
+    droppable: bool
