@@ -40,7 +40,6 @@ class Promises:
     orders: list[Deletion]
     seen: Counter[str]
     now: float
-    memory: int
     disk_slots: int
 
     def pump(self) -> None:
@@ -151,15 +150,10 @@ class Promises:
         raise AssertionError(f"{block.name} cannot be read: {reason}")
 
     def _nothing_may_leave(self) -> bool:
-        """Whether memory is full of last copies of blocks that may not be lost, and so is the disk."""
+        """Whether the disk is full of blocks that may not be lost, so that nothing can go down to make room."""
         directory = self.store.directory
-        last = [
-            line
-            for line in directory.lines_in(0).tolist()
-            if directory.survivors(line, 0) == 0 and not directory.droppable[line]
-        ]
         kept = [line for line in directory.lines_in(1).tolist() if not directory.droppable[line]]
-        return len(last) == self.memory and len(kept) == self.disk_slots
+        return len(kept) == self.disk_slots
 
     def rest(self, until: Callable[[], bool] = lambda: False) -> None:
         for turn in range(400):
