@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvtier_core.computeprobe import MAX_CHUNKS, MAX_ROUNDS, ComputeFigures, measure_compute
+from kvtier_core.computeprobe import MAX_CHUNKS, ComputeFigures, measure_compute
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.nodeplan import NodePlan, TierFigures, node_plan
 from kvtier_core.schedules import Schedule
@@ -163,12 +163,9 @@ def test_a_clock_that_stands_measures_nothing_and_the_probe_ends() -> None:
     assert measure_compute(LAYOUT, QUERY_HEADS, clock) == ComputeFigures(None, None)
 
 
-def test_a_round_that_takes_long_is_the_only_one() -> None:
-    readings = []
-
-    def clock() -> float:
-        readings.append(len(readings))
-        return float(len(readings))
-
-    measure_compute(LAYOUT, QUERY_HEADS, clock)
-    assert len(readings) == 4 < 2 * 2 * MAX_ROUNDS
+def test_the_probe_ends_when_rounds_take_long_and_counts_the_least_of_them() -> None:
+    """Rounds of 3, 1 and 2 seconds: no round is begun after the third."""
+    readings = iter([0.0, 3.0, 10.0, 11.0, 20.0, 22.0] * 2)
+    figures = measure_compute(LAYOUT, QUERY_HEADS, lambda: next(readings))
+    assert figures.row_seconds == pytest.approx(1.0 / (MAX_CHUNKS * LAYOUT.chunk_tokens))
+    assert list(readings) == []
