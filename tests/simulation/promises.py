@@ -150,7 +150,7 @@ class Promises:
         raise AssertionError(f"{block.name} cannot be read: {reason}")
 
     def _nothing_may_leave(self) -> bool:
-        """Whether the disk is full of blocks that may not be lost, so that nothing can go down to make room."""
+        """Whether the disk is full of blocks that may not be lost, so that nothing can go down."""
         directory = self.store.directory
         kept = [line for line in directory.lines_in(1).tolist() if not directory.droppable[line]]
         return len(kept) == self.disk_slots
