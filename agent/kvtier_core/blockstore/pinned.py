@@ -115,9 +115,11 @@ class MemoryPins:
                     used = reuse[line]
                     if used < MAX_REUSE:
                         reuse[line] = used + 1
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 for line in lines:
                     leases[line] -= 1
+                if isinstance(error, TypeError):
+                    raise CoreError(Reason.BAD_ARGUMENT, "a key is bytes") from error
                 raise CoreError(Reason.QUEUE_FULL, "65535 readers hold the block") from error
         self.counts["pins"] += 1
         self.counts["blocks"] += len(lines)

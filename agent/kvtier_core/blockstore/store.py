@@ -103,9 +103,7 @@ class BlockStore:
             self.parts, self.moves, self._reap, self._free, policy=policy, watermarks=watermarks
         )
         make_room, make_memory = self.reclaim.make_room, self.reclaim.make_memory
-        self.writes = Writes(
-            self.parts, self.ledger, self.reclaim.make_room_for, make_memory, self._stored
-        )
+        self.writes = Writes(self.parts, self.ledger, self.reclaim.make_room_for, make_memory, self._stored)
         self.reads = Reads(
             self.parts, self.moves, make_room, make_memory, max_flights=max_flights, max_tickets=max_tickets
         )
@@ -193,7 +191,13 @@ class BlockStore:
         droppable: bool = False,
     ) -> list[Stored]:
         """Reserves, copies once, publishes. A key that exists with other bytes is REFUSED with
-        IDENTITY_MISMATCH: its identity leaves something out."""
+        IDENTITY_MISMATCH: its identity leaves something out. BAD_ARGUMENT unless each key has one payload of
+        the right length; nothing is stored then."""
+        size = self.parts.block_bytes
+        if len(payloads) != len(keys) or any(memoryview(each).nbytes != size for each in payloads):
+            raise CoreError(
+                Reason.BAD_ARGUMENT, f"{len(keys)} keys need as many payloads of {size} bytes each"
+            )
         with self.reserve(
             keys, namespace=namespace, deadline=deadline, rows=rows, cost=cost, droppable=droppable
         ) as scope:

@@ -21,7 +21,7 @@ import xxhash
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.blockstore.parts import Parts
 from kvtier_core.credits import CreditRefused, Ledger, slots
-from kvtier_core.directory import NO_LINE, StoreFacts
+from kvtier_core.directory import KEY_BYTES, NO_LINE, StoreFacts
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.base import PoolTier
 from kvtier_core.tiers.slots import SlotRef
@@ -31,6 +31,7 @@ from kvtier_core.transactions.reasons import refusal
 
 # Claims of reservations and numbers of moves never meet.
 FIRST_CLAIM = 1 << 62
+MAX_COST_SECONDS = 1e9
 _IN_FLIGHT = Stored(PutOutcome.IN_FLIGHT, reason=MoveReason.WRITE_TXN_BUSY)
 _DELETING = Stored(PutOutcome.REFUSED, reason=MoveReason.TOMBSTONED, message="the block is being deleted")
 _PRESSURE = Stored(PutOutcome.REFUSED, reason=MoveReason.CREDIT_PRESSURE, message="copies leave")
@@ -139,6 +140,7 @@ class Writes:
         """Keys under which nothing may be stored now."""
         self.open_blocks = 0
         self.expired = 0
+        self._made_memory = 0
 
     def body(self, slot: int) -> memoryview:
         return self._home.body(slot)
@@ -158,8 +160,13 @@ class Writes:
     ) -> Reservation:
         """Takes a slot in the home tier for every key that is not there. Per block: a landing, or EXISTED,
         IN_FLIGHT, or REFUSED with its reason (NO_DESTINATION_CAPACITY, QUOTA_EXCEEDED, CREDIT_PRESSURE while
-        copies leave, TOMBSTONED). Raises QUEUE_FULL, DEADLINE."""
+        copies leave, TOMBSTONED). Raises QUEUE_FULL, DEADLINE, BAD_ARGUMENT; nothing is held then."""
         parts = self._parts
+        if any(len(key) != KEY_BYTES for key in keys):
+            raise CoreError(Reason.BAD_ARGUMENT, f"a block's key has {KEY_BYTES} bytes")
+        # An order by cost has no place for what is no number, and infinity would be the age of all to come.
+        if not 0.0 <= cost <= MAX_COST_SECONDS:
+            raise CoreError(Reason.BAD_ARGUMENT, f"{cost} seconds to recompute a block")
         with parts.lock:
             if parts.clock() >= deadline:
                 raise CoreError(Reason.DEADLINE, "the deadline passed before the blocks were stored")
@@ -173,7 +180,12 @@ class Writes:
             self._next += 1
             held = _Held(self._next, deadline, owner)
             facts = StoreFacts(owner, rows, producer, cost, droppable, parts.next_tick(), held.claim)
-            self._fill(held, keys, namespace, facts)
+            try:
+                self._fill(held, keys, namespace, facts)
+            except BaseException:
+                self.open_blocks += held.waiting
+                self._end(held, _CANCELLED)
+                raise
             self.open_blocks += held.waiting
             made = Reservation(self, keys, held)
             if held.waiting:
@@ -190,26 +202,31 @@ class Writes:
         again = before != self._parts.directory.directory_generation or (
             len(keys) > 1 and len(set(keys)) < len(keys)
         )
-        for key, line in zip(keys, found, strict=True):
-            ended: Stored | None = None
-            slot = (-1, 0)
-            if again:
-                line = locate(key)
-            if line != NO_LINE:
-                ended = self._there(line, facts.namespace)
-            elif key in self.forbidden:
-                ended = _DELETING
-            elif paid == 0:
-                ended = refused or _PRESSURE
-            else:
-                line, slot, ended = self._begin(key, namespace, facts)
-                paid -= ended is None
-            held.lines.append(line if ended is None else NO_LINE)
-            held.slots.append(slot)
-            held.ended.append(ended)
-            held.waiting += ended is None
-        if paid:
-            self._ledger.vacate(self._resource, paid, held.namespace)
+        try:
+            for key, line in zip(keys, found, strict=True):
+                ended: Stored | None = None
+                slot = (-1, 0)
+                if again:
+                    line = locate(key)
+                if line != NO_LINE:
+                    ended = self._there(line, facts.namespace)
+                elif key in self.forbidden:
+                    ended = _DELETING
+                elif paid == 0:
+                    ended = refused or _PRESSURE
+                else:
+                    made = self._made_memory
+                    line, slot, ended = self._begin(key, namespace, facts)
+                    paid -= ended is None
+                    # Blocks of this very call may have made way; their lines may be others' by now.
+                    again = again or made != self._made_memory
+                held.lines.append(line if ended is None else NO_LINE)
+                held.slots.append(slot)
+                held.ended.append(ended)
+                held.waiting += ended is None
+        finally:
+            if paid:
+                self._ledger.vacate(self._resource, paid, held.namespace)
 
     def _pay(self, held: _Held, count: int) -> tuple[int, Stored | None]:
         """Credits for up to `count` slots; how many there are, and why there are no more."""
@@ -240,6 +257,7 @@ class Writes:
         try:
             slot = table.begin(namespace)
         except CoreError as error:
+            self._made_memory += 1
             room = self._make_memory(self._parts.home, namespace)
             if not room.now:
                 return NO_LINE, (-1, 0), _PRESSURE if room.leaving else _refused(error)
@@ -279,6 +297,10 @@ class Writes:
     # Publishing.
 
     def publish(self, held: _Held, stated: Sequence[int] | None) -> list[Stored]:
+        if stated is not None and len(stated) != len(held.ended):
+            raise CoreError(
+                Reason.BAD_ARGUMENT, f"{len(stated)} checksums for {len(held.ended)} blocks were stated"
+            )
         digest, body = xxhash.xxh3_64_intdigest, self._home.body
         # The bytes are the writer's until here, and nobody else's: hashing needs no lock.
         sums = [
