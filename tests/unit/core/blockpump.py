@@ -12,9 +12,10 @@ import torch
 
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.engine import CacheEngine
+from kvtier_core.receipts import EngineStats
 from kvtier_core.tiers.base import tensor_bytes
 from kvtier_core.transactions import MoveReason
-from tests.unit.core.builders import FaultyFiles
+from tests.unit.core.builders import BLOCK, SLOT, FaultyFiles
 
 NAMESPACE = hashlib.sha256(b"team-a/1").digest()
 LATER = 1e9
@@ -88,6 +89,17 @@ def fetched(engine: CacheEngine, numbers: Sequence[int], namespace: bytes = NAME
 def delete(engine: CacheEngine, numbers: Sequence[int]) -> None:
     orders = engine.blocks.store.delete([key(number) for number in numbers])
     until(engine, lambda: all(order.state.value == "DONE" for order in orders))
+
+
+def by_tier(stats: EngineStats) -> dict[str, tuple[int, int]]:
+    """(slots of rows, slots of blocks) by tier."""
+    return {
+        tier.class_name: (
+            tier.bytes.rows // (BLOCK if tier.medium == "nvme" else SLOT),
+            tier.bytes.blocks // (BLOCK if tier.medium == "nvme" else SLOT),
+        )
+        for tier in stats.tiers
+    }
 
 
 class GatedFiles(FaultyFiles):

@@ -21,6 +21,7 @@ from tests.unit.core.blockpump import (
     LATER,
     NAMESPACE,
     GatedFiles,
+    by_tier,
     delete,
     fetched,
     key,
@@ -66,17 +67,6 @@ def whole(stats: EngineStats) -> None:
         parts = tier.bytes.rows + tier.bytes.blocks + tier.bytes.quarantined + tier.bytes.free
         assert parts == tier.capacity_bytes // size * size, tier
         assert tier.bytes.held <= tier.bytes.blocks + tier.bytes.quarantined
-
-
-def by_tier(stats: EngineStats) -> dict[str, tuple[int, int]]:
-    """(slots of rows, slots of blocks) by tier."""
-    return {
-        tier.class_name: (
-            tier.bytes.rows // (BLOCK if tier.medium == "nvme" else SLOT),
-            tier.bytes.blocks // (BLOCK if tier.medium == "nvme" else SLOT),
-        )
-        for tier in stats.tiers
-    }
 
 
 def test_rows_and_blocks_are_counted_in_one_place(tmp_path: Path) -> None:
@@ -127,6 +117,18 @@ def test_rows_drop_blocks_that_may_be_lost_when_nothing_is_below(tmp_path: Path)
         driver.forward(CHUNK)
         assert by_tier(built.stats())["ram"] == (6, 0)
         assert stored(built, range(6)) == set()
+
+
+def test_blocks_that_may_not_be_lost_stay_where_nothing_is_below(tmp_path: Path) -> None:
+    with engine(tmp_path, [cpu(4)]) as built:
+        put(built, range(3))
+        with pytest.raises(CoreError) as refused:
+            Driver.open(built, Rows.random(4))
+        assert refused.value.reason is Reason.NO_DESTINATION_CAPACITY
+        assert stored(built, range(3)) == {0, 1, 2}
+        delete(built, [0])
+        Driver.open(built, Rows.random(4)).forward(4)
+        assert stored(built, range(3)) == {1, 2}
 
 
 def test_copies_that_others_survive_go_first(tmp_path: Path) -> None:
@@ -348,75 +350,6 @@ def test_without_memory_for_blocks_there_are_none(tmp_path: Path) -> None:
             _ = built.blocks
         assert refused.value.reason is Reason.TIER_INCAPABLE
         assert built.stats().blocks is None
-
-
-def test_a_namespace_never_sees_memory_of_another(tmp_path: Path) -> None:
-    """Rows, too, lie in segments of their own."""
-    with engine(tmp_path, [cpu(3 * LAYERS)]) as built:
-        Driver.open(built, Rows.random(4)).forward(4)
-        put(built, [0])
-        built.blocks.store.put([key(1)], [payload(built, 1)], namespace=OTHER, deadline=LATER)
-        arena = built.blocks.store.parts.tiers[0].slots.arena  # type: ignore[attr-defined]
-        owners = [segment.segment for name in (b"", NAMESPACE, OTHER) for segment in arena.segments_of(name)]
-        assert len(owners) == len(set(owners)) == LAYERS + 2
-
-
-@pytest.fixture
-def segments_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a large tier: memory passes between namespaces by several slots at a time."""
-    monkeypatch.setattr("kvtier_core.assembly.segment_bytes", lambda size: 3 * SLOT)
-
-
-@pytest.mark.usefixtures("segments_of_three")
-def test_rows_get_memory_from_a_segment_of_blocks(tmp_path: Path) -> None:
-    """Slots are free, but each of two namespaces has a segment: the emptier one is given up."""
-    tiers = [gpu(LAYERS), cpu(6), nvme(32)]
-    want = alone(tmp_path / "a", tiers)
-    with engine(tmp_path / "b", tiers) as built:
-        put(built, range(2))
-        put(built, [2], namespace=OTHER)
-        driver = Driver.open(built, Rows.random(TOKENS + DECODE))
-        driver.forward(CHUNK + 1)
-        assert by_tier(built.stats()) == {"hbm": (LAYERS, 0), "ram": (2, 2), "flash": (0, 1)}
-        driver.rows, driver.position, driver.step = Rows.random(TOKENS + DECODE), CHUNK + 1, 1
-        out = driver.forward(TOKENS + DECODE - CHUNK - 1)
-        assert torch.equal(out, want[:, CHUNK + 1 :])
-        assert stored(built, range(2)) == {0, 1}
-        assert stored(built, [2], namespace=OTHER) == {2}
-
-
-@pytest.mark.usefixtures("segments_of_three")
-def test_a_held_block_keeps_its_segment_and_rows_go_below(tmp_path: Path) -> None:
-    with engine(tmp_path, [gpu(LAYERS), cpu(3), nvme(32)]) as built:
-        put(built, range(2))
-        with built.blocks.store.pin(key_rows([1]), NAMESPACE, LATER):
-            Driver.open(built, Rows.random(2 * CHUNK)).forward(CHUNK + 1)
-            assert by_tier(built.stats())["flash"][0] == LAYERS
-            assert stored(built, range(2)) == {0, 1}
-
-
-@pytest.mark.usefixtures("segments_of_three")
-def test_a_namespace_makes_room_in_its_own_memory(tmp_path: Path) -> None:
-    """All memory is two namespaces' segments. What one stores next costs one of its own, wherever else a slot
-    is free."""
-    with engine(tmp_path, [cpu(6), nvme(32)]) as built:
-        put(built, range(10, 13), namespace=OTHER)
-        put(built, range(3))
-        for number in range(3, 6):
-            assert put(built, [number])[0].outcome is PutOutcome.STORED
-        assert stored(built, range(6)) == set(range(6))
-        assert stored(built, range(10, 13), namespace=OTHER) == {10, 11, 12}
-        assert fetched(built, range(3)) == [payload(built, number) for number in range(3)]
-
-
-@pytest.mark.usefixtures("segments_of_three")
-def test_a_fetch_gets_memory_from_a_segment_of_another_namespace(tmp_path: Path) -> None:
-    with engine(tmp_path, [cpu(3), nvme(32)]) as built:
-        put(built, range(3))
-        put(built, range(10, 13), namespace=OTHER)
-        assert by_tier(built.stats())["ram"][1] <= 3
-        assert fetched(built, range(3)) == [payload(built, number) for number in range(3)]
-        assert len(fetched(built, range(10, 13), namespace=OTHER)) == 3
 
 
 def test_stop_ends_what_is_open_and_refuses_what_comes(tmp_path: Path) -> None:
