@@ -141,7 +141,8 @@ class Promises:
             if ready:
                 return
             if reason.value in ("CHECKSUM_MISMATCH", "IDENTITY_MISMATCH", "SHORT_COPY", "MISS"):
-                assert not block.safe or (block.droppable and reason.value == "MISS"), f"{block.name}: {reason}"
+                evicted = block.droppable and reason.value == "MISS"
+                assert evicted or not block.safe, f"{block.name}: {reason}"
                 return
             if reason.value == "NO_STAGING" and self._nothing_may_leave():
                 self.seen["full-of-kept"] += 1
