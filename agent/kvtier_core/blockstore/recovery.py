@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from kvtier_core.blockstore.parts import Parts
+from kvtier_core.directory import NO_LINE
 from kvtier_core.tiers.nvme.recovery import RecoveredBlock
 
 _AT_ONCE = 65536
@@ -28,11 +29,13 @@ class Recovers(Protocol):
 
 
 def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock]) -> Counter[int]:
-    """Inserts every recovered block of a tier with its one copy; returns how many by namespace index.
-    Raises CoreError: NO_DESTINATION_CAPACITY."""
+    """Inserts every recovered block of a tier with its one copy; returns how many by namespace index. A block
+    that another tier has given back already is not needed twice: its slot is free. Raises CoreError:
+    NO_DESTINATION_CAPACITY."""
     owners: Counter[int] = Counter()
     directory = parts.directory
-    while batch := list(islice(found, _AT_ONCE)):
+    while read := list(islice(found, _AT_ONCE)):
+        batch = [block for block in read if _is_new(parts, tier, block)]
         each = [block.identity for block in batch]
         keys = np.frombuffer(b"".join(item.chunk_digest for item in each), dtype=np.uint8)
         namespaces = np.asarray([parts.namespaces.index(item.namespace) for item in each], dtype=np.int32)
@@ -51,3 +54,10 @@ def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock]) -> Counter
         directory.droppable[lines] = [item.droppable for item in each]
         owners.update(namespaces.tolist())
     return owners
+
+
+def _is_new(parts: Parts, tier: int, block: RecoveredBlock) -> bool:
+    if parts.directory.locate(block.identity.chunk_digest) == NO_LINE:
+        return True
+    parts.tiers[tier].release(block.ref)
+    return False

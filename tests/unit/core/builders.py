@@ -146,6 +146,7 @@ def engine(
     clock: Callable[[], float] | None = None,
     layers: int = LAYERS,
     capabilities: dict[str, TierCapability] | None = None,
+    folders: dict[str, Path] | None = None,
     **options: object,
 ) -> Iterator[CacheEngine]:
     """A small engine that is stopped at the end; stopping checks that all capacity came back."""
@@ -153,7 +154,7 @@ def engine(
         tier.name: TierMount(
             tier.name,
             MediumKind(tier.medium.value),
-            folder=folder if tier.medium is Medium.NVME else None,
+            folder=(folders or {}).get(tier.name, folder) if tier.medium is Medium.NVME else None,
             capability=(capabilities or {}).get(tier.name),
         )
         for tier in tiers

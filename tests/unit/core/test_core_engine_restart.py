@@ -12,6 +12,7 @@ from kvtier_core.blockstore.outcomes import PutOutcome
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.nvme.crypto import MemoryKeys
+from kvtier_crds.manifest import Medium, TierRole
 from tests.unit.core.blockpump import (
     LATER,
     NAMESPACE,
@@ -24,12 +25,14 @@ from tests.unit.core.blockpump import (
     until,
 )
 from tests.unit.core.builders import (
+    BLOCK,
     CHUNK,
     LAYERS,
     Driver,
     Fault,
     FaultyFiles,
     Rows,
+    TierBudget,
     cpu,
     engine,
     gpu,
@@ -50,12 +53,12 @@ def fill(built: CacheEngine) -> set[int]:
     return kept
 
 
-def on_flash(built: CacheEngine) -> set[int]:
+def on_flash(built: CacheEngine, name: str = "flash") -> set[int]:
     explain = built.blocks.store.explain
     return {
         number
         for number in NUMBERS
-        if any(copy.tier == "flash" and copy.counts for copy in explain(key(number)).replicas)
+        if any(copy.tier == name and copy.counts for copy in explain(key(number)).replicas)
     }
 
 
@@ -169,6 +172,31 @@ def test_rows_take_slots_of_recovered_blocks_that_may_be_lost(tmp_path: Path) ->
         driver = Driver.open(built, Rows.random(6 * CHUNK))
         driver.forward(5 * CHUNK + 1)
         assert built.stats().tiers[1].bytes.rows > 0
+        built.blocks.store.check()
+
+
+def test_a_block_that_two_tiers_kept_is_given_back_once(tmp_path: Path) -> None:
+    """The faster tier's copy is served, and the other's slot is free."""
+    slow = TierBudget("slow", Medium.NVME, 32, TierRole.BACKING)
+    kept = keeping() | {"slow": keeping()["flash"]}
+    folders = {"flash": tmp_path / "flash", "slow": tmp_path / "slow"}
+    on_disk: dict[str, set[int]] = {}
+    for tier in (nvme(32), slow):
+        with engine(tmp_path, [cpu(2), tier], capabilities=kept, folders=folders) as built:
+            put(built, NUMBERS)
+            until(built, lambda: not built.blocks.store.moves.open_moves())
+            on_disk[tier.name] = on_flash(built, tier.name)
+    both = on_disk["flash"] | on_disk["slow"]
+    with engine(tmp_path, [cpu(2), nvme(32), slow], capabilities=kept, folders=folders) as built:
+        assert [each.kept for each in built.stats().recovered] == [len(found) for found in on_disk.values()]
+        assert stored(built, NUMBERS) == both
+        assert [tier.bytes.blocks // BLOCK for tier in built.stats().tiers] == [
+            0,
+            len(on_disk["flash"]),
+            len(on_disk["slow"] - on_disk["flash"]),
+        ]
+        for number in sorted(both):
+            assert fetched(built, [number]) == [payload(built, number)]
         built.blocks.store.check()
 
 
