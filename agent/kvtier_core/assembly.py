@@ -48,6 +48,7 @@ from kvtier_crds.manifest import Tier as TierEntry
 
 SIMULATED = "simulated"
 PLACEMENT_POLICIES = ("recency",)
+MAX_IO_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +215,16 @@ def _build(
         capability=capability,
         o_direct=mount.o_direct,
         clock=node.clock,
-        options=NvmeOptions(keys=node.keys),
+        options=nvme_options(mount, node.keys),
     )
+
+
+def nvme_options(mount: TierMount, keys: KeyProvider | None) -> NvmeOptions:
+    """A queue is as deep as there are threads, and these are bounded."""
+    options = NvmeOptions(keys=keys, budget=mount.budget)
+    if mount.queue_depth is None:
+        return options
+    return dataclasses.replace(options, threads=max(1, min(MAX_IO_THREADS, mount.queue_depth)))
 
 
 def segment_bytes(size: int) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from kvtier_core.tiers.slots import SlotState as SlotState
 from kvtier_core.tiers.slots import SlotTable as SlotTable
 from kvtier_core.tiers.staging import PAGE, StagingBuffer
 from kvtier_core.tiers.transfer import EraseItem, Landing, TransferItem, TransferSink, move_bytes
+
+if TYPE_CHECKING:
+    from kvtier_core.tiers.nvme.endurance import WriteBudget
 
 P = ParamSpec("P")
 
@@ -71,7 +74,9 @@ DEFAULT_CAPABILITY: dict[MediumKind, TierCapability] = {
 @dataclass(frozen=True, slots=True)
 class TierMount:
     """One device of this node behind a tier class. `folder` for nvme, `cuda_index` for gpu (None: CPU device,
-    then the tier is simulated). `capability` None: the medium's default."""
+    then the tier is simulated). `capability` None: the medium's default. For nvme also: `budget`, of bytes
+    written, shared by all caches on the device; `queue_depth`, I/Os that one cache has under way at a time,
+    None: the tier's own choice."""
 
     class_name: str
     medium: MediumKind
@@ -79,6 +84,8 @@ class TierMount:
     cuda_index: int | None = None
     capability: TierCapability | None = None
     o_direct: bool = True
+    budget: WriteBudget | None = None
+    queue_depth: int | None = None
 
 
 @dataclass(slots=True)

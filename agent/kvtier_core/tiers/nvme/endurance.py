@@ -19,9 +19,15 @@ def bytes_per_day(device_bytes: int, drive_writes_per_day: Decimal, target_fract
     return int(device_bytes * drive_writes_per_day * target_fraction)
 
 
+def daily_budget(rate: int, clock: Callable[[], float]) -> WriteBudget:
+    """`rate` bytes a day, of which a whole day's may be saved up: traffic has its hours, flash has years."""
+    return WriteBudget(rate, rate, clock)
+
+
 class WriteBudget:
     """A token bucket. rate: bytes a day; burst: the most that is saved up, bytes; clock: seconds, monotonic.
-    Full at the start. Thread-safe."""
+    Full at the start. Thread-safe. written_bytes: charged and not given back; refused: how often a write was
+    put off."""
 
     def __init__(self, rate: int, burst: int, clock: Callable[[], float]) -> None:
         if rate <= 0 or burst <= 0:
@@ -32,7 +38,9 @@ class WriteBudget:
         self._clock = clock
         self._at = clock()
         self._lock = threading.Lock()
+        self._refused_at: float | None = None
         self.written_bytes = 0
+        self.refused = 0
 
     def take(self, size: int) -> float:
         """Seconds until `size` bytes may be written; 0.0: they may, and are charged now.
@@ -42,6 +50,8 @@ class WriteBudget:
             self._refill()
             missing = min(float(size), self._burst) - self._level
             if missing > 0:
+                self.refused += 1
+                self._refused_at = self._clock()
                 return missing / self._rate
             self._spend(size)
             return 0.0
@@ -58,6 +68,11 @@ class WriteBudget:
             self._refill()
             self._level = min(self._burst, self._level + size)
             self.written_bytes -= size
+
+    def refused_within(self, seconds: float) -> bool:
+        """Whether a write was put off in the last so many seconds."""
+        with self._lock:
+            return self._refused_at is not None and self._clock() - self._refused_at <= seconds
 
     @property
     def available_bytes(self) -> int:
