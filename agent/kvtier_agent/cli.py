@@ -57,7 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="JSON",
         help='repeatable; className, medium, deviceKind, capacity, device {"path" | "cudaIndex"}, reserve, '
-        "persistence (nvme: process, node, durable)",
+        "persistence (nvme: process, node, durable), endurance {driveWritesPerDay, targetFraction}, "
+        "queueDepth",
     )
     add(
         "--key-dir",

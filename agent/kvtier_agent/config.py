@@ -9,13 +9,14 @@ import argparse
 import json
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from kvtier_agent.keyfiles import KeyDirectory
 from kvtier_core.errors import CoreError
-from kvtier_crds.quantity import QuantityError, parse_bytes
+from kvtier_crds.quantity import QuantityError, parse_bytes, parse_decimal, parse_fraction
 
 _NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -23,6 +24,11 @@ SIMULATED_DEVICE_KIND = "simulated"
 PROCESS = "process"
 # As a TierClass spells them; what is kept outlives the agent's process.
 PERSISTENCE = (PROCESS, "node", "durable")
+TIER_FIELDS = {
+    *("className", "medium", "deviceKind", "capacity", "device", "reserve"),
+    *("persistence", "endurance", "queueDepth"),
+}
+MAX_QUEUE_DEPTH = 65536
 
 
 class ConfigError(Exception):
@@ -53,6 +59,11 @@ class TierConfig:
     path: Path | None
     cuda_index: int | None
     persistence: str = PROCESS
+    drive_writes_per_day: Decimal | None = None
+    """As rated; None: writes are not paced."""
+    write_share: Decimal = Decimal(1)
+    """Of the rated writes, what caches may use."""
+    queue_depth: int | None = None
 
     @property
     def simulated(self) -> bool:
@@ -62,17 +73,16 @@ class TierConfig:
     @classmethod
     def parse(cls, text: str) -> TierConfig:
         """Reads {"className","medium","deviceKind","capacity","device":{"path"|"cudaIndex"},"reserve",
-        "persistence"}."""
+        "persistence","endurance":{"driveWritesPerDay","targetFraction"},"queueDepth"}."""
         try:
             fields = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"--tier is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError("--tier must be a JSON object")
-        known = {"className", "medium", "deviceKind", "capacity", "device", "reserve", "persistence"}
-        unknown = sorted(set(fields) - known)
+        unknown = sorted(set(fields) - TIER_FIELDS)
         if unknown:
-            raise ConfigError(f"--tier: unknown fields {unknown}; legal are {sorted(known)}")
+            raise ConfigError(f"--tier: unknown fields {unknown}; legal are {sorted(TIER_FIELDS)}")
         name = fields.get("className")
         if not isinstance(name, str) or not _NODE_NAME.fullmatch(name):
             raise ConfigError(f"--tier: className {name!r} must be the name of a TierClass")
@@ -96,6 +106,7 @@ class TierConfig:
         kept = PERSISTENCE if medium is Medium.NVME else (PROCESS,)
         if persistence not in kept:
             raise ConfigError(f"--tier {name}: persistence {persistence!r} must be one of {list(kept)}")
+        rated, share = _endurance(name, medium, fields.get("endurance"))
         return cls(
             class_name=name,
             medium=medium,
@@ -105,6 +116,9 @@ class TierConfig:
             path=Path(path) if isinstance(path, str) else None,
             cuda_index=cuda_index,
             persistence=persistence,
+            drive_writes_per_day=rated,
+            write_share=share,
+            queue_depth=_queue_depth(name, fields.get("queueDepth")),
         )
 
 
@@ -245,6 +259,30 @@ def _check_address(flag: str, address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdigit() and int(port) <= 65535):
         raise ConfigError(f"{flag} {address!r} must be HOST:PORT")
+
+
+def _endurance(name: str, medium: Medium, given: Any) -> tuple[Decimal | None, Decimal]:
+    if given is None:
+        return None, Decimal(1)
+    where = f"--tier {name}: endurance"
+    if medium is not Medium.NVME:
+        raise ConfigError(f"{where} is only for medium nvme")
+    if not isinstance(given, dict) or set(given) != {"driveWritesPerDay", "targetFraction"}:
+        raise ConfigError(f"{where} must hold driveWritesPerDay and targetFraction")
+    try:
+        rated = parse_decimal(str(given["driveWritesPerDay"]), f"{where}.driveWritesPerDay")
+        share = parse_fraction(str(given["targetFraction"]), f"{where}.targetFraction")
+    except QuantityError as error:
+        raise ConfigError(str(error)) from error
+    return rated, share
+
+
+def _queue_depth(name: str, given: Any) -> int | None:
+    if given is None:
+        return None
+    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= MAX_QUEUE_DEPTH:
+        raise ConfigError(f"--tier {name}: queueDepth {given!r} must be in [1, {MAX_QUEUE_DEPTH}]")
+    return given
 
 
 def _size(where: str, value: Any, minimum: int) -> int:

@@ -197,6 +197,8 @@ def mount_of(tier: NodeTier) -> TierMount:
         folder=tier.directory,
         cuda_index=None if config.simulated else config.cuda_index,
         capability=kept,
+        budget=tier.budget,
+        queue_depth=config.queue_depth,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from kvtier_agent.control_service import AGENT_VERSION
 from kvtier_agent.engine_port import TierReport
 from kvtier_agent.node import Node
+from kvtier_agent.tierdirs import PACED
 from kvtier_crds.manifest import NUMERICS_VERSION
 
 Json = dict[str, Any]
@@ -63,7 +64,7 @@ def status_of(node: Node, generation: int, now: str, previous: Json | None) -> J
 
 def conditions_of(node: Node, tiers: list[Json]) -> list[Condition]:
     """Ready, Draining, CapabilitiesVerified."""
-    failed = [tier for tier in tiers if tier["state"] != "Ready"]
+    failed = [tier for tier in tiers if tier["state"] == "Failed"]
     if node.draining:
         ready = Condition("Ready", "False", "Draining", "no new sessions are taken")
         draining = Condition("Draining", "True", "Terminating", "in-flight work ends, then the agent")
@@ -106,7 +107,8 @@ def tier_of(report: TierReport, node: Node) -> Json:
         tier["probes"] = probes
     if report.condition != "Ready":
         name, _, message = report.condition.partition(":")
-        tier.update(state="Failed", reason=_reason(name), message=(message.strip() or name)[:512])
+        state = "Degraded" if report.condition == PACED else "Failed"
+        tier.update(state=state, reason=_reason(name), message=(message.strip() or name)[:512])
     return tier
 
 

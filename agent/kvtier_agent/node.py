@@ -27,7 +27,7 @@ from kvtier_agent.evidence_port import EvidencePort, WindowTerms
 from kvtier_agent.keyedlocks import KeyedLocks
 from kvtier_agent.manifests import check_baseline, check_candidate, parse_manifest
 from kvtier_agent.statedir import StateDir
-from kvtier_agent.tierdirs import NodeTier, NodeTiers
+from kvtier_agent.tierdirs import PACED, READY, NodeTier, NodeTiers
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.enforcement import CacheEnforcement, LocalReturn, ReturnReason
@@ -100,6 +100,7 @@ class Node:
         self._book = FenceBook(state.fences)
         self._locks = KeyedLocks()
         self._ending: dict[str, EngineRunner] = {}
+        self._ending_blocks: dict[str, BlockHost] = {}
         self._opening = 0
         self._asking: asyncio.Future[list[tuple[Sequence[TierReport], NodePlan | None]]] | None = None
         self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
@@ -138,17 +139,27 @@ class Node:
         on may write to them until the process ends.
         """
         self._ending.update({uid: host.runner for uid, host in self.caches.items()})
-        blocks = [host.blocks for host in self.caches.values() if host.blocks is not None]
-        await asyncio.gather(*(each.close(seconds) for each in blocks))
-        ends = {f"engine of cache {uid}": runner.close(seconds) for uid, runner in self._ending.items()}
+        self._ending_blocks.update(
+            {uid: host.blocks for uid, host in self.caches.items() if host.blocks is not None}
+        )
+        ending = dict(self._ending_blocks)
+        over = await asyncio.gather(*(one.close(seconds) for one in ending.values()), return_exceptions=True)
+        # What still runs on a store must not have it closed underneath.
+        stuck = [uid for uid, ended in zip(ending, over, strict=True) if ended is not True]
+        ends = {
+            f"engine of cache {uid}": runner.close(seconds)
+            for uid, runner in self._ending.items()
+            if uid not in stuck
+        }
         for pool, name in ((self._pool, "control threads"), (self._report_pool, "report threads")):
             shutdown = partial(pool.shutdown, wait=True, cancel_futures=True)
             ends[name] = BlockingEnd(shutdown, f"close {name}").within(seconds)
         outcomes = await asyncio.gather(*ends.values(), return_exceptions=True)
-        for name, outcome in zip(ends, outcomes, strict=True):
+        for name, outcome in zip((*ending, *ends), (*over, *outcomes), strict=True):
             if isinstance(outcome, BaseException):
                 log.error("%s ended badly", name, exc_info=outcome)
-        left = [name for name, outcome in zip(ends, outcomes, strict=True) if outcome is False]
+        left = [f"calls on blocks of cache {uid}" for uid in stuck]
+        left += [name for name, outcome in zip(ends, outcomes, strict=True) if outcome is False]
         if not left:
             self.tiers.close()
             self._state.close()
@@ -399,25 +410,32 @@ class Node:
         return CacheHost(name, manifest, runner, enforcement, evidence, self.clock, blocks)
 
     async def _end(self, uid: str) -> int:
-        """Ends the cache's engine and its sessions with it. Raises DEADLINE while the running call goes on;
-        no engine may be built over the same tiers before it has ended."""
+        """Ends the cache's engine and its sessions with it. Raises DEADLINE while a running call goes on, of
+        the engine or on its blocks; no engine may be built over the same tiers before they have ended."""
         host = self.caches.pop(uid, None)
         ended = 0
         if host is not None:
             ended = len(host.sessions)
             host.sessions.clear()
             self._ending[uid] = host.runner
-            if host.blocks is not None and not await host.blocks.close(self.limits.control_deadline_seconds):
-                log.warning("calls on blocks of cache %s do not end", uid)
-        runner = self._ending.get(uid)
+            if host.blocks is not None:
+                self._ending_blocks[uid] = host.blocks
+        seconds = self.limits.control_deadline_seconds
+        blocks, runner = self._ending_blocks.get(uid), self._ending.get(uid)
+        if blocks is not None:
+            if not await blocks.close(seconds):
+                raise self._endless(uid, f"a call on blocks of cache {uid} does not end")
+            self._ending_blocks.pop(uid, None)
         if runner is not None:
-            if not await runner.close(self.limits.control_deadline_seconds):
-                message = f"a call of the engine of cache {uid} does not end"
-                self.faults[uid] = f"{Reason.DEADLINE}: {message}"
-                self.changed.set()
-                raise CoreError(Reason.DEADLINE, message)
+            if not await runner.close(seconds):
+                raise self._endless(uid, f"a call of the engine of cache {uid} does not end")
             self._ending.pop(uid, None)
         return ended
+
+    def _endless(self, uid: str, message: str) -> CoreError:
+        self.faults[uid] = f"{Reason.DEADLINE}: {message}"
+        self.changed.set()
+        return CoreError(Reason.DEADLINE, message)
 
     async def _proof(self, host: CacheHost, nonce: bytes) -> ProofFacts:
         running = await self._in_thread(host.runner.engine.live_manifest)
@@ -463,5 +481,10 @@ def _add_report(node: TierReport, engine: TierReport) -> TierReport:
         read_bytes_per_second=max(node.read_bytes_per_second, engine.read_bytes_per_second),
         write_bytes_per_second=max(node.write_bytes_per_second, engine.write_bytes_per_second),
         probes={**engine.probes, **node.probes},
-        condition=node.condition if node.condition != "Ready" else engine.condition,
+        condition=_worse(node.condition, engine.condition),
     )
+
+
+def _worse(node: str, engine: str) -> str:
+    """A tier that fails outranks one whose writes are paced."""
+    return engine if node == READY or (node == PACED and engine != READY) else node

@@ -34,6 +34,7 @@ from kvtier_agent.rpc import RpcScope
 from kvtier_agent.statedir import DirectoryLock, StateDir
 from kvtier_agent.telemetry import Metrics, Telemetry, otlp_processor
 from kvtier_agent.tierdirs import NodeTiers
+from kvtier_agent.tiermetrics import WriteBudgetCollector
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 1.0
@@ -98,6 +99,7 @@ class AgentServer:
         self._frames = FrameCount(config.limits.agent_in_flight, self._metrics)
         self._block_metrics = BlockMetrics(self._metrics.registry)
         StoreCollector(self._metrics.registry, self._block_hosts, time.monotonic)
+        WriteBudgetCollector(self._metrics.registry, self.node.tiers)
         self._metrics_http: MetricsHttp | None = None
         self._scopes: list[RpcScope] = []
         self._stop = asyncio.Event()

@@ -2,12 +2,16 @@
 
 An nvme tier uses `<path>/<node uid>/` under a lock, so two agents on one machine never share files. A folder
 that cannot be written does not stop the agent: its condition says so and caches that need it are refused.
+
+The write budget of a tier is the node's, not a cache's: flash wears by what all of them write. A drive is
+taken to be as large as the filesystem of its folder.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,18 +19,24 @@ from kvtier_agent.config import SIMULATED_DEVICE_KIND, ConfigError, Medium, Tier
 from kvtier_agent.engine_port import TierReport
 from kvtier_agent.statedir import DirectoryLock
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.tiers.nvme.endurance import WriteBudget, bytes_per_day, daily_budget
 from kvtier_crds.manifest import RuntimeManifest
 
 READY = "Ready"
+# A condition that came and went with each block would be written to the API server as often.
+PACED_SECONDS = 300.0
+PACED = f"{Reason.WRITE_BUDGET}: writes were put off: the endurance of its class is used up for now"
 
 
 @dataclass(frozen=True)
 class NodeTier:
-    """A claimed tier. `directory` is this agent's own; `fault` is empty when the tier can be used."""
+    """A claimed tier. `directory` is this agent's own; `fault` is empty when the tier can be used. `budget`:
+    of bytes written, None where the class states no endurance."""
 
     config: TierConfig
     directory: Path | None
     fault: str
+    budget: WriteBudget | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -38,15 +48,34 @@ class NodeTier:
             medium=self.config.medium.value,
             simulated=self.config.simulated,
             capacity_bytes=self.config.capacity_bytes,
-            condition=self.fault or READY,
+            condition=self.fault or (PACED if self.paced else READY),
         )
+
+    @property
+    def paced(self) -> bool:
+        """Whether its budget put a write off in the last minutes."""
+        return self.budget is not None and self.budget.refused_within(PACED_SECONDS)
+
+
+def drive_bytes(folder: Path) -> int:
+    """Of the filesystem that a folder is on."""
+    found = os.statvfs(folder)
+    return found.f_blocks * found.f_frsize
 
 
 class NodeTiers:
     """All tiers of this node, by class name."""
 
-    def __init__(self, configs: Sequence[TierConfig], node_uid: str) -> None:
-        """Raises ConfigError when another agent holds a tier's folder."""
+    def __init__(
+        self,
+        configs: Sequence[TierConfig],
+        node_uid: str,
+        clock: Callable[[], float] = time.monotonic,
+        drive_bytes: Callable[[Path], int] = drive_bytes,
+    ) -> None:
+        """Raises ConfigError when another agent holds a tier's folder. clock: seconds, of budgets."""
+        self._clock = clock
+        self._drive_bytes = drive_bytes
         self._locks: list[DirectoryLock] = []
         self._by_name = {config.class_name: self._claim(config, node_uid) for config in configs}
 
@@ -103,11 +132,19 @@ class NodeTiers:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._locks.append(DirectoryLock(directory))
             _probe_write(directory)
+            rate = self._bytes_per_day(config, directory)
         except BlockingIOError as error:
             raise ConfigError(f"--tier {config.class_name}: another agent holds {directory}") from error
         except OSError as error:
             return NodeTier(config, None, f"StorageUnavailable: {directory}: {error.strerror or error}")
-        return NodeTier(config, directory, "")
+        if rate == 0:
+            return NodeTier(config, None, "EnduranceZero: the endurance of its class allows no write at all")
+        budget = None if rate is None else daily_budget(rate, self._clock)
+        return NodeTier(config, directory, "", budget)
+
+    def _bytes_per_day(self, config: TierConfig, directory: Path) -> int | None:
+        rated, share = config.drive_writes_per_day, config.write_share
+        return None if rated is None else bytes_per_day(self._drive_bytes(directory), rated, share)
 
 
 def _probe_write(directory: Path) -> None:
