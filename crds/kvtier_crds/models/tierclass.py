@@ -80,7 +80,7 @@ class Capabilities(Struct):
     persistence: Persistence
     tenant_isolation: TenantIsolation
     encryption_at_rest: Encryption = Encryption.NONE
-    """Agents of this version encrypt nothing."""
+    """Agents go by their own `--key-dir`, which encrypts all that they keep on nvme, and not by this."""
     alignment_bytes: Alignment
     """A power of two up to 2 MiB."""
     checksum: Checksum
@@ -88,17 +88,25 @@ class Capabilities(Struct):
 
 
 class Endurance(Struct):
-    """Bounds on what is written to flash. Declared only: no agent of this version paces its writes."""
+    """Bounds on what is written to flash. What is beyond them is refused with WRITE_BUDGET, and the tier is
+    Degraded on its KVNode for five minutes after a refusal."""
 
     drive_writes_per_day: DecimalString
+    """The drive's rating. Its size is taken to be that of the filesystem on the node. At 0 the tier cannot be
+    used."""
     target_fraction: Fraction
-    """The share of that rate which the cache may use."""
+    """The share of that rate which all caches of the tier on a node may use together. A day's share may be
+    saved up; an agent starts with it."""
 
 
 class TierLimits(Struct):
     read_bytes_per_second: Quantity | None = None
+    """For people: agents go by what they measure."""
     write_bytes_per_second: Quantity | None = None
+    """For people: agents go by what they measure, and do not slow down to it."""
     queue_depth: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """How many reads and writes a cache has under way at a time on an nvme tier; at most 64 are used. Absent:
+    4. Of other media it says nothing."""
     endurance: Endurance | None = None
 
 

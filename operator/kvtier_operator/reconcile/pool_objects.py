@@ -19,6 +19,7 @@ AGENT_ROLE = "kvtier-agent"
 POOL_LABEL = "kvtier.dev/pool"
 RUN_DIR = "/run/kvtier"
 TERMINATION_SECONDS = 60
+KEPT = ("node", "durable")
 
 
 def object_name(pool: JsonObject) -> str:
@@ -53,8 +54,25 @@ def tier_arguments(pool: JsonObject, tier_classes: dict[str, JsonObject]) -> lis
             fields["deviceKind"] = spec["deviceKind"]
         if tier.get("device"):
             fields["device"] = tier["device"]
+        fields |= _storage_fields(spec)
         arguments.append(f"--tier={json.dumps(fields, sort_keys=True, separators=(',', ':'))}")
     return arguments
+
+
+def _storage_fields(spec: JsonObject) -> JsonObject:
+    """What an nvme class says beyond its devices, and only what it says: an agent's template is as before
+    where a class is."""
+    if spec["medium"] != "nvme":
+        return {}
+    fields: JsonObject = {}
+    persistence = spec["capabilities"]["persistence"]
+    if persistence in KEPT:
+        fields["persistence"] = persistence
+    limits = spec.get("limits") or {}
+    for name in ("endurance", "queueDepth"):
+        if limits.get(name):
+            fields[name] = limits[name]
+    return fields
 
 
 def daemon_set(pool: JsonObject, tier_classes: dict[str, JsonObject], *, hold: bool) -> JsonObject:

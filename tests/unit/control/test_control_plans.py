@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
+from kvtier_agent.config import TierConfig
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_operator import conditions as c
 from kvtier_operator.events import changes
@@ -18,6 +20,7 @@ from kvtier_operator.reconcile.feasible import budgets_of_others, feasibility, o
 from kvtier_operator.reconcile.kvcache_plan import ledger_moved
 from kvtier_operator.reconcile.kvcache_refs import resolve
 from kvtier_operator.reconcile.kvnode import Liveness
+from kvtier_operator.reconcile.pool_objects import tier_arguments
 from tests.unit.control.control_fakes import START, Bench
 from tests.unit.control.control_objects import agent_pool, conditions, kv_cache, kv_selector, tier_class
 
@@ -221,6 +224,39 @@ def test_the_daemonset_starts_agents_with_everything_they_need() -> None:
     }
     assert pod["serviceAccountName"] == "kvtier-agent-default"
     assert pod["nodeSelector"] == {"gpu": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "limits", "more"),
+    [
+        ({}, None, {}),
+        ({}, {"readBytesPerSecond": "2G"}, {}),
+        ({"persistence": "durable"}, None, {"persistence": "durable"}),
+        (
+            {"persistence": "node"},
+            {"queueDepth": 32, "endurance": {"driveWritesPerDay": "1", "targetFraction": "50%"}},
+            {
+                "persistence": "node",
+                "queueDepth": 32,
+                "endurance": {"driveWritesPerDay": "1", "targetFraction": "50%"},
+            },
+        ),
+    ],
+    ids=["as-before", "for-people", "durable", "all"],
+)
+def test_an_agent_is_told_what_an_nvme_class_says_and_can_read_it(
+    capabilities: JsonObject, limits: JsonObject | None, more: JsonObject
+) -> None:
+    tier = tier_class("nvme", "nvme")
+    tier["spec"]["capabilities"].update(capabilities)
+    if limits is not None:
+        tier["spec"]["limits"] = limits
+    pool = agent_pool(tiers=[{"tierClassName": "nvme", "capacity": "1Gi", "device": {"path": "/mnt/kv"}}])
+    (argument,) = tier_arguments(pool, {"nvme": tier})
+    told = json.loads(argument.removeprefix("--tier="))
+    known = ("className", "medium", "capacity", "reserve", "device")
+    assert {name: value for name, value in told.items() if name not in known} == more
+    TierConfig.parse(json.dumps(told))
 
 
 # --- KVNode ----------------------------------------------------------------------------------------------
