@@ -113,6 +113,48 @@ async def test_no_engine_is_built_over_the_tiers_of_one_that_does_not_end(bench:
     await bench.close()
 
 
+class StuckBlocks:
+    """Shared blocks with a call in a thread that does not come back until it is let go."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    async def close(self, seconds: float) -> bool:
+        return self.ended
+
+
+def stick(bench: Bench) -> StuckBlocks:
+    blocks = StuckBlocks()
+    [host] = bench.node.caches.values()
+    host.blocks = blocks  # type: ignore[assignment]
+    return blocks
+
+
+async def test_a_node_closes_no_engine_under_calls_on_its_blocks(bench: Bench, tmp_path: Path) -> None:
+    blocks = stick(bench)
+    assert await bench.node.close(5) == ["calls on blocks of cache cache-uid-1"]
+    assert not bench.engine.closed
+    with pytest.raises(ConfigError, match="another agent holds"):
+        StateDir(tmp_path / "state")
+    blocks.ended = True
+    assert await bench.node.close(5) == []
+    assert bench.engine.closed
+
+
+async def test_a_cache_is_removed_when_the_calls_on_its_blocks_have_ended(bench: Bench) -> None:
+    blocks = stick(bench)
+    command = bench.command()
+    for _ in range(2):
+        with pytest.raises(CoreError, match="blocks of cache cache-uid-1") as refused:
+            await bench.node.remove_cache(command)
+        assert refused.value.reason is Reason.DEADLINE
+        assert not bench.engine.closed
+    blocks.ended = True
+    await bench.node.remove_cache(command)
+    assert bench.engine.closed
+    await bench.close()
+
+
 async def test_reports_of_an_engine_that_hangs_are_given_up_in_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
