@@ -169,3 +169,12 @@ def test_the_probe_ends_when_rounds_take_long_and_counts_the_least_of_them() -> 
     figures = measure_compute(LAYOUT, QUERY_HEADS, lambda: next(readings))
     assert figures.row_seconds == pytest.approx(1.0 / (MAX_CHUNKS * LAYOUT.chunk_tokens))
     assert list(readings) == []
+
+
+def test_a_model_of_two_layers_copies_each_when_it_is_reached() -> None:
+    """Two slots would hold both layers: nothing is gained. One of 12 chunks beside 14 of each layer: 40."""
+    plan = planned(GPU, tier("disk", 24, in_place=False), layers=2)
+    tokens = LAYOUT.chunk_tokens
+    assert plan.schedule == Schedule.ON_DEMAND_BLOCKS
+    assert (plan.inputs["coldTokens"], plan.inputs["contextTokens"]) == (str(12 * tokens), str(26 * tokens))
+    assert plan.stall == pytest.approx(2 * 12 * LAYOUT.payload_bytes / (100 * MIB))
