@@ -18,10 +18,16 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.v1 import blocks_pb2
+from kvtier.v1 import blocks_pb2, common_pb2
 from kvtier_agent import convert
 from kvtier_agent.blockhost import BlockHost
-from kvtier_agent.blockinspect import explanation_message, found_message, inspection, tier_deletions
+from kvtier_agent.blockinspect import (
+    copies_of,
+    explanation_message,
+    found_message,
+    inspection,
+    tier_deletions,
+)
 from kvtier_agent.blockloading import Loading, Wanted
 from kvtier_agent.blockmetrics import BlockMetrics
 from kvtier_agent.blockpins import MAX_SECONDS as MAX_PIN_SECONDS
@@ -31,6 +37,7 @@ from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.node import Node
 from kvtier_core.blockkey import BlockSource, check_committed
 from kvtier_core.blockstore.outcomes import Explanation
+from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.directory import NO_LINE
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.transactions import MoveReason
@@ -41,6 +48,9 @@ DEFAULT_SECONDS = 10.0
 # Left of a call's deadline for its answer to be written.
 ANSWER_SECONDS = 0.2
 MAX_PAGE = 1000
+# In one hold of the metadata lock.
+KEYS_AT_ONCE = 256
+NO_LINES: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +214,8 @@ class BlockCalls:
                 wanted = Wanted(keys, call.caller.namespace, request.generations, call.deadline)
                 loading = Loading(call.host, wanted)
                 async for part in loading.parts():
+                    if part.HasField("error"):
+                        self._metrics.load_refusals[common_pb2.Reason.Name(part.error.reason),].inc()
                     if loading.sent == 0 and part.offset == 0:
                         self._metrics.load_wait_seconds.observe(time.monotonic() - started)
                     yield part
@@ -226,23 +238,11 @@ class BlockCalls:
             span = None if whole else span_of(request.span)
             store, namespace = call.host.store, call.caller.namespace
 
-            def order() -> tuple[list[Deletion], blocks_pb2.DeleteBlocksResponse]:
-                with store.parts.lock:
-                    if span is None:
-                        index = store.parts.namespaces.known(namespace)
-                        lines = [] if index is None else store.directory.lines_of(index).tolist()
-                        tiers = tier_deletions(store, lines)
-                        orders = [store.delete_namespace(namespace)]
-                    else:
-                        keys, lines = self._own(call, span)
-                        tiers = tier_deletions(store, lines)
-                        orders = store.delete(keys)
-                    generation = max((each.generation for each in orders), default=0)
-                    return orders, blocks_pb2.DeleteBlocksResponse(
-                        tombstoned=len(lines), tombstone_generation=generation, tiers=tiers
-                    )
-
-            orders, answer = await call.host.run(order)
+            if span is None:
+                orders, answer = await call.host.run(partial(_delete_namespace, store, namespace))
+            else:
+                keys = await self._keys(call, span)
+                orders, answer = await call.host.run(partial(_delete_keys, store, namespace, keys))
             self._metrics.deletions_requested.inc(len(orders))
             store.parts.wake()
             done = await call.host.until(lambda: all(map(_done, orders)), call.deadline)
@@ -253,24 +253,6 @@ class BlockCalls:
             for tier in answer.tiers:
                 tier.durable = tier.durable and done
             return answer
-
-    @staticmethod
-    def _own(call: _Call, span: Span) -> tuple[list[bytes], list[int]]:
-        """Keys that this caller may delete, and the lines that hold them. Another tenant's are left out as if
-        they were not there; what is nowhere may still lie on a device. The lock is held."""
-        directory = call.host.store.directory
-        owner = call.host.store.parts.namespaces.known(call.caller.namespace)
-        keys: list[bytes] = []
-        lines: list[int] = []
-        for row in span.keys(call.caller.source):
-            key = row.tobytes()
-            line = directory.locate(key)
-            if line != NO_LINE and int(directory.namespace[line]) != owner:
-                continue
-            keys.append(key)
-            if line != NO_LINE:
-                lines.append(line)
-        return keys, lines
 
     # Looking.
 
@@ -312,6 +294,50 @@ class BlockCalls:
             )
             answer.boot_id = self._node.boot_id
             return answer
+
+
+_Ordered = tuple[list[Deletion], blocks_pb2.DeleteBlocksResponse]
+
+
+def _delete_namespace(store: BlockStore, namespace: bytes) -> _Ordered:
+    with store.parts.lock:
+        index = store.parts.namespaces.known(namespace)
+        lines = NO_LINES if index is None else store.directory.lines_of(index)
+        copies = copies_of(store, lines)
+        orders = [store.delete_namespace(namespace)]
+    return orders, blocks_pb2.DeleteBlocksResponse(
+        tombstoned=len(lines), tombstone_generation=orders[0].generation, tiers=tier_deletions(store, copies)
+    )
+
+
+def _delete_keys(store: BlockStore, namespace: bytes, keys: NDArray[np.uint8]) -> _Ordered:
+    """Deletes those of `keys` that are this namespace's or nobody's (what is nowhere may still lie on a
+    device); another's are left out as if they were not there."""
+    directory = store.directory
+    orders: list[Deletion] = []
+    copies = copies_of(store, NO_LINES)
+    tombstoned = 0
+    for first in range(0, len(keys), KEYS_AT_ONCE):
+        with store.parts.lock:
+            owner = store.parts.namespaces.known(namespace)
+            mine: list[bytes] = []
+            lines: list[int] = []
+            for row in keys[first : first + KEYS_AT_ONCE]:
+                key = row.tobytes()
+                line = directory.locate(key)
+                if line != NO_LINE and int(directory.namespace[line]) != owner:
+                    continue
+                mine.append(key)
+                if line != NO_LINE:
+                    lines.append(line)
+            copies = copies + copies_of(store, np.asarray(lines, dtype=np.int64))
+            tombstoned += len(lines)
+            orders += store.delete(mine)
+    return orders, blocks_pb2.DeleteBlocksResponse(
+        tombstoned=tombstoned,
+        tombstone_generation=max((each.generation for each in orders), default=0),
+        tiers=tier_deletions(store, copies),
+    )
 
 
 def _done(deletion: Deletion) -> bool:

@@ -6,9 +6,10 @@ only. It must not know calls or callers; every function runs in a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.v1 import blocks_pb2
 from kvtier_agent.blockhost import BlockHost
@@ -19,6 +20,9 @@ from kvtier_core.tiers.base import Tier
 from kvtier_core.transactions import MoveReason, MoveRefused
 
 MAX_FACTS = 16
+# Lines of the directory that one page looks at, and those of one hold of the lock.
+SEARCH_LINES = 1 << 20
+LINES_AT_ONCE = 1 << 14
 
 
 def found_message(store: BlockStore, key: bytes, found: Found) -> blocks_pb2.FoundBlock:
@@ -54,18 +58,19 @@ def explanation_message(said: Explanation) -> blocks_pb2.ExplainBlockResponse:
     )
 
 
-def tier_deletions(store: BlockStore, lines: Sequence[int]) -> list[blocks_pb2.TierDeletion]:
-    """Copies that a deletion of `lines` takes from each tier. The store's lock is held. durable: the tier
-    can."""
-    counts = [0] * len(store.parts.tiers)
-    for line in lines:
-        for tier in store.directory.replicas.held_in(line):
-            counts[tier] += 1
+def copies_of(store: BlockStore, lines: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many copies of `lines` [n] each tier has [tiers]. The store's lock is held."""
+    columns = store.directory.replicas.tiers[: len(store.parts.tiers)]
+    return np.asarray([np.count_nonzero(tier.state.array[lines]) for tier in columns], dtype=np.int64)
+
+
+def tier_deletions(store: BlockStore, copies: NDArray[np.int64]) -> list[blocks_pb2.TierDeletion]:
+    """copies: of what is deleted, by tier. durable: once it is done, no restart brings any back."""
     return [
         blocks_pb2.TierDeletion(
             tier_class=tier.name, blocks=count, bytes=count * store.parts.block_bytes, durable=True
         )
-        for tier, count in zip(store.parts.tiers, counts, strict=True)
+        for tier, count in zip(store.parts.tiers, copies.tolist(), strict=True)
         if count or tier.persistent
     ]
 
@@ -73,22 +78,36 @@ def tier_deletions(store: BlockStore, lines: Sequence[int]) -> list[blocks_pb2.T
 def inspection(
     host: BlockHost, namespace: bytes | None, after: int, limit: int
 ) -> blocks_pb2.InspectBlocksResponse:
-    """Totals, and the blocks of a namespace from line `after`."""
+    """Totals, and the blocks of a namespace from line `after`: a page of them, or fewer after a long search.
+    Numbers are read one after the other, while the store goes on."""
     store = host.store
     answer = blocks_pb2.InspectBlocksResponse(
         cache_generation=store.moves.cache_generation,
         block_bytes=store.parts.block_bytes,
         counters=counters(host),
+        tiers=[_totals(store, index, tier) for index, tier in enumerate(store.parts.tiers)],
     )
-    with store.parts.lock:
-        answer.tiers.extend(_totals(store, index, tier) for index, tier in enumerate(store.parts.tiers))
-        owner = None if namespace is None else store.parts.namespaces.known(namespace)
-        if owner is not None:
-            lines = store.directory.lines_of(owner, first=after, limit=None)[: limit + 1].tolist()
-            keys = [store.directory.key_of(line) for line in lines[:limit]]
-            answer.blocks.extend(explanation_message(store.explain(key)) for key in keys)
-            answer.next = lines[limit] if len(lines) > limit else 0
+    owner = None if namespace is None else store.parts.namespaces.known(namespace)
+    if owner is not None:
+        _page(store, owner, after, limit, answer)
     return answer
+
+
+def _page(
+    store: BlockStore, owner: int, after: int, limit: int, answer: blocks_pb2.InspectBlocksResponse
+) -> None:
+    directory = store.directory
+    for first in range(after, min(directory.used, after + SEARCH_LINES), LINES_AT_ONCE):
+        with store.parts.lock:
+            lines = directory.lines_of(owner, first=first, limit=LINES_AT_ONCE).tolist()
+            room = limit - len(answer.blocks)
+            keys = [directory.key_of(line) for line in lines[:room]]
+            answer.blocks.extend(explanation_message(store.explain(key)) for key in keys)
+        if len(lines) > room:
+            answer.next = lines[room]
+            return
+    if after + SEARCH_LINES < directory.used:
+        answer.next = after + SEARCH_LINES
 
 
 def _totals(store: BlockStore, index: int, tier: Tier) -> blocks_pb2.BlockTierTotals:

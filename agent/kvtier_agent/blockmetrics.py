@@ -76,12 +76,12 @@ class BlockMetrics:
             registry=registry,
         )
         refusals = Count(
-            "kvtier_agent_block_refusals",
-            "Load calls that ended before their last block, and calls refused, by reason",
+            "kvtier_agent_block_load_refusals",
+            "Load calls that ended before their last block, by reason",
             ["reason"],
             registry=registry,
         )
-        self.refusals = ChildOf(refusals.labels)
+        self.load_refusals = ChildOf(refusals.labels)
         self.deletions_requested = Count(
             "kvtier_agent_block_deletions_requested", "Orders to delete", registry=registry
         )

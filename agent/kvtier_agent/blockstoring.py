@@ -106,14 +106,17 @@ class Storing:
     async def _open(self, first: int) -> None:
         """Reserves the next group, of those blocks that have room now; waits when the first has none."""
         order = self._order
+        last: Stored | None = None
         while True:
             turn = self._host.mark()
             end = min(first + self._most, len(self._keys))
             try:
                 reservation = await self._reserve(first, end)
             except CoreError as error:
-                left = len(self._keys) - first
-                self.outcomes += [_refused_by(error)] * left
+                # For whom there was no room in time, that is what matters.
+                known = last if error.reason is Reason.DEADLINE else None
+                outcome = known or _refused_by(error)
+                self.outcomes += [outcome] * (len(self._keys) - first)
                 return
             waits = _first_waiting(reservation)
             if waits is None or waits > 0:
@@ -127,11 +130,11 @@ class Storing:
                     end = first + waits
                 self._group = _Group(first, end, reservation)
                 return
-            outcome = reservation.outcome(0)
+            last = reservation.outcome(0)
             await self._strand.run(reservation.close)
             if not await self._host.turn(turn, order.deadline):
-                assert outcome is not None
-                self.outcomes += [outcome] * (len(self._keys) - first)
+                assert last is not None
+                self.outcomes += [last] * (len(self._keys) - first)
                 return
 
     async def _reserve(self, first: int, end: int) -> Reservation:

@@ -78,11 +78,11 @@ class Left:
     good: int
 
 
-def verified(folder: Path) -> dict[str, Any]:
+def verified(folder: Path, *more: str) -> dict[str, Any]:
     """The offline report, as the command line prints it."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        status = inspect(["--store", str(folder), "--json"])
+        status = inspect(["--store", str(folder / "nvme"), "--json", *more])
     report: dict[str, Any] = json.loads(out.getvalue())
     assert status == (0 if report["whole"] else 1)
     return report
@@ -158,3 +158,36 @@ def test_a_client_of_the_former_agent_is_told_so(left: Left) -> None:
     report = verified(left.folder)
     assert report["whole"]
     assert [store["superblock"]["clean"] for store in report["stores"]] == [True]
+
+
+def test_what_is_encrypted_is_found_again_with_its_key_and_never_without(tmp_path: Path) -> None:
+    keys, base = tmp_path / "keys", tmp_path / "node"
+    keys.mkdir()
+    base.mkdir()
+    (keys / "CURRENT").write_text("k1\n")
+    (keys / "k1").write_bytes(bytes(range(32)))
+    (keys / "k2").write_bytes(bytes(32))
+    extra = ("--key-dir", str(keys))
+    tokens, sent = TOKENS[: 80 * BLOCK_TOKENS], SENT[:80]
+    with running_agent(tiers=kept_tiers, folder=base, extra=extra) as agent, client_of(agent) as client:
+        agent.apply_baseline(MANIFEST)
+        stored = client.store(SOURCE, tokens, sent, committed_frontier=len(tokens))
+        assert [block.refusal for block in stored] == [None] * len(sent)
+        durable = [at for at, block in enumerate(stored) if on_flash(client, block.key)]
+        agent.kill()
+    disk = b"".join(path.read_bytes() for path in (base / "nvme").rglob("*.blocks"))
+    assert durable and not any(sent[at][:64] in disk for at in durable)
+    assert verified(base)["stores"][0]["slots"].keys() == {"SEALED"}
+    assert verified(base, "--key-dir", str(keys))["stores"][0]["slots"]["GOOD"] >= len(durable)
+    with running_agent(tiers=kept_tiers, folder=base, extra=extra) as agent, client_of(agent) as client:
+        loaded = client.load(SOURCE, tokens)
+        assert len(loaded.blocks) > 0
+        assert [bytes(block.payload) for block in loaded.blocks] == sent[: len(loaded.blocks)]
+        agent.kill()
+    # The end of a key is the end of what was written under it, and of nothing else.
+    (keys / "CURRENT").write_text("k2\n")
+    (keys / "k1").unlink()
+    with running_agent(tiers=kept_tiers, folder=base, extra=extra) as agent, client_of(agent) as client:
+        assert not client.lookup(SOURCE, tokens).blocks
+        again = client.store(SOURCE, tokens, sent, committed_frontier=len(tokens))
+        assert [(block.refusal, block.existed) for block in again] == [(None, False)] * len(sent)
