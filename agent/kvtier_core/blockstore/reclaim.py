@@ -32,7 +32,7 @@ POLICIES = ("greedyDual", "lru", "arc")
 
 @dataclass(frozen=True, slots=True)
 class _Pause:
-    """Of relief in a tier whose demotions fail. until: absolute seconds."""
+    """Of relief in a tier whose demotions fail, or where nothing may go. until: absolute seconds."""
 
     until: float
     seconds: float
@@ -179,11 +179,14 @@ class Reclaim:
         return self.make_room(tier, count)
 
     def relieve(self) -> None:
-        """Keeps every tier under its watermark."""
+        """Keeps every tier under its watermark. Where that is not to be had (all is held, or full of what must
+        stay) it is tried again later and later, for each attempt looks at the whole tier."""
         now = self._parts.clock()
         for tier in range(len(self._parts.tiers)):
-            if now >= self._pauses.get(tier, _NO_PAUSE).until:
-                self.evictor.relieve(tier, now)
+            if now < self._pauses.get(tier, _NO_PAUSE).until:
+                continue
+            if self.evictor.relieve(tier, now).reason is not MoveReason.READY:
+                self._wait_longer(tier, now)
 
     def on_settled(self, settled: Settled) -> None:
         """A demotion ended. While they fail, relief waits longer and longer: each failure is reported, and
@@ -194,11 +197,13 @@ class Reclaim:
             return
         self.failed[settled.reason.value] = self.failed.get(settled.reason.value, 0) + 1
         if settled.reason not in _NO_FAULT:
-            before = self._pauses.get(tier, _NO_PAUSE)
-            now = self._parts.clock()
-            if now >= before.until:
-                seconds = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 2 * before.seconds))
-                self._pauses[tier] = _Pause(now + seconds, seconds)
+            self._wait_longer(tier, self._parts.clock())
+
+    def _wait_longer(self, tier: int, now: float) -> None:
+        before = self._pauses.get(tier, _NO_PAUSE)
+        if now >= before.until:
+            seconds = min(MAX_PAUSE_SECONDS, max(MIN_PAUSE_SECONDS, 2 * before.seconds))
+            self._pauses[tier] = _Pause(now + seconds, seconds)
 
     def _refused(self, settled: Sequence[Settled]) -> None:
         for each in settled:

@@ -173,6 +173,8 @@ class Evictor:
         missing = count - self._free(tier) - self._leaving(tier)
         if missing > 0:
             candidates = self.candidates(tier)
+            if tier not in self._below:
+                candidates = candidates[self._may_end(tier, candidates)]
             attempt = _Attempt(tier, now)
             for batch in self._victims(tier, candidates, missing):
                 missing -= self._take(attempt, batch, missing)
@@ -190,14 +192,23 @@ class Evictor:
         mask = self._directory.namespace[lines] != NO_NAMESPACE
         return lines[mask if self._evictable is None else self._evictable(lines)]
 
-    def _victims(self, tier: int, candidates: Lines, missing: int) -> list[Lines]:
-        """The candidates in the policy's order: first as many as are likely to do, then the rest."""
+    def _may_end(self, tier: int, lines: Lines) -> NDArray[np.bool_]:
+        """Whose copies in the tier may be dropped, going nowhere [n]."""
+        may: NDArray[np.bool_] = self._directory.survivors_of(lines, tier) >= max(1, self._moves.survival)
+        return may if self._droppable is None else may | self._droppable(lines)
+
+    def _victims(self, tier: int, candidates: Lines, missing: int) -> Iterator[Lines]:
+        """The candidates in the policy's order: first as many as are likely to do, then the rest. Of the rest
+        only what may go, since a full tier of blocks that must stay can have millions of them."""
         likely = 2 * missing + 16
         first = self._policies[tier].order(candidates, likely)
-        if len(candidates) <= likely:
-            return [first]
-        rest = np.setdiff1d(candidates, first, assume_unique=True)
-        return [first, self._policies[tier].order(rest, len(rest))]
+        yield first
+        if len(candidates) > likely:
+            rest = np.setdiff1d(candidates, first, assume_unique=True)
+            lower = self._below.get(tier)
+            if lower is not None and self._free(lower) <= 0:
+                rest = rest[self._may_end(tier, rest)]
+            yield self._policies[tier].order(rest, len(rest))
 
     def _take(self, attempt: _Attempt, lines: Lines, missing: int) -> int:
         """Drops or begins to demote lines in order; returns how many slots, at most `missing`, are free or on

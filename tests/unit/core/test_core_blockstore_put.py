@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvtier_core.blockstore.outcomes import PutOutcome
@@ -365,4 +366,58 @@ def test_a_segment_that_is_to_change_hands_is_not_filled_again_by_its_owner() ->
         bench.settle()
         (refused,) = bench.put("x", namespace=BETA)
     assert refused.outcome is PutOutcome.STORED
+    bench.rest()
+
+
+def test_relief_that_cannot_come_is_tried_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt looks at a whole tier under the lock, and there is a pump for each thing that happens."""
+    bench = StoreBench(memory=4, storage=8, watermarks=Watermarks(0.5, 0.25))
+    full_of_kept(bench)
+    asked: list[int] = []
+    candidates = bench.store.reclaim.evictor.candidates
+
+    def counting(tier: int) -> object:
+        asked.append(tier)
+        return candidates(tier)
+
+    monkeypatch.setattr(bench.store.reclaim.evictor, "candidates", counting)
+    bench.clock.now += 10
+    for _ in range(50):
+        bench.store.pump()
+    first = asked.count(1)
+    assert 1 <= first <= 2
+    for _ in range(50):
+        bench.clock.now += 0.1
+        bench.store.pump()
+    assert first < asked.count(1) <= 12
+    # Who needs room asks for it, and waits for no pause.
+    bench.store.delete([key("b"), key("i")])
+    bench.settle()
+    assert bench.put("after")[0].outcome is PutOutcome.STORED
+    bench.rest()
+
+
+def test_of_a_tier_full_of_what_must_stay_nothing_is_looked_at_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = StoreBench(memory=4, storage=40)
+    names = [f"kept{number}" for number in range(44)]
+    for name in names:
+        while bench.put(name)[0].reason is MoveReason.CREDIT_PRESSURE:
+            bench.settle()
+    bench.settle()
+    assert bench.disk.slots.used == 40
+    ordered: list[int] = []
+    policy = bench.store.reclaim.policies[1]
+    order = policy.order
+
+    def counting(lines: np.ndarray, limit: int) -> np.ndarray:
+        ordered.append(len(lines))
+        return order(lines, limit)
+
+    monkeypatch.setattr(policy, "order", counting)
+    (refused,) = bench.put("more")
+    assert refused.reason is MoveReason.NO_DESTINATION_CAPACITY
+    assert sum(ordered) == 0
+    assert bench.found(*names) == 44
     bench.rest()
