@@ -128,9 +128,13 @@ class Node:
                 self.faults[record.uid] = f"{error.reason}: {error.message}"
                 log.error("cache %s cannot be restored: %s", record.uid, error)
         await self.refresh_reports()
-        await self._in_thread(
-            lambda: self._state.drop_unused_manifests(frozenset(r.baseline_digest for r in records))
-        )
+        await self._in_thread(lambda: self._clean(records))
+
+    def _clean(self, records: Sequence[FenceRecord]) -> None:
+        """Files that no cache claims any more. A removed one's fence is kept, so its files are known."""
+        self._state.drop_unused_manifests(frozenset(record.baseline_digest for record in records))
+        self.tiers.sweep({record.uid for record in records if record.kind is CommandKind.REMOVE})
+        self.tiers.tell_unknown({record.uid for record in records})
 
     async def close(self, seconds: float) -> Sequence[str]:
         """Closes every engine after its running call; then the state directory may be opened by another.
@@ -217,6 +221,7 @@ class Node:
                 await self._commit(command, CommandKind.REMOVE, "")
             self.faults.pop(uid, None)
             ended = await self._end(uid)
+            await self._in_thread(lambda: self.tiers.sweep({uid}))
             self.changed.set()
             return ended
 

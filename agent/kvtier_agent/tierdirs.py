@@ -9,9 +9,10 @@ taken to be as large as the filesystem of its folder.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,14 @@ from kvtier_agent.config import SIMULATED_DEVICE_KIND, ConfigError, Medium, Tier
 from kvtier_agent.engine_port import TierReport
 from kvtier_agent.statedir import DirectoryLock
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.sharing import JOURNAL_SUFFIX
+from kvtier_core.tiers.nvme import sweep_orphans
 from kvtier_core.tiers.nvme.endurance import WriteBudget, bytes_per_day, daily_budget
+from kvtier_core.tiers.nvme.tier import store_path
+from kvtier_core.tiers.nvme.verify import SUFFIX
 from kvtier_crds.manifest import RuntimeManifest
+
+log = logging.getLogger(__name__)
 
 READY = "Ready"
 # A condition that came and went with each block would be written to the API server as often.
@@ -120,6 +127,24 @@ class NodeTiers:
         tier = self._by_name.get(class_name)
         return "" if tier is None else tier.config.device_kind
 
+    def sweep(self, removed: Collection[str]) -> None:
+        """Removes what caches left on nvme tiers that were removed from this node; given by uid. What another
+        process holds, or a call that hangs, is left for the next start. Raises nothing."""
+        for tier in self._by_name.values():
+            if tier.directory is not None:
+                _sweep(tier.config.class_name, tier.directory, removed)
+
+    def tell_unknown(self, known: Collection[str]) -> None:
+        """Says which stores belong to no cache of these uids. They are left: the state that knew them may be
+        lost."""
+        for tier in self._by_name.values():
+            if tier.directory is not None:
+                ours = {store_path(tier.directory, uid) for uid in known}
+                unknown = sorted(path.name for path in _stores(tier.directory) - ours)
+                if unknown:
+                    name, listed = tier.config.class_name, ", ".join(unknown)
+                    log.warning("tier %s: stores of caches that this agent does not know: %s", name, listed)
+
     def close(self) -> None:
         for lock in self._locks:
             lock.release()
@@ -145,6 +170,26 @@ class NodeTiers:
     def _bytes_per_day(self, config: TierConfig, directory: Path) -> int | None:
         rated, share = config.drive_writes_per_day, config.write_share
         return None if rated is None else bytes_per_day(self._drive_bytes(directory), rated, share)
+
+
+def _stores(folder: Path) -> set[Path]:
+    return set(folder.glob(f"*{SUFFIX}"))
+
+
+def _sweep(name: str, folder: Path, removed: Collection[str]) -> None:
+    gone = {store_path(folder, uid) for uid in removed}
+    try:
+        report = sweep_orphans(folder, _stores(folder) - gone, beside=(JOURNAL_SUFFIX,))
+    except OSError as error:
+        log.warning("tier %s: %s cannot be swept: %s", name, folder, error.strerror or error)
+        return
+    for files, what in (
+        (report.removed, "removed"),
+        (report.locked, "in use, left"),
+        (report.failed, "left"),
+    ):
+        if files:
+            log.info("tier %s: files of caches that were removed: %s: %s", name, what, ", ".join(files))
 
 
 def _probe_write(directory: Path) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,6 +29,8 @@ from kvtier_core.tiers.staging import PAGE
 
 MAX_FINDINGS = 1000
 SUFFIX = ".blocks"
+# The stem of `store_path`.
+_OURS = re.compile(r"[0-9a-f]{32}")
 
 
 class BlockVerdict(StrEnum):
@@ -221,16 +224,20 @@ class SweepReport:
     failed: tuple[str, ...] = ()
 
 
-def sweep_orphans(folder: Path, claimed: Collection[Path], files: FileOps | None = None) -> SweepReport:
-    """Removes stores that belong to no cache of this node any more. claimed: paths that stay."""
+def sweep_orphans(
+    folder: Path, claimed: Collection[Path], files: FileOps | None = None, beside: Sequence[str] = ()
+) -> SweepReport:
+    """Removes stores that belong to no cache of this node any more, and what lies beside them. claimed: paths
+    of stores that stay. beside: suffixes of files that a store has beside it, removed after it and never
+    while it is there. Files whose names are not ours are not looked at. OSError when the folder cannot be
+    read."""
     use = files or OsFileOps()
     removed: list[str] = []
     locked: list[str] = []
     failed: list[str] = []
-    kept = {path.name for path in claimed}
-    for name in use.names(folder):
-        if not name.endswith(SUFFIX) or name in kept:
-            continue
+    kept = {path.stem for path in claimed}
+
+    def remove(name: str) -> None:
         try:
             with _opened(folder / name, use):
                 use.remove(folder / name)
@@ -239,6 +246,16 @@ def sweep_orphans(folder: Path, claimed: Collection[Path], files: FileOps | None
             (locked if error.reason is Reason.STORAGE_LOCKED else failed).append(name)
         except OSError:
             failed.append(name)
+
+    names = [Path(name) for name in use.names(folder) if _OURS.fullmatch(Path(name).stem)]
+    orphans = [name for name in names if name.stem not in kept]
+    for name in orphans:
+        if name.suffix == SUFFIX:
+            remove(name.name)
+    there = {Path(name).stem for name in (*locked, *failed)}
+    for name in orphans:
+        if name.suffix in beside and name.stem not in there:
+            remove(name.name)
     if removed:
         use.sync_folder(folder)
     return SweepReport(tuple(removed), tuple(locked), tuple(failed))
