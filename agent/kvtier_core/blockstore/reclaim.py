@@ -179,8 +179,8 @@ class Reclaim:
         return self.make_room(tier, count)
 
     def relieve(self) -> None:
-        """Keeps every tier under its watermark. Where that is not to be had (all is held, or full of what must
-        stay) it is tried again later and later, for each attempt looks at the whole tier."""
+        """Keeps every tier under its watermark. Where that is not to be had (all is held, or must stay) it is
+        tried again later and later, for each attempt looks at the whole tier."""
         now = self._parts.clock()
         for tier in range(len(self._parts.tiers)):
             if now < self._pauses.get(tier, _NO_PAUSE).until:
