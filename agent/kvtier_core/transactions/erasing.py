@@ -132,10 +132,11 @@ class JournalFile:
         deletions; a crash leaves the old or no entries."""
         try:
             self._files.truncate(self._fd, 0)
+            # Before the flush, which may fail: an entry behind a hole would be taken for damage.
+            self._end = 0
             self._files.sync(self._fd)
         except OSError as error:
             raise _unavailable(error) from error
-        self._end = 0
 
     def trim(self, limit: int) -> None:
         """As `compact`, in its turn among the entries, when the file is larger than `limit` bytes. A file

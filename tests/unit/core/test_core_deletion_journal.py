@@ -45,6 +45,11 @@ class FullDisk(OsFileOps):
             raise OSError(errno.EIO, "lost")
         super().sync(fd)
 
+    def truncate(self, fd: int, size: int) -> None:
+        if self._strike("truncate"):
+            raise OSError(errno.EIO, "not cut")
+        super().truncate(fd, size)
+
 
 class Answers:
     def __init__(self) -> None:
@@ -130,6 +135,49 @@ def test_an_entry_that_could_not_be_written_is_said_so_and_overwritten(
     journal.close()
     assert answers.errors[0] is not None and answers.errors[0].reason is Reason.STORAGE_UNAVAILABLE
     assert answers.errors[1] is None
+    assert JournalFile(tmp_path, "deletions", OsFileOps()).entries == (entry(2),)
+
+
+@pytest.mark.parametrize(
+    ("operation", "kept"),
+    [("", ()), ("truncate", (1,)), ("sync", ())],
+    ids=["works", "is-not-cut", "is-not-flushed"],
+)
+def test_a_cut_that_fails_or_is_the_last_thing_done_leaves_a_journal_that_opens(
+    tmp_path: Path, operation: str, kept: tuple[int, ...]
+) -> None:
+    """A process that ends between the cut and the next entry, and one that goes on behind it."""
+    files = FullDisk()
+    journal = JournalFile(tmp_path, "deletions", files)
+    whole = [entry(1, kind) for kind in (EntryKind.INTENT, EntryKind.RECEIPT)]
+    for item in whole:
+        journal.append(item, Answers())
+    journal.trim(journal.size)
+    assert journal.size > 0, "it is not larger than the limit"
+    files.fails = operation
+    journal.trim(journal.size - 1)
+    old = [item for item in whole if item.number in kept]
+    copy = tmp_path / "ended"
+    copy.mkdir()
+    (copy / "deletions").write_bytes((tmp_path / "deletions").read_bytes())
+    assert list(JournalFile(copy, "deletions", OsFileOps()).entries) == old
+    answers = Answers()
+    journal.append(entry(2), answers)
+    journal.close()
+    assert answers.errors == [None]
+    assert list(JournalFile(tmp_path, "deletions", OsFileOps()).entries) == [*old, entry(2)]
+
+
+def test_a_cut_takes_its_turn_among_the_entries(tmp_path: Path) -> None:
+    queue: list[Callable[[], None]] = []
+    journal = JournalFile(tmp_path, "deletions", OsFileOps(), run=queue.append)
+    journal.append(entry(1), Answers())
+    queue.pop()()
+    journal.trim(0)
+    journal.append(entry(2), Answers())
+    for work in queue:
+        work()
+    journal.close()
     assert JournalFile(tmp_path, "deletions", OsFileOps()).entries == (entry(2),)
 
 
