@@ -157,7 +157,7 @@ class World(Promises):
             (1 if self.pool.queue else 0, "hang", self.hang),
             (4 if self.pool.hung else 0, "return", self.come_back),
             (1 if self.rate else 0, "flip", self.flip),
-            (1, "crash", self.maybe_crash),
+            (4 if self.orders else 1, "crash", self.maybe_crash),
         ]
         self._draw([*clients, *device])
         self.check()
@@ -165,14 +165,14 @@ class World(Promises):
     def meanwhile(self) -> None:
         """Others go on while one system call takes its time."""
         self.files.in_job = False
-        for _ in range(self.chance.randrange(1, 4)):
+        for _ in range(self.chance.choice((1, 2, 3, 12))):
             self._draw(
                 [
                     (3, "pump", self.pump),
                     (2, "put", self.put),
                     (2, "fetch", self.fetch),
                     (2, "leave", self.leave),
-                    (1, "delete", self.delete),
+                    (2, "delete", self.delete),
                     (1, "time", self.time),
                 ]
             )
