@@ -158,11 +158,11 @@ class Client:
             self._timed("fetch_cold" if cold else "fetch_hot", started)
             for index in range(ready):
                 self._check(items[index], floors[index], fetch.body(index))
-            reason = fetch.reason
+            why = fetch.reason.value if fetch.over else "still waiting at its deadline"
         self._board.counts.add("blocks wanted", len(items))
         self._board.counts.add("blocks served", ready)
         if ready < len(items):
-            self._board.refusals.add(f"fetch {reason.value if fetch.over else 'still waiting'}")
+            self._board.refusals.add(f"fetch {why}")
             for item in items[ready:]:
                 self._store_one(item)
 
