@@ -65,8 +65,10 @@ class BlockHost:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """One place among the calls in flight. QUEUE_FULL, CACHE_UNKNOWN once the cache is being removed."""
+        """One place among the calls in flight. QUEUE_FULL, CACHE_UNKNOWN once the cache is being removed,
+        INTERNAL and DRAINING when nothing moves on any more."""
         self._check_open()
+        self._check_moving()
         if self.calls >= self._max_calls:
             raise CoreError(
                 Reason.QUEUE_FULL,
@@ -134,8 +136,7 @@ class BlockHost:
         DRAINING when there will be no more turns."""
         while not done():
             self._check_open()
-            if self._driver.stopping:
-                raise CoreError(Reason.DRAINING, "the block store has stopped")
+            self._check_moving()
             left = deadline - self.clock()
             if left <= 0:
                 return False
@@ -155,9 +156,25 @@ class BlockHost:
             async with asyncio.timeout(seconds):
                 await self._turned.wait()
 
+    @property
+    def failure(self) -> str:
+        """What ended the store's thread, if anything did: nothing moves on any more."""
+        return "" if self._driver.failure is None else repr(self._driver.failure)
+
+    def _check_moving(self) -> None:
+        if self.failure:
+            raise CoreError(Reason.INTERNAL, "the block store has failed; the agent's log has the details")
+        if self._driver.stopping:
+            raise CoreError(Reason.DRAINING, "the block store has stopped")
+
     def _check_open(self) -> None:
         if self._closed:
             raise _removed()
+
+    async def tend(self) -> None:
+        """Ends pins whose time is over; call it now and then."""
+        if len(self.pins) and not self._closed:
+            await self.run(self.pins.expire)
 
     # Ending.
 

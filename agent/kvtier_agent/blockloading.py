@@ -8,6 +8,7 @@ What follows the first block that cannot be read is of no use to its prefix: the
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ from kvtier.v1 import blocks_pb2
 from kvtier_agent.blockhost import BlockHost, Strand
 from kvtier_agent.blockstoring import PART_BYTES, format_checksum
 from kvtier_agent.errors import to_detail
+from kvtier_core.blockstore.outcomes import Found
 from kvtier_core.blockstore.store import Fetch
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.transactions import MoveReason, MoveRefused
 
+log = logging.getLogger(__name__)
 WINDOW_BLOCKS = 64
 WINDOW_BYTES = 64 << 20
 # Encoded in one step of a thread.
@@ -50,6 +53,14 @@ class Wanted:
     deadline: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Bad:
+    """A copy that was found bad. others: whether there is another."""
+
+    error: CoreError
+    others: bool
+
+
 class Loading:
     """State of one call. sent, sent_bytes: so far."""
 
@@ -66,6 +77,7 @@ class Loading:
         self._lock = Lock()
         self._open: deque[Fetch] = deque()
         self._over = False
+        self._bad: _Bad | None = None
         self.sent = 0
         self.sent_bytes = 0
 
@@ -99,6 +111,8 @@ class Loading:
         done = 0
         while (ready := await self._ready(fetch, done)) > 0:
             blocks = await self._strand.run(partial(self._encode, fetch, done, ready, first))
+            if not blocks:
+                return
             for parts in blocks:
                 for part in parts:
                     self.sent_bytes += len(part.data)
@@ -113,13 +127,20 @@ class Loading:
         return min(fetch.ready - done, self._step)
 
     async def _again(self, fetch: Fetch, turn: object) -> Fetch:
-        """Another attempt for what found no room, when others have moved on. Raises why there is none."""
-        error = self._why(fetch)
-        if error.code not in _NO_ROOM:
-            raise error
-        await self._strand.run(self._close_open)
-        if not await self._host.turn(turn, self._wanted.deadline):
-            raise error
+        """Another attempt: for what found no room, when others have moved on; for what was found bad in
+        memory, at once, if there is another copy. Raises why there is none."""
+        bad, self._bad = self._bad, None
+        if bad is None:
+            error = self._why(fetch)
+            if error.code not in _NO_ROOM:
+                raise error
+            await self._strand.run(self._close_open)
+            if not await self._host.turn(turn, self._wanted.deadline):
+                raise error
+        elif bad.others:
+            await self._strand.run(self._close_open)
+        else:
+            raise bad.error
         return await self._fetch(self.sent)
 
     def _why(self, fetch: Fetch) -> MoveRefused:
@@ -171,20 +192,16 @@ class Loading:
     def _encode(
         self, fetch: Fetch, start: int, count: int, first: int
     ) -> list[list[blocks_pb2.LoadBlocksPart]]:
-        """Messages of `count` blocks, each verified first: what lies in memory may have been hit since it was
-        read. CHECKSUM_MISMATCH."""
+        """Messages of `count` blocks, or of those before one that is bad. Each is verified first: memory may
+        have been hit since it was filled."""
         encoded: list[list[blocks_pb2.LoadBlocksPart]] = []
         for index in range(start, start + count):
             body, found = fetch.body(index), fetch.found(index)
             digest = xxhash.xxh3_64_intdigest(body)
             if digest != found.checksum:
-                if encoded:
-                    break
-                raise CoreError(
-                    Reason.CHECKSUM_MISMATCH,
-                    f"block {first + index} is {format_checksum(digest)} in memory, not "
-                    f"{format_checksum(found.checksum)}",
-                )
+                if not encoded:
+                    self._bad = self._condemned(first + index, found, digest)
+                break
             encoded.append(
                 [
                     blocks_pb2.LoadBlocksPart(
@@ -199,6 +216,20 @@ class Loading:
                 ]
             )
         return encoded
+
+    def _condemned(self, index: int, found: Found, digest: int) -> _Bad:
+        """From here nobody is served that copy."""
+        store = self._host.store
+        with store.parts.lock:
+            line = store.directory.find(self._keys[index])
+            others = 0
+            if line >= 0 and store.directory.replica(line, found.tier).generation == found.generation:
+                others = store.moves.condemn(line, found.tier)
+        log.error("block %s in memory is not what was stored; %d copies are left", index, others)
+        message = (
+            f"block {index} is {format_checksum(digest)} in memory, not {format_checksum(found.checksum)}"
+        )
+        return _Bad(CoreError(Reason.CHECKSUM_MISMATCH, message), others > 0)
 
     def _check_generations(self) -> None:
         """GENERATION_STALE when a block has no copy of the generation that was found. MISS is told by the

@@ -186,6 +186,18 @@ class AgentServer:
     def _block_hosts(self) -> list[BlockHost]:
         return [host.blocks for host in list(self.node.caches.values()) if host.blocks is not None]
 
+    async def _tend_blocks(self) -> None:
+        """Ends pins whose time is over. A store that failed is a fault of its cache: nothing moves on."""
+        for uid, host in list(self.node.caches.items()):
+            if host.blocks is None:
+                continue
+            if not host.blocks.failure:
+                await host.blocks.tend()
+            elif uid not in self.node.faults:
+                self.node.faults[uid] = f"INTERNAL: the block store failed: {host.blocks.failure}"
+                self.node.changed.set()
+                log.error("cache %s: %s", uid, self.node.faults[uid])
+
     async def _housekeeping(self) -> None:
         """Expires idle sessions and late pins and refreshes gauges, once a second."""
         loop = asyncio.get_running_loop()
@@ -200,9 +212,7 @@ class AgentServer:
                 if expired:
                     log.info("%d idle sessions expired", expired)
                 await self.node.refresh_reports()
-                for blocks in self._block_hosts():
-                    if len(blocks.pins):
-                        await blocks.run(blocks.pins.expire)
+                await self._tend_blocks()
                 self._metrics.sessions.set(self.node.session_count())
                 for report in self.node.tier_reports():
                     self._metrics.tier_used_bytes.labels(report.class_name).set(report.used_bytes)

@@ -11,6 +11,7 @@ from kvtier.v1 import blocks_pb2, common_pb2
 from kvtier_client.blocks import BlocksClient, Keys
 from kvtier_client.errors import KvtierError
 from kvtier_core.errors import Reason
+from kvtier_core.tiers.base import PoolTier
 from tests.engine.block_doubles import FullDisk, flip
 from tests.engine.block_server import (
     BLOCK_TOKENS,
@@ -223,3 +224,41 @@ def test_a_flipped_bit_on_flash_is_a_refusal_and_never_a_payload(tmp_path: Path)
         assert loaded.stopped.reason is Reason.CHECKSUM_MISMATCH
         assert client.explain(keys[1]).state == "lost"
         assert len(client.lookup(SOURCE, tokens).blocks) == 1
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["on-flash-too", "in-memory-alone"])
+def test_a_flipped_bit_in_memory_is_served_to_nobody(tmp_path: Path, kept: bool) -> None:
+    with block_server(tmp_path, memory=16) as server:
+        client = server.client(timeout=10.0)
+        tokens, payloads, keys = stored(client, 40)
+        if kept:
+            client.load(SOURCE, tokens[: 4 * BLOCK_TOKENS])
+        at = 1 if kept else 39
+        line = server.store.directory.find(keys[at])
+        copy = server.store.directory.replica(line, 0)
+        assert server.store.directory.survivors(line) == (2 if kept else 1)
+        memory = server.store.parts.tiers[0]
+        assert isinstance(memory, PoolTier)
+        memory.body(copy.slot)[100] ^= 1
+        if kept:
+            assert bytes(client.load(SOURCE, Keys((keys[at],))).blocks[0].payload) == payloads[at]
+        else:
+            with pytest.raises(KvtierError) as refused:
+                client.load(SOURCE, Keys((keys[at],)))
+            assert refused.value.reason is Reason.CHECKSUM_MISMATCH
+            assert client.explain(keys[at]).state in ("lost", "unknown")
+            assert not client.lookup(SOURCE, Keys((keys[at],))).blocks
+        eventually(server.idle, "nothing is held")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_store_that_failed_says_so_to_every_call(server: BlockServer) -> None:
+    client = server.client()
+    stored(client, 1)
+    server.store.pump = lambda: 1 / 0  # type: ignore[assignment, return-value, method-assign]
+    server.store.parts.wake()
+    eventually(lambda: bool(server.host.failure), "the driver has ended")
+    with pytest.raises(KvtierError) as refused:
+        client.lookup(SOURCE, tokens_of(1))
+    assert refused.value.reason is Reason.INTERNAL
+    assert "ZeroDivisionError" in server.host.failure
