@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvtier_core.appends import Append, Rows
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.planner import ChunkRead, Path, Plan
-from kvtier_core.sessions import Append, RowStore
 from kvtier_core.staged import Job, StagedReads
 from kvtier_core.tiers.base import SlotRef
 from kvtier_core.tiers.staging import StagingBuffer
@@ -99,7 +99,7 @@ class Attention:
 
     def __init__(
         self,
-        store: RowStore,
+        store: Rows,
         clock: Callable[[], float],
         executor: Executor | None,
         buffers: Sequence[StagingBuffer],

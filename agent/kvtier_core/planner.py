@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvtier_core.appends import NO_LINE, Append, Rows
 from kvtier_core.directory import ChunkState
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.sessions import NO_LINE, Append, RowStore
 from kvtier_core.tiers.base import Tier
 
 FRAME_TIER = -1
@@ -65,7 +65,7 @@ def legal_path(tier: Tier) -> tuple[Path, str]:
     )
 
 
-def plan_rows(store: RowStore, append: Append, visible: int, chunks: Sequence[int] | None = None) -> Plan:
+def plan_rows(store: Rows, append: Append, visible: int, chunks: Sequence[int] | None = None) -> Plan:
     """Plans rows [0, visible) of the append's layer, or only those of `chunks` (ascending).
 
     Rows of the append that lie in no chunk yet are read from the frame. NO_LEGAL_PATH.

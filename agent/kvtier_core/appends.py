@@ -1,0 +1,115 @@
+"""What a session's rows are while a frame is answered: records, and what a plan may ask of who keeps them.
+
+Why it exists: a plan is made and run over rows of a session, and must not know how they are appended,
+committed or given back. It must not know tiers' contents or locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from kvtier_core.directory import Directory
+from kvtier_core.identity import SourceBinding
+from kvtier_core.layout import ChunkLayout
+from kvtier_core.receipts import SessionSpec
+from kvtier_core.tiers.base import BlockIdentity, SlotRef, Tier
+from kvtier_core.tiers.staging import StagingBuffer
+
+NO_LINE = -1
+
+
+@dataclass(slots=True)
+class LayerState:
+    """frontier: rows [0, frontier) exist. lines: directory lines of all chunks, ascending, the open one last
+    while `open_line` is set."""
+
+    open_tier: int
+    frontier: int = 0
+    lines: list[int] = field(default_factory=list)
+    open_line: int = NO_LINE
+
+
+@dataclass(slots=True)
+class Session:
+    """producers: (first position, index of the producer's digest), ascending; the same in all layers.
+    epoch: grows with each step of any session; what is sealed in one step is equally recent, by position.
+    step_first: position of the first query of the step that runs."""
+
+    number: int
+    session_id: str
+    generation: int
+    spec: SessionSpec
+    source: SourceBinding
+    layers: list[LayerState]
+    open_grant: int
+    producers: list[tuple[int, int]]
+    step: int = -1
+    step_first: int = 0
+    layer: int = 0
+    committed: int = 0
+    snapshot_generation: int = 0
+    epoch: int = 0
+
+    def producer_at(self, position: int) -> int:
+        found = self.producers[0][1]
+        for first, producer in self.producers:
+            if first <= position:
+                found = producer
+        return found
+
+
+@dataclass(slots=True)
+class SealedPart:
+    """A chunk that this frame fills. `ref` None: it stays in its open slot. rows [first, last) of the frame;
+    `line` is set when the chunk was open before."""
+
+    chunk: int
+    tier: int
+    credit: int
+    ref: SlotRef | None
+    first: int
+    last: int
+    line: int = NO_LINE
+    identity: BlockIdentity | None = None
+
+
+@dataclass(slots=True)
+class Append:
+    """A frame's rows on their way in: [first, first + n) of one layer."""
+
+    session: Session
+    layer: int
+    first: int
+    k: Tensor
+    v: Tensor
+    sealed: list[SealedPart] = field(default_factory=list)
+    open_chunk: int = NO_LINE
+    open_from: int = 0
+    open_ref: SlotRef | None = None
+
+    @property
+    def end(self) -> int:
+        return self.first + int(self.k.shape[0])
+
+
+class Rows(Protocol):
+    """Where the rows of sessions lie, for who reads them."""
+
+    @property
+    def layout(self) -> ChunkLayout: ...
+
+    @property
+    def tiers(self) -> Sequence[Tier]: ...
+
+    @property
+    def directory(self) -> Directory: ...
+
+    def ref(self, line: int) -> SlotRef:
+        """The slot of a line's copy."""
+
+    def staging_job(self, line: int) -> Callable[[StagingBuffer], None]:
+        """Reads and verifies a line's copy into a buffer, when it is called."""
