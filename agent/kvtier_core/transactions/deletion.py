@@ -15,7 +15,7 @@ reports.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -77,7 +77,7 @@ class Deletion:
     """One order to delete. lines: line -> logical id of what is not yet erased; cleared: the same for what
     is, its line kept until the receipt. error: why the last step did not succeed; it is tried again at
     `retry_at`. waiting: reports of the step that runs; undrained: items, of any step, whose tier may still
-    be at it."""
+    be at it. receipted: the receipt is durable, and lines are being forgotten."""
 
     number: int
     keys: tuple[bytes, ...]
@@ -93,6 +93,7 @@ class Deletion:
     failed: bool = False
     turn: int = 0
     erasing: list[int] = field(default_factory=list)
+    receipted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,8 @@ class Deletions:
         self._retry = retry
         self._batch = batch
         self._open: dict[int, Deletion] = {}
-        self.keys: set[bytes] = set()
+        self._of_key: dict[bytes, Deletion] = {}
+        self.keys: Set[bytes] = self._of_key.keys()
         """Of single blocks that are being deleted: nothing may be stored under them, for an erasure by key
         must not meet the bytes of a newer block."""
         self._inbox: deque[_Report] = deque()
@@ -175,10 +177,14 @@ class Deletions:
         """Deletes one block. From here no lookup finds it. A second order for it joins the first. A block
         that is not there is erased from the tiers all the same: an eviction may have left it on a
         device."""
+        known = self._of_key.get(key)
+        if known is not None:
+            return known
         line = self._directory.locate(key)
-        for found in self._open.values():
-            if key in found.keys or line in found.lines or line in found.cleared:
-                return found
+        if line != NO_LINE and self._directory.state[line] == ChunkState.TOMBSTONED:
+            for found in self._open.values():
+                if line in found.lines or line in found.cleared:
+                    return found
         return self._begin((key,), b"", [] if line == NO_LINE else [line])
 
     def delete_namespace(self, namespace: bytes, index: int) -> Deletion:
@@ -189,8 +195,9 @@ class Deletions:
         return self._begin((), namespace, self._not_taken(self._directory.lines_of(index).tolist()))
 
     def _not_taken(self, lines: Sequence[int]) -> list[int]:
-        taken = {line for found in self._open.values() for line in (*found.lines, *found.cleared)}
-        return [line for line in lines if line not in taken]
+        """Those that no deletion has: what one has is tombstoned from its beginning to its end."""
+        state = self._directory.state
+        return [line for line in lines if state[line] != ChunkState.TOMBSTONED]
 
     def resume(self, entries: Sequence[JournalEntry], index_of: Callable[[bytes], int]) -> int:
         """After a start, before anything is served: goes on with every intent that has no receipt.
@@ -218,7 +225,7 @@ class Deletions:
         self._next = max(self._next, found.number + 1)
         found.lines = {line: int(directory.logical[line]) for line in lines}
         self._open[found.number] = found
-        self.keys.update(keys)
+        self._of_key.update(dict.fromkeys(keys, found))
         for line, owner in found.lines.items():
             if self._flights is not None:
                 self._flights.fail_block(directory.key_of(line), MoveReason.TOMBSTONED)
@@ -251,7 +258,9 @@ class Deletions:
         done = [found for found in self._open.values() if found.state is DeletionState.DONE]
         for found in done:
             del self._open[found.number]
-            self.keys.difference_update(found.keys)
+            for key in found.keys:
+                if self._of_key.get(key) is found:
+                    del self._of_key[key]
         return done
 
     def _take(self, now: float) -> None:
@@ -274,6 +283,8 @@ class Deletions:
     def _advance(self, found: Deletion, now: float) -> None:
         if found.state is DeletionState.INTENDING:
             self._write(found, EntryKind.INTENT)
+        elif found.receipted:
+            self._forget(found)
         elif found.state is DeletionState.RECEIPTING:
             self._write(found, EntryKind.RECEIPT)
         elif found.state is DeletionState.DRAINING:
@@ -340,7 +351,7 @@ class Deletions:
         if found.state is DeletionState.INTENDING:
             found.state = DeletionState.DRAINING
         elif found.state is DeletionState.RECEIPTING:
-            self._forget(found)
+            found.receipted = True
         elif found.state is DeletionState.ERASING:
             if found.undrained:
                 # A tier that was given up on may still write: its slot may not be another's before.
@@ -348,11 +359,15 @@ class Deletions:
             self._clear(found, found.erasing)
             found.erasing = []
             found.state = DeletionState.DRAINING if found.lines else DeletionState.RECEIPTING
+            if found.lines:
+                # One batch a pump: whoever waits for the lock has it in between.
+                found.error = None
+                self._wake()
+                return
         else:
             return
         found.error = None
-        if found.state is not DeletionState.DONE:
-            self._advance(found, now)
+        self._advance(found, now)
 
     def _clear(self, found: Deletion, lines: list[int]) -> None:
         """The erased copies' slots are free again."""
@@ -361,10 +376,14 @@ class Deletions:
             found.cleared[line] = found.lines.pop(line)
 
     def _forget(self, found: Deletion) -> None:
-        for line, owner in found.cleared.items():
+        for line in list(islice(found.cleared, self._batch)):
+            owner = found.cleared.pop(line)
             if int(self._directory.logical[line]) == owner and self._directory.state[line] != ChunkState.FREE:
                 self._directory.remove(line)
-        found.state = DeletionState.DONE
+        if found.cleared:
+            self._wake()
+        else:
+            found.state = DeletionState.DONE
 
     def _write(self, found: Deletion, kind: EntryKind) -> None:
         self._begin_turn(found)

@@ -301,14 +301,49 @@ def test_a_large_namespace_goes_in_steps_under_one_receipt(office: Office) -> No
     asked = [len({item.key for _, item in office.shredder.asked})]
     for _ in range(3):
         office.shredder.run()
-        done = office.pump()
+        assert office.pump() == []
         asked.append(len({item.key for _, item in office.shredder.asked if item.key}))
-    assert asked == [2, 4, 5, 5] and done == [deletion]
+    assert asked == [2, 4, 5, 5]
+    # The lines are forgotten in steps, too.
+    lines = [len(bench.directory)]
+    while not (done := office.pump()):
+        lines.append(len(bench.directory))
+    assert lines == [1] and done == [deletion]
     # What evictions left behind goes with the last step, once.
     assert [tier for tier, item in office.shredder.asked if item.namespace] == [GPU, CPU, NVME]
     assert office.kinds() == [EntryKind.INTENT, EntryKind.RECEIPT]
     bench.check()
     assert bench.at_rest() and len(bench.directory) == 0
+
+
+def test_one_pump_goes_few_steps_also_where_tiers_erase_at_once(office: Office) -> None:
+    """The lock is held for a pump; a namespace can have a million blocks."""
+    bench = office.bench
+    for name in range(6):
+        bench.put(name, CPU if name % 2 else NVME, namespace=3)
+    office.deletions._batch = 2
+    deletion = office.deletions.delete_namespace(SPACE, 3)
+    left = [len(deletion.lines)]
+    while deletion.lines:
+        office.pump()
+        left.append(len(deletion.lines))
+        assert office.deletions.delete(block_key(5)) is deletion
+    assert left == [6, 2, 0]
+    while deletion.state is not DeletionState.DONE:
+        office.pump()
+    assert len(bench.directory) == 0 and office.kinds() == [EntryKind.INTENT, EntryKind.RECEIPT]
+
+
+def test_a_second_order_for_a_key_joins_the_first_until_it_is_done(office: Office) -> None:
+    office.bench.put(1, CPU)
+    for name in (1, 2):
+        first = office.deletions.delete(block_key(name))
+        assert office.deletions.delete(block_key(name)) is first
+        assert block_key(name) in office.deletions.keys
+        assert office.pump() == [first]
+        assert block_key(name) not in office.deletions.keys
+        again = office.deletions.delete(block_key(name))
+        assert again is not first and office.pump() == [again]
 
 
 def test_a_bad_copy_of_a_deleted_block_does_not_end_its_line_early(office: Office) -> None:
