@@ -8,8 +8,7 @@ what a client must not choose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,103 +16,40 @@ from typing import Any
 import grpc
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from kvtier.v1 import attention_pb2, attention_pb2_grpc, blocks_pb2, blocks_pb2_grpc, common_pb2
+from kvtier_client.blockarrival import Arrival, parse_checksum
+from kvtier_client.blockrecords import (
+    CacheName,
+    Deleted,
+    Explained,
+    FoundBlock,
+    Keys,
+    Loaded,
+    LoadedBlock,
+    Lookup,
+    StoredBlock,
+    Tokens,
+)
 from kvtier_client.blocksource import BlockSource
 from kvtier_client.errors import KvtierError, from_detail, from_rpc
-from kvtier_core.errors import CoreError, Reason
-from kvtier_core.identity import position_contract
-from kvtier_core.receiptcheck.copy import CopyReceipt, LiveCopy, check_copy
+from kvtier_core.errors import Reason
 
 PART_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Blocks by their keys (32 bytes each), in place of tokens: found inside the caller's tenant only."""
-
-    keys: tuple[bytes, ...]
-
-
-Tokens = Sequence[int] | NDArray[np.int64] | NDArray[np.uint32] | Keys
 Payload = bytes | bytearray | memoryview
-# What the wire does to bytes: nothing.
-_LOSSLESS = frozenset({"identity"})
-
-
-@dataclass(frozen=True, slots=True)
-class CacheName:
-    namespace: str
-    name: str
-    uid: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """existed: equal bytes were published before. refusal: why it is not published; None when it is."""
-
-    key: bytes
-    generation: int
-    existed: bool
-    refusal: KvtierError | None
-
-
-@dataclass(frozen=True, slots=True)
-class FoundBlock:
-    key: bytes
-    generation: int
-    tier_class: str
-    size_bytes: int
-    checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """The leading published blocks. pin_id: empty when nothing is pinned."""
-
-    blocks: tuple[FoundBlock, ...]
-    pin_id: str
-    cache_generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedBlock:
-    """index: in the tokens asked for. payload: verified, in the caller's memory where that was given."""
-
-    index: int
-    found: FoundBlock
-    payload: memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """stopped: why there are fewer than were found; None when all of them are here."""
-
-    blocks: tuple[LoadedBlock, ...]
-    stopped: KvtierError | None
-
-
-@dataclass(frozen=True, slots=True)
-class Deleted:
-    """pending: what still drains; it is unfindable, and goes on without the caller. durable_tiers: where no
-    restart brings any of it back."""
-
-    tombstoned: int
-    pending: int
-    durable_tiers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """state: published, storing, moving, evicted, lost, deleted or unknown."""
-
-    key: bytes
-    state: str
-    reason: str
-    message: str
-    replicas: tuple[Mapping[str, object], ...]
-    facts: Mapping[str, str]
+# What every call is asked with and answers, beside the client.
+__all__ = [
+    "BlocksClient",
+    "CacheName",
+    "Deleted",
+    "Explained",
+    "FoundBlock",
+    "Keys",
+    "Loaded",
+    "LoadedBlock",
+    "Lookup",
+    "StoredBlock",
+]
 
 
 class BlocksClient:
@@ -227,7 +163,9 @@ class BlocksClient:
         )
         answer: blocks_pb2.LookupBlocksResponse = self._unary(self._blocks.LookupBlocks, request)
         found = tuple(
-            FoundBlock(block.key, block.generation, block.tier_class, block.bytes, _checksum(block.checksum))
+            FoundBlock(
+                block.key, block.generation, block.tier_class, block.bytes, parse_checksum(block.checksum)
+            )
             for block in answer.blocks
         )
         return Lookup(found, answer.pin_id, answer.cache_generation)
@@ -293,7 +231,7 @@ class BlocksClient:
             generations=[block.generation for block in found.blocks] if found.pin_id else (),
         )
         self._loads += 1
-        yield from _Arrival(self, source, found, self._loads, into).blocks(
+        yield from Arrival(self.tenant, source, found, self._loads, into).blocks(
             self._streaming(self._blocks.LoadBlocks, request)
         )
 
@@ -365,99 +303,6 @@ class BlocksClient:
             raise KvtierError(Reason.BAD_ARGUMENT, "the client is closed")
 
 
-class _Arrival:
-    """Parts of one load become blocks, each judged as the copy that was ordered."""
-
-    def __init__(
-        self,
-        client: BlocksClient,
-        source: BlockSource,
-        found: Lookup,
-        number: int,
-        into: Callable[[int], memoryview] | None,
-    ) -> None:
-        self._client = client
-        self._source = source
-        self._found = found
-        self._number = number
-        self._into = into
-        self._contract = position_contract(source.position_contract)
-
-    def blocks(self, parts: Iterator[blocks_pb2.LoadBlocksPart]) -> Iterator[LoadedBlock]:
-        index, at = 0, 0
-        target = memoryview(b"")
-        for part in parts:
-            if part.HasField("error"):
-                raise from_detail(part.error)
-            if index >= len(self._found.blocks) or part.block != index or part.offset != at:
-                raise KvtierError(
-                    Reason.SHORT_COPY, f"block {part.block} at {part.offset} came for block {index} at {at}"
-                )
-            found = self._found.blocks[index]
-            if at == 0:
-                target = self._target(index, found.size_bytes)
-            end = at + len(part.data)
-            if end > found.size_bytes:
-                raise KvtierError(Reason.SHORT_COPY, f"block {index} is longer than {found.size_bytes} bytes")
-            target[at:end] = part.data
-            at = end
-            if part.last:
-                self._judge(index, found, at, _checksum(part.checksum), target)
-                yield LoadedBlock(index, found, target)
-                index, at = index + 1, 0
-        if at or index < len(self._found.blocks):
-            raise KvtierError(
-                Reason.SHORT_COPY, f"the stream ended in block {index} of {len(self._found.blocks)}"
-            )
-
-    def _target(self, index: int, size: int) -> memoryview:
-        target = memoryview(bytearray(size)) if self._into is None else self._into(index).cast("B")
-        if len(target) != size:
-            raise KvtierError(Reason.PAYLOAD_GEOMETRY, f"{len(target)} bytes for a payload of {size}")
-        return target
-
-    def _judge(self, index: int, found: FoundBlock, arrived: int, stated: int, target: memoryview) -> None:
-        """What was ordered was found by the lookup; what arrived is hashed here, whatever the agent says."""
-        digest = xxhash.xxh3_64_intdigest(target[:arrived])
-        if stated != digest:
-            raise KvtierError(
-                Reason.CHECKSUM_MISMATCH, f"block {index} is xxh3:{digest:016x}, xxh3:{stated:016x} was sent"
-            )
-        ordered = self._receipt(index, found, found.size_bytes, found.checksum)
-        reported = self._receipt(index, found, arrived, digest)
-        live = LiveCopy(
-            alive=True,
-            cache_generation=self._found.cache_generation,
-            slot_generation=self._number,
-            owner=index,
-            request_generation=self._source.request_generation,
-            authority_epoch=0,
-        )
-        try:
-            check_copy(ordered, reported, live, epoch=0, lossless=_LOSSLESS)
-        except CoreError as error:
-            raise KvtierError(error.reason, f"block {index}: {error.message}", error.facts) from None
-
-    def _receipt(self, index: int, found: FoundBlock, length: int, checksum: int) -> CopyReceipt:
-        return CopyReceipt(
-            txn=self._number,
-            block=found.key,
-            owner=index,
-            cache_generation=self._found.cache_generation,
-            slot=index,
-            slot_generation=self._number,
-            transfer_generation=self._number,
-            request_generation=self._source.request_generation,
-            length=length,
-            codec=self._source.codec,
-            layout=self._source.layout,
-            transport_codec="identity",
-            checksum=checksum,
-            position_contract_sha256=self._contract,
-            tenant_namespace=self._client.tenant,
-        )
-
-
 def _span(
     tokens: Tokens, first_block: int, parent_key: bytes, content: Sequence[bytes]
 ) -> blocks_pb2.BlockSpan:
@@ -493,13 +338,3 @@ def _parts(begin: blocks_pb2.StoreBegin, views: Sequence[memoryview]) -> Iterato
                 last=last,
                 checksum=checksum if last else "",
             )
-
-
-def _checksum(text: str) -> int:
-    kind, _, digits = text.partition(":")
-    try:
-        if kind == "xxh3" and len(digits) == 16:
-            return int(digits, 16)
-    except ValueError:
-        pass
-    raise KvtierError(Reason.CHECKSUM_MISMATCH, f"{text[:40]!r} is no checksum")
