@@ -67,9 +67,8 @@ class Pinned:
 
     def close(self) -> None:
         """Lets the blocks go. A second call has no effect."""
-        lines, self._lines = self._lines, []
-        if lines:
-            self._pins.release(lines)
+        if self._lines:
+            self._pins.release(self)
 
 
 class MemoryPins:
@@ -125,9 +124,11 @@ class MemoryPins:
         self.counts["blocks"] += len(lines)
         return Pinned(self, lines, deadline)
 
-    def release(self, lines: list[int]) -> None:
+    def release(self, scope: Pinned) -> None:
+        """Ends a scope, once, whoever does it too."""
         leases = self._leases
         with self._parts.lock:
+            lines, scope._lines = scope._lines, []
             for line in lines:
                 leases[line] -= 1
         if self._parts.waiting:

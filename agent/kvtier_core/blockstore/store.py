@@ -283,7 +283,7 @@ class BlockStore:
                     self.reclaim.note(key, "deleted", MoveReason.MISS, "it was deleted, in every tier")
             if ended and self._journal is not None and not self.deletions.open():
                 self._journal.trim(JOURNAL_BYTES)
-            self.parts.waiting = self.reads.parked > 0 or bool(self.deletions.open())
+            self.parts.waiting = bool(self.reads.parked or self.moves.leaving or self.deletions.open())
 
     def _reap(self) -> None:
         self.pins.reap()

@@ -93,6 +93,7 @@ class Evictor:
         on_gone: Callable[[bytes, int, bool], None] | None = None,
         free: Callable[[int], int] | None = None,
         seconds: float = 30.0,
+        at_once: int = 512,
     ) -> None:
         self._directory = directory
         self._moves = moves
@@ -109,6 +110,8 @@ class Evictor:
         self._on_gone = on_gone
         self._free = free or self._unused
         self._seconds = seconds
+        self._at_once = at_once
+        self._relieving: set[int] = set()
         self.counts: Counter[tuple[int, str]] = Counter()
         """(tier, dropped | lost | demoted | refused): copies and refusals since start."""
 
@@ -149,13 +152,25 @@ class Evictor:
         return Room(tier, 0, self._free(tier), self._leaving(tier), MoveReason.READY)
 
     def relieve(self, tier: int, now: float) -> Room:
-        """Brings a tier that is above its high watermark down to the low one, as far as that goes. Never
-        raises for what stands in the way."""
+        """Brings a tier that is above its high watermark down to the low one, as far as that goes: at most
+        `at_once` copies are on their way out at a time, so a call again goes on. Never raises for what stands
+        in the way."""
         self._reap()
-        capacity = self._tiers[tier].slots.capacity
-        if self._tiers[tier].slots.used <= math.floor(self._watermarks.high * capacity):
-            return Room(tier, 0, self._free(tier), 0, MoveReason.READY)
-        return self._try(tier, capacity - math.floor(self._watermarks.low * capacity), now)
+        capacity, free = self._tiers[tier].slots.capacity, self._free(tier)
+        above = self._tiers[tier].slots.used > math.floor(self._watermarks.high * capacity)
+        wanted = capacity - math.floor(self._watermarks.low * capacity)
+        if free >= wanted or not (above or tier in self._relieving):
+            self._relieving.discard(tier)
+            return Room(tier, 0, free, 0, MoveReason.READY)
+        self._relieving.add(tier)
+        leaving = self._leaving(tier)
+        if leaving > self._at_once // 2:
+            # To choose a few more, all of the tier would be looked at.
+            return Room(tier, wanted, free, leaving, MoveReason.READY)
+        room = self._try(tier, min(wanted, free + self._at_once), now)
+        if room.reason is not MoveReason.READY:
+            self._relieving.discard(tier)
+        return room
 
     def _unused(self, tier: int) -> int:
         slots = self._tiers[tier].slots

@@ -247,6 +247,11 @@ class Transactions(Copies):
         elif move.state is TxnState.PUBLISHED:
             self._drop_lease(move)
 
+    @property
+    def leaving(self) -> int:
+        """Published moves whose sources wait for their readers."""
+        return len(self._leaving)
+
     def _leave(self) -> None:
         """Releases the sources of published moves as their readers go."""
         for move in list(self._leaving.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -420,4 +421,57 @@ def test_of_a_tier_full_of_what_must_stay_nothing_is_looked_at_one_by_one(
     assert refused.reason is MoveReason.NO_DESTINATION_CAPACITY
     assert sum(ordered) == 0
     assert bench.found(*names) == 44
+    bench.rest()
+
+
+def test_relief_moves_few_at_a_time_and_ends_at_the_low_mark() -> None:
+    """A tier of half a million slots must not reserve, submit and queue a tenth of them in one hold of the
+    lock, more than its device takes at a time."""
+    bench = StoreBench(memory=20, storage=40, watermarks=Watermarks(0.9, 0.5))
+    bench.store.reclaim.evictor._at_once = 4
+    for number in range(19):
+        assert bench.put(f"block{number}")[0].outcome is PutOutcome.STORED
+    most = 0
+    for _ in range(40):
+        bench.store.pump()
+        most = max(most, len(bench.disk.held))
+        for held in bench.disk.held[:1]:
+            held.finish()
+    assert most == 4
+    assert bench.ram.slots.used == 10
+    bench.rest()
+
+
+def test_a_reader_that_goes_wakes_who_waits_for_its_copy_to_leave() -> None:
+    bench = StoreBench(memory=1)
+    bench.put("a")
+    assert bench.put("b")[0].reason is MoveReason.CREDIT_PRESSURE
+    pin = bench.pin("a")
+    bench.disk.of("a").finish()
+    bench.store.pump()
+    assert bench.ram.slots.used == 1 == bench.disk.slots.used
+    rung = bench.rung
+    pin.close()
+    assert bench.rung == rung + 1
+    bench.store.pump()
+    assert bench.put("b")[0].outcome is PutOutcome.STORED
+    bench.rest()
+
+
+def test_a_scope_that_two_threads_leave_is_left_once() -> None:
+    """One of them has read what to give back when the other is done."""
+    bench = StoreBench()
+    bench.put("a")
+    other, pin = bench.pin("a"), bench.pin("a")
+    lock = bench.store.parts.lock
+    threads = [threading.Thread(target=pin.close) for _ in range(2)]
+    with lock:
+        for thread in threads:
+            thread.start()
+        pin.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert bench.store.pins.held == 1
+    other.close()
     bench.rest()
