@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -403,3 +404,26 @@ def test_a_parked_read_of_a_deleted_block_is_let_go() -> None:
     assert fetch.reason is MoveReason.TOMBSTONED and bench.store.reads.parked == 0
     fetch.close()
     bench.rest()
+
+
+def test_no_deletion_begins_between_its_question_and_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A namespace's deletion takes the lines that are there: a block stored after that would outlive it."""
+    bench = StoreBench()
+    lock, refuses = bench.store.parts.lock, bench.store.deletions.refuses
+    had: list[bool] = []
+
+    def other() -> None:
+        had.append(lock.acquire(blocking=False))
+        if had[-1]:
+            lock.release()
+
+    def asked(namespace: bytes) -> bool:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(10)
+        return refuses(namespace)
+
+    monkeypatch.setattr(bench.store.deletions, "refuses", asked)
+    bench.put("a")
+    assert had == [False]
+    assert bench.found("a") == 1
