@@ -127,7 +127,10 @@ class BlockServer:
     def idle(self) -> bool:
         """Nothing is held: no reservation, lease, call or wait."""
         store = self.store
-        leases = sum(int(columns.leases.array.sum()) for columns in store.directory.replicas.tiers)
+        leases = sum(
+            int(columns.leases.array[: store.directory.used].sum())
+            for columns in store.directory.replicas.tiers
+        )
         return not (leases or store.writes.open_blocks or store.reads.flights.tickets() or self.host.calls)
 
     @property
