@@ -118,7 +118,7 @@ class Writes:
         ledger: Ledger,
         make_room: Callable[[int, int, bytes], Room],
         make_memory: Callable[[int, bytes], Room],
-        published: Callable[[int], None],
+        published: Callable[[int], None] | None,
         max_open: int = 65536,
     ) -> None:
         home = parts.tiers[parts.home]
@@ -202,6 +202,7 @@ class Writes:
         again = before != self._parts.directory.directory_generation or (
             len(keys) > 1 and len(set(keys)) < len(keys)
         )
+        spare = [] if again else self._home.slots.begin_many(namespace, min(paid, missing))
         try:
             for key, line in zip(keys, found, strict=True):
                 ended: Stored | None = None
@@ -216,7 +217,7 @@ class Writes:
                     ended = refused or _PRESSURE
                 else:
                     made = self._made_memory
-                    line, slot, ended = self._begin(key, namespace, facts)
+                    line, slot, ended = self._begin(key, namespace, facts, spare.pop() if spare else None)
                     paid -= ended is None
                     # Blocks of this very call may have made way; their lines may be others' by now.
                     again = again or made != self._made_memory
@@ -225,6 +226,8 @@ class Writes:
                 held.ended.append(ended)
                 held.waiting += ended is None
         finally:
+            for unused in spare:
+                self._home.slots.release(SlotRef(*unused))
             if paid:
                 self._ledger.vacate(self._resource, paid, held.namespace)
 
@@ -251,26 +254,26 @@ class Writes:
         return 0, refused
 
     def _begin(
-        self, key: bytes, namespace: bytes, facts: StoreFacts
+        self, key: bytes, namespace: bytes, facts: StoreFacts, slot: tuple[int, int] | None
     ) -> tuple[int, tuple[int, int], Stored | None]:
         directory, table = self._parts.directory, self._home.slots
-        try:
-            slot = table.begin(namespace)
-        except CoreError as error:
-            self._made_memory += 1
-            room = self._make_memory(self._parts.home, namespace)
-            if not room.now:
-                return NO_LINE, (-1, 0), _PRESSURE if room.leaving else _refused(error)
+        if slot is None:
             try:
                 slot = table.begin(namespace)
-            except CoreError as still:
-                return NO_LINE, (-1, 0), _refused(still)
+            except CoreError as error:
+                self._made_memory += 1
+                room = self._make_memory(self._parts.home, namespace)
+                if not room.now:
+                    return NO_LINE, (-1, 0), _PRESSURE if room.leaving else _refused(error)
+                try:
+                    slot = table.begin(namespace)
+                except CoreError as still:
+                    return NO_LINE, (-1, 0), _refused(still)
         try:
             line = directory.begin_store(key, facts, self._parts.home, *slot)
         except CoreError as error:
             table.release(SlotRef(*slot))
             return NO_LINE, (-1, 0), _refused(error)
-        table.own(slot[0], directory.logical_of(line))
         return line, slot, None
 
     def _there(self, line: int, namespace: int) -> Stored:
@@ -346,7 +349,8 @@ class Writes:
                     PutOutcome.REFUSED, reason=MoveReason.TOMBSTONED, message="it was deleted meanwhile"
                 )
             return _refused(error)
-        self._published(line)
+        if self._published is not None:
+            self._published(line)
         return Stored(PutOutcome.STORED, generation)
 
     def _drop(self, held: _Held, index: int) -> None:

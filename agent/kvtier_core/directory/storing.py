@@ -11,7 +11,7 @@ for each such block, which that tier's slots bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ _SEALED = int(ChunkState.SEALED)
 _RESERVED = int(ReplicaState.RESERVED)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFacts:
+class StoreFacts(NamedTuple):
     """What all blocks of one store have in common. rows: of each block; cost: seconds to recompute one;
     txn: who claims the lines."""
 

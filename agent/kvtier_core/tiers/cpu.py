@@ -66,6 +66,9 @@ class CpuTier(PoolTier):
             options or ArenaOptions(),
             self._mapped,
         )
+        # On the path of every put and read; properties of the layout are computed anew each time.
+        self._segment_slots = self.arena.segment_slots
+        self._slot_stride, self._payload_bytes = slot_stride(layout), layout.payload_bytes
         self.slots = ArenaSlots(self.arena)
         self.measured.probes = self.arena.probes
 
@@ -87,9 +90,9 @@ class CpuTier(PoolTier):
         return self._views[segment][0][index]
 
     def body(self, slot: int) -> memoryview:
-        segment, index = divmod(slot, self.arena.segment_slots)
-        first = index * self.stride
-        return self._views[segment][1][first : first + self.layout.payload_bytes]
+        segment, index = divmod(slot, self._segment_slots)
+        first = index * self._slot_stride
+        return self._views[segment][1][first : first + self._payload_bytes]
 
     def share(self, ref: SlotRef) -> SharedSlot:
         """Where a client that mapped the segment finds a published slot's payload, without a copy. Its bytes

@@ -101,8 +101,20 @@ class SlotTable:
             self._states[slot] = _RESERVED
             return slot, self._generations[slot]
 
-    def own(self, slot: int, owner: int) -> None:
-        self._owners[slot] = owner
+    def begin_many(self, namespace: bytes, count: int) -> list[tuple[int, int]]:
+        """As many of `count` slots as there are now, as `begin` gives them. Who wants the rest asks one by
+        one and hears why."""
+        taken: list[int] = []
+        try:
+            for _ in range(count):
+                taken.append(self._take(namespace))
+        except CoreError:
+            pass
+        states, generations = self._states, self._generations
+        with self._lock:
+            for slot in taken:
+                states[slot] = _RESERVED
+            return [(slot, generations[slot]) for slot in taken]
 
     def publish_filled(self, slot: int, generation: int) -> None:
         """RESERVED to PUBLISHED for a slot that was filled in place and whose bytes are its seal: nothing is

@@ -85,16 +85,16 @@ def test_a_block_that_made_way_for_its_neighbour_in_one_call_is_not_said_to_be_t
 
 def test_a_reservation_that_fails_half_way_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = StoreBench()
-    table = bench.ram.slots
-    begin, count = table.begin, iter(range(10))
+    table, directory = bench.ram.slots, bench.store.directory
+    begin, count = directory.begin_store, iter(range(10))
 
-    def failing(namespace: bytes) -> tuple[int, int]:
+    def failing(*arguments: Any) -> int:
         if next(count) == 2:
-            raise RuntimeError("the third slot")
-        return begin(namespace)
+            raise RuntimeError("the third line")
+        return begin(*arguments)
 
-    monkeypatch.setattr(table, "begin", failing)
-    with pytest.raises(RuntimeError, match="the third slot"):
+    monkeypatch.setattr(directory, "begin_store", failing)
+    with pytest.raises(RuntimeError, match="the third line"):
         bench.reserve("a", "b", "c", "d")
     assert table.used == 0 == bench.store.ledger.resident(slots(0))
     assert bench.store.writes.open_blocks == 0
