@@ -3,18 +3,25 @@ written."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier_core.blockstore.driver import Bell
+from kvtier_core.blockstore.outcomes import PutOutcome
+from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.nvme.endurance import DAY_SECONDS, WriteBudget, bytes_per_day
 from kvtier_core.tiers.transfer import EraseItem
 from tests.unit.core.builders import FakeClock
-from tests.unit.core.nvme_store import content, erase, identity, open_store, store, write_item
+from tests.unit.core.nvme_store import LAYOUT, content, erase, identity, key, open_store, store, write_item
 
 SLOT = 8192
 
@@ -125,3 +132,48 @@ class _Deaf:
 
     def drained(self, index: int) -> None:
         raise AssertionError("a refused batch is not reported")
+
+
+def test_a_used_up_budget_fills_memory_and_refuses_and_goes_on_when_it_may(tmp_path: Path) -> None:
+    """Shared blocks over flash that may take two of them a day: what cannot go down stays readable."""
+    clock = FakeClock()
+    flash = open_store(tmp_path, 16, clock=clock)
+    size = flash.slot_bytes
+    flash.options = replace(flash.options, budget=WriteBudget(rate=2 * size, burst=2 * size, clock=clock))
+    bell = Bell()
+    blocks = BlockStore([CpuTier("ram", LAYOUT, 4, clock=clock), flash], clock, wake=bell.ring)
+    space, names = bytes(32), [f"block {number}" for number in range(10)]
+    keys = [key(name) for name in names]
+    bodies = [content(name, 1, LAYOUT.payload_bytes) for name in names]
+
+    def put(index: int) -> PutOutcome:
+        arguments = ([keys[index]], [bodies[index]])
+        (stored,) = blocks.put(*arguments, namespace=space, deadline=clock.now + 1)
+        return stored.outcome
+
+    def settle() -> None:
+        until = time.monotonic() + 20
+        blocks.pump()
+        while blocks.moves.open_moves():
+            assert time.monotonic() < until
+            bell.wait(0.05)
+            blocks.pump()
+
+    def fill() -> int:
+        """How many blocks are there when no more goes in."""
+        for index in range(len(keys)):
+            for _ in range(3):
+                if put(index) is not PutOutcome.REFUSED:
+                    break
+                settle()
+                clock.now += 3
+        return sum(len(blocks.lookup(row, space)) for row in rows)
+
+    rows = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(-1, 1, 32)
+    assert fill() == 4 + 2
+    assert flash.options.budget is not None and flash.options.budget.refused > 0
+    assert flash.slots.used == 2 and flash.condition == "Ready"
+    clock.now += DAY_SECONDS
+    assert fill() == 4 + 2 + 2
+    blocks.check()
+    flash.close()
