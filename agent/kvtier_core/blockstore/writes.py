@@ -274,6 +274,9 @@ class Writes:
         except CoreError as error:
             table.release(SlotRef(*slot))
             return NO_LINE, (-1, 0), _refused(error)
+        except BaseException:
+            table.release(SlotRef(*slot))
+            raise
         return line, slot, None
 
     def _there(self, line: int, namespace: int) -> Stored:

@@ -97,7 +97,8 @@ class QuestFamily:
         return len(self.competitors(rows)) > self.pages - 1
 
     def competitors(self, rows: int) -> NDArray[np.int64]:
-        """Pages that a score decides about: not the last one, and with a row that is neither sink nor recent."""
+        """Pages that a score decides about: not the last one, and with a row that is neither sink nor
+        recent."""
         last = self.last_page(rows)
         if self.sink >= rows - self.recent:
             return np.empty(0, dtype=np.int64)
