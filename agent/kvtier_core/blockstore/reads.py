@@ -35,8 +35,7 @@ from kvtier_core.transactions.transfers import Settled
 def _urgency(flight: Flight) -> tuple[int, int, float, int]:
     """Priority first; then by place in the prefix, so that requests take turns and a short one does not wait
     for a long one's tail; then by deadline."""
-    place = min((indexes[0] for _, indexes in flight.waiters.values()), default=0)
-    return (-flight.priority, place, flight.deadline, flight.number)
+    return (-flight.priority, flight.place, flight.deadline, flight.number)
 
 
 _REPRESENTATION = f"{LAYOUT_ID}|{CODEC_IDENTITY}"

@@ -116,8 +116,8 @@ class Flight:
     """One backend read of one block.
 
     priority and deadline: the most urgent of its waiters, by which its I/O is ordered. expiry: the latest
-    deadline of its waiters, at which the I/O itself may give up. leader: number of the ticket that pays for
-    the read; 0 for an orphan."""
+    deadline of its waiters, at which the I/O itself may give up. place: where it first stands in the prefix
+    of a waiter. leader: number of the ticket that pays for the read; 0 for an orphan."""
 
     number: int
     key: FlightKey
@@ -127,3 +127,4 @@ class Flight:
     priority: int = 0
     deadline: float = 0.0
     expiry: float = 0.0
+    place: int = 0

@@ -168,6 +168,7 @@ class SingleFlight:
                 self.counts["adopted"] += 1
         alone = not flight.waiters
         flight.waiters.setdefault(ticket.number, (ticket, []))[1].append(index)
+        flight.place = index if alone else min(flight.place, index)
         self._inherit(flight, ticket.asker, alone, announce=known)
 
     def _inherit(self, flight: Flight, asker: Asker, alone: bool, announce: bool) -> None:
@@ -307,6 +308,7 @@ class SingleFlight:
                 )[0].number
                 self.counts["handed_over"] += 1
                 self._actions.handed_over(flight, ticket.number)
+            flight.place = _place(flight)
             self._disinherit(flight, ticket.asker)
             return
         self.counts["orphaned"] += 1
@@ -342,6 +344,7 @@ class SingleFlight:
             assert flight.priority == max(asker.priority for asker in askers)
             assert flight.deadline == min(asker.deadline for asker in askers)
             assert flight.expiry == max(asker.deadline for asker in askers)
+            assert flight.place == _place(flight)
             for ticket, indexes in flight.waiters.values():
                 assert ticket.number in self._tickets and not ticket.over
                 assert all(ticket.blocks[index] is BlockState.PENDING for index in indexes)
@@ -350,3 +353,7 @@ class SingleFlight:
             assert len(waits) == ticket.pending > 0
             for index in waits:
                 assert index in self._index[ticket.keys[index]].waiters[ticket.number][1]
+
+
+def _place(flight: Flight) -> int:
+    return min(indexes[0] for _, indexes in flight.waiters.values())
