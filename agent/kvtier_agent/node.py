@@ -26,6 +26,7 @@ from kvtier_agent.engine_port import EnginePort, EngineRunner, TierReport
 from kvtier_agent.evidence_port import EvidencePort, WindowTerms
 from kvtier_agent.keyedlocks import KeyedLocks
 from kvtier_agent.manifests import check_baseline, check_candidate, parse_manifest
+from kvtier_agent.nodeends import CacheEnds
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import PACED, READY, NodeTier, NodeTiers
 from kvtier_core.errors import CoreError, Reason
@@ -99,8 +100,7 @@ class Node:
         self._blocks_of = blocks_of
         self._book = FenceBook(state.fences)
         self._locks = KeyedLocks()
-        self._ending: dict[str, EngineRunner] = {}
-        self._ending_blocks: dict[str, BlockHost] = {}
+        self._ends = CacheEnds()
         self._opening = 0
         self._asking: asyncio.Future[list[tuple[Sequence[TierReport], NodePlan | None]]] | None = None
         self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
@@ -139,31 +139,17 @@ class Node:
     async def close(self, seconds: float) -> Sequence[str]:
         """Closes every engine after its running call; then the state directory may be opened by another.
 
-        Waits at most so long; returns the names of what did not end. Then the folders stay locked: what goes
-        on may write to them until the process ends.
+        Waits at most so long in total; returns the names of what did not end. Then the folders stay locked:
+        what goes on may write to them until the process ends.
         """
-        self._ending.update({uid: host.runner for uid, host in self.caches.items()})
-        self._ending_blocks.update(
-            {uid: host.blocks for uid, host in self.caches.items() if host.blocks is not None}
-        )
-        ending = dict(self._ending_blocks)
-        over = await asyncio.gather(*(one.close(seconds) for one in ending.values()), return_exceptions=True)
-        # What still runs on a store must not have it closed underneath.
-        stuck = [uid for uid, ended in zip(ending, over, strict=True) if ended is not True]
-        ends = {
-            f"engine of cache {uid}": runner.close(seconds)
-            for uid, runner in self._ending.items()
-            if uid not in stuck
+        for uid, host in self.caches.items():
+            self._ends.begin(uid, host)
+        threads = {"control threads": self._pool, "report threads": self._report_pool}
+        others = {
+            name: BlockingEnd(partial(pool.shutdown, wait=True, cancel_futures=True), f"close {name}")
+            for name, pool in threads.items()
         }
-        for pool, name in ((self._pool, "control threads"), (self._report_pool, "report threads")):
-            shutdown = partial(pool.shutdown, wait=True, cancel_futures=True)
-            ends[name] = BlockingEnd(shutdown, f"close {name}").within(seconds)
-        outcomes = await asyncio.gather(*ends.values(), return_exceptions=True)
-        for name, outcome in zip((*ending, *ends), (*over, *outcomes), strict=True):
-            if isinstance(outcome, BaseException):
-                log.error("%s ended badly", name, exc_info=outcome)
-        left = [f"calls on blocks of cache {uid}" for uid in stuck]
-        left += [name for name, outcome in zip(ends, outcomes, strict=True) if outcome is False]
+        left = await self._ends.close(others, seconds)
         if not left:
             self.tiers.close()
             self._state.close()
@@ -422,25 +408,13 @@ class Node:
         if host is not None:
             ended = len(host.sessions)
             host.sessions.clear()
-            self._ending[uid] = host.runner
-            if host.blocks is not None:
-                self._ending_blocks[uid] = host.blocks
-        seconds = self.limits.control_deadline_seconds
-        blocks, runner = self._ending_blocks.get(uid), self._ending.get(uid)
-        if blocks is not None:
-            if not await blocks.close(seconds):
-                raise self._endless(uid, f"a call on blocks of cache {uid} does not end")
-            self._ending_blocks.pop(uid, None)
-        if runner is not None:
-            if not await runner.close(seconds):
-                raise self._endless(uid, f"a call of the engine of cache {uid} does not end")
-            self._ending.pop(uid, None)
+            self._ends.begin(uid, host)
+        endless = await self._ends.end(uid, self.limits.control_deadline_seconds)
+        if endless:
+            self.faults[uid] = f"{Reason.DEADLINE}: {endless}"
+            self.changed.set()
+            raise CoreError(Reason.DEADLINE, endless)
         return ended
-
-    def _endless(self, uid: str, message: str) -> CoreError:
-        self.faults[uid] = f"{Reason.DEADLINE}: {message}"
-        self.changed.set()
-        return CoreError(Reason.DEADLINE, message)
 
     async def _proof(self, host: CacheHost, nonce: bytes) -> ProofFacts:
         running = await self._in_thread(host.runner.engine.live_manifest)

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -24,6 +25,7 @@ from kvtier_agent.evidence_windows import EvidenceWindows
 from kvtier_agent.keyedlocks import KeyedLocks
 from kvtier_agent.metricshttp import MetricsHttp
 from kvtier_agent.node import Command
+from kvtier_agent.nodeends import CacheEnds
 from kvtier_agent.rpc import RpcScope
 from kvtier_agent.server import AgentServer
 from kvtier_agent.statedir import StateDir
@@ -139,6 +141,33 @@ async def test_a_node_closes_no_engine_under_calls_on_its_blocks(bench: Bench, t
     blocks.ended = True
     assert await bench.node.close(5) == []
     assert bench.engine.closed
+
+
+class Ending:
+    """Blocks or an engine that take a time to end, on a clock of the test."""
+
+    def __init__(self, clock: list[float], takes: float) -> None:
+        self.clock, self.takes = clock, takes
+        self.given: list[float] = []
+
+    async def close(self, seconds: float) -> bool:
+        self.given.append(seconds)
+        self.clock[0] += min(seconds, self.takes)
+        return self.takes <= seconds
+
+
+@pytest.mark.parametrize("way", ["close", "end"])
+async def test_blocks_and_engine_of_a_cache_share_one_deadline(way: str) -> None:
+    clock = [100.0]
+    blocks, runner = Ending(clock, 4.75), Ending(clock, 1.0)
+    ends = CacheEnds(lambda: clock[0])
+    ends.begin("u", SimpleNamespace(blocks=blocks, runner=runner))  # type: ignore[arg-type]
+    if way == "close":
+        assert await ends.close({}, 5.0) == ["engine of cache u"]
+    else:
+        assert await ends.end("u", 5.0) == "a call of the engine of cache u does not end"
+    assert (blocks.given, runner.given) == ([5.0], [0.25])
+    assert clock[0] == 105.0
 
 
 async def test_a_cache_is_removed_when_the_calls_on_its_blocks_have_ended(bench: Bench) -> None:
