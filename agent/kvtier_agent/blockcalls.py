@@ -48,6 +48,8 @@ DEFAULT_SECONDS = 10.0
 # Left of a call's deadline for its answer to be written.
 ANSWER_SECONDS = 0.2
 MAX_PAGE = 1000
+# After a call's deadline, before what it holds is taken from it.
+LATE_SECONDS = 0.1
 # In one hold of the metadata lock.
 KEYS_AT_ONCE = 256
 NO_LINES: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -112,7 +114,11 @@ class BlockCalls:
             storing = Storing(call.host, order)
             started = time.monotonic()
             try:
-                outcomes = await storing.run(parts)
+                async with asyncio.timeout(max(0.0, call.deadline - call.host.clock()) + LATE_SECONDS):
+                    outcomes = await storing.run(parts)
+            except TimeoutError:
+                message = f"the next part did not come in time; {len(storing.outcomes)} blocks are done with"
+                raise CoreError(Reason.DEADLINE, message) from None
             finally:
                 self._metrics.stored(storing.outcomes, storing.received_bytes, time.monotonic() - started)
             return blocks_pb2.StoreBlocksResponse(
@@ -213,6 +219,11 @@ class BlockCalls:
                     )
                 wanted = Wanted(keys, call.caller.namespace, request.generations, call.deadline)
                 loading = Loading(call.host, wanted)
+                # A reader that stalls would hold its windows for as long as it likes.
+                late = asyncio.get_running_loop().call_later(
+                    max(0.0, call.deadline - call.host.clock()) + LATE_SECONDS,
+                    partial(_expire, call.host, loading, release),
+                )
                 async for part in loading.parts():
                     if part.HasField("error"):
                         self._metrics.load_refusals[common_pb2.Reason.Name(part.error.reason),].inc()
@@ -221,6 +232,7 @@ class BlockCalls:
                     yield part
             finally:
                 if loading is not None:
+                    late.cancel()
                     loading.end()
                     self._metrics.loaded(loading.sent, loading.sent_bytes, time.monotonic() - started)
                 if release is not None:
@@ -338,6 +350,12 @@ def _delete_keys(store: BlockStore, namespace: bytes, keys: NDArray[np.uint8]) -
         tombstone_generation=max((each.generation for each in orders), default=0),
         tiers=tier_deletions(store, copies),
     )
+
+
+def _expire(host: BlockHost, loading: Loading, release: Callable[[], None] | None) -> None:
+    loading.expire()
+    if release is not None:
+        host.give_back(release)
 
 
 def _done(deletion: Deletion) -> bool:

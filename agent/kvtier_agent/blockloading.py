@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
+from threading import RLock
 
 import numpy as np
 import xxhash
@@ -29,6 +29,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.transactions import MoveReason, MoveRefused
 
 log = logging.getLogger(__name__)
+LoadPart = blocks_pb2.LoadBlocksPart
 WINDOW_BLOCKS = 64
 WINDOW_BYTES = 64 << 20
 # Encoded in one step of a thread.
@@ -74,10 +75,11 @@ class Loading:
         # Two windows are held at a time, and a cache has more than one reader.
         self._window = max(1, min(WINDOW_BLOCKS, WINDOW_BYTES // size, slots // 8))
         self._step = max(1, STEP_BYTES // size)
-        self._lock = Lock()
+        self._lock = RLock()
         self._open: deque[Fetch] = deque()
         self._over = False
         self._bad: _Bad | None = None
+        self._late = False
         self.sent = 0
         self.sent_bytes = 0
 
@@ -95,12 +97,18 @@ class Loading:
                 async for part in self._send(current, first):
                     yield part
                 if self.sent == after:
-                    self._close_first()
+                    await self._strand.run(self._close_first)
                     current = ahead
                 else:
                     current = await self._again(current, turn)
         except CoreError as error:
-            yield self._failed(error)
+            late = MoveRefused(MoveReason.FETCH_LATE, f"block {self.sent} was not taken in time")
+            yield self._failed(late if self._late else error)
+
+    def expire(self) -> None:
+        """The call's time is over: what it holds goes back though its reader may still be at it."""
+        self._late = True
+        self.end()
 
     def end(self) -> None:
         """Gives back what is held, after the step that may still run."""
@@ -170,31 +178,39 @@ class Loading:
                     self._open.append(fetch)
                     return fetch
             fetch.close()
-            raise CoreError(Reason.CANCELLED, "the call ended")
+            raise CoreError(Reason.CANCELLED, "the call is over")
 
         return await self._strand.run(begin)
 
     def _close_first(self) -> None:
         with self._lock:
-            fetch = self._open.popleft()
-        self._host.give_back(fetch.close)
+            self._check_held()
+            self._open.popleft().close()
 
     def _close_all(self) -> None:
-        self._over = True
-        self._close_open()
+        with self._lock:
+            self._over = True
+            self._close_open()
 
     def _close_open(self) -> None:
         with self._lock:
-            left, self._open = self._open, deque()
-        for fetch in left:
-            fetch.close()
+            while self._open:
+                self._open.popleft().close()
 
-    def _encode(
-        self, fetch: Fetch, start: int, count: int, first: int
-    ) -> list[list[blocks_pb2.LoadBlocksPart]]:
+    def _check_held(self) -> None:
+        if self._over:
+            raise CoreError(Reason.CANCELLED, "the call is over")
+
+    def _encode(self, fetch: Fetch, start: int, count: int, first: int) -> list[list[LoadPart]]:
         """Messages of `count` blocks, or of those before one that is bad. Each is verified first: memory may
         have been hit since it was filled."""
-        encoded: list[list[blocks_pb2.LoadBlocksPart]] = []
+        # What is being read may not be given back meanwhile, whoever ends the call.
+        with self._lock:
+            self._check_held()
+            return self._encoded(fetch, start, count, first)
+
+    def _encoded(self, fetch: Fetch, start: int, count: int, first: int) -> list[list[LoadPart]]:
+        encoded: list[list[LoadPart]] = []
         for index in range(start, start + count):
             body, found = fetch.body(index), fetch.found(index)
             digest = xxhash.xxh3_64_intdigest(body)

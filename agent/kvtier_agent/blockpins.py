@@ -121,8 +121,8 @@ class PinBook:
             self._room[tier] += sign * pin.tiers.count(tier)
 
     def use(self, pin_id: str, namespace: bytes) -> Callable[[], None]:
-        """Takes a pin over: it holds until the returned function is called. LEASE_EXPIRED when it has ended
-        or is not this namespace's: one cannot tell which."""
+        """Takes a pin over: it holds until the returned function is called, once or more. LEASE_EXPIRED when
+        it has ended or is not this namespace's: one cannot tell which."""
         with self._store.parts.lock:
             self._expire(self._clock())
             entry = self._open.get(pin_id)
@@ -132,8 +132,9 @@ class PinBook:
 
         def give_back() -> None:
             with self._store.parts.lock:
-                self._close(entry.pin)
-                self._reap()
+                if entry.pin.open:
+                    self._close(entry.pin)
+                    self._reap()
 
         return give_back
 

@@ -120,18 +120,21 @@ class BlockServer:
         }
         return blocks_pb2.BlockScope(**{**stated, **changed})
 
-    def stub(self) -> Any:
-        channel = self.clients.enter_context(grpc.insecure_channel(f"unix:{self.socket_path}"))
+    def stub(self, *options: tuple[str, int]) -> Any:
+        channel = self.clients.enter_context(grpc.insecure_channel(f"unix:{self.socket_path}", options))
         return blocks_pb2_grpc.BlocksStub(channel)  # type: ignore[no-untyped-call]
+
+    def unheld(self) -> bool:
+        """No copy is leased."""
+        directory = self.store.directory
+        return not any(columns.leases.array[: directory.used].any() for columns in directory.replicas.tiers)
 
     def idle(self) -> bool:
         """Nothing is held: no reservation, lease, call or wait."""
         store = self.store
-        leases = sum(
-            int(columns.leases.array[: store.directory.used].sum())
-            for columns in store.directory.replicas.tiers
+        return self.unheld() and not (
+            store.writes.open_blocks or store.reads.flights.tickets() or self.host.calls
         )
-        return not (leases or store.writes.open_blocks or store.reads.flights.tickets() or self.host.calls)
 
     @property
     def host(self) -> BlockHost:

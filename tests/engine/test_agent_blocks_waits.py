@@ -128,6 +128,48 @@ def test_a_client_that_leaves_gives_everything_back(server: BlockServer, gate: G
     assert len(server.client().load(SOURCE, tokens_of(COLD)).blocks) == COLD
 
 
+def test_a_reader_that_stalls_holds_nothing_beyond_its_deadline(server: BlockServer) -> None:
+    client = server.client(timeout=20.0)
+    tokens = tokens_of(MEMORY * 6, 5)
+    sent = [payload_of(5000 + at) for at in range(MEMORY * 6)]
+    assert all(
+        block.refusal is None for block in client.store(SOURCE, tokens, sent, committed_frontier=len(tokens))
+    )
+    pinned = client.lookup(SOURCE, tokens[: 8 * BLOCK_TOKENS], pin_seconds=30)
+    request = blocks_pb2.LoadBlocksRequest(
+        scope=server.scope(SOURCE, deadline_ms=1500), span=span(len(sent), 5), pin_id=pinned.pin_id
+    )
+    # Small windows of flow control, so that a reader who reads nothing is noticed.
+    narrow = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+    call = server.stub(*narrow).LoadBlocks(request, timeout=20)
+    next(call)
+    assert server.host.calls == 1
+    eventually(lambda: server.host.pins.blocks == 0, "the pin is taken from it")
+    eventually(server.unheld, "nothing is leased")
+    assert server.host.calls == 1
+    assert [part.error.reason for part in call if part.HasField("error")] == [common_pb2.FETCH_LATE]
+    eventually(server.idle, "nothing is held")
+
+
+def test_a_writer_that_stalls_is_ended_at_its_deadline(server: BlockServer) -> None:
+    hold = threading.Event()
+
+    def parts() -> Iterator[blocks_pb2.StoreBlocksPart]:
+        begun = blocks_pb2.StoreBegin(
+            scope=server.scope(SOURCE, deadline_ms=300),
+            span=span(2, 9),
+            block_bytes=len(payload_of(0)),
+            committed_frontier=2 * BLOCK_TOKENS,
+        )
+        yield blocks_pb2.StoreBlocksPart(begin=begun)
+        hold.wait(20)
+
+    with pytest.raises(Exception, match="DEADLINE"):
+        server.stub().StoreBlocks(parts(), timeout=20)
+    hold.set()
+    eventually(server.idle, "nothing is held")
+
+
 def test_a_reader_that_joined_goes_on_when_the_first_leaves(server: BlockServer, gate: Gate) -> None:
     first = server.stub().LoadBlocks(
         blocks_pb2.LoadBlocksRequest(scope=server.scope(SOURCE), span=span(COLD)), timeout=20
