@@ -14,6 +14,7 @@ import torch
 from kvtier_core.blockstore.outcomes import Stored
 from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.checksums import checksum
+from kvtier_core.credits import slots as resource_of
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.tiers.arena import ArenaOptions
@@ -224,3 +225,8 @@ class StoreBench:
         assert not self.store.moves.open_moves()
         assert not self.store.reads.flights.flights()
         assert self.store.ledger.outstanding() == 0
+        assert self.store.reads.flying == 0 == self.store.reads.parked
+        # The ledger's books may agree with each other and not with what is there.
+        counts = self.store.directory.replicas.counts
+        for tier in range(len(self.store.parts.tiers)):
+            assert self.store.ledger.resident(resource_of(tier)) == counts[tier]
