@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from kvtier_agent.blockhost import BlockHost
@@ -184,8 +185,10 @@ class CacheHost:
         engine = self.runner.engine
         try:
             if publish_candidate or mode.compare:
-                with self.enforcement.candidate_step():
-                    result = await self.runner.call(lambda: engine.step(frame, mode))
+                running = ExitStack()
+                running.enter_context(self.enforcement.candidate_step())
+                # A caller that gives up does not stop the engine: the step is over when the engine says so.
+                result = await self.runner.call(lambda: engine.step(frame, mode), over=running.close)
             else:
                 result = await self.runner.call(lambda: engine.step(frame, mode))
             if result.from_candidate and not self.enforcement.may_publish(session.assignment):

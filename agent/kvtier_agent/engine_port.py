@@ -187,14 +187,18 @@ class EngineRunner:
     def pending(self) -> int:
         return self._pending
 
-    async def call(self, function: Callable[[], T], *, bounded: bool = True) -> T:
+    async def call(
+        self, function: Callable[[], T], *, bounded: bool = True, over: Callable[[], None] = lambda: None
+    ) -> T:
         """Awaits the function's result; raises QUEUE_FULL when `bounded` and the queue is full, CACHE_UNKNOWN
         when the engine closes first.
 
-        If the caller is cancelled while the function runs, the function still finishes.
+        If the caller is cancelled while the function runs, the function still finishes. `over` is called when
+        it has, from any thread, or when it will not run at all.
         """
         with self._lock:
             if bounded and self._pending >= self._max_queued:
+                over()
                 raise CoreError(
                     Reason.QUEUE_FULL,
                     f"{self._pending} calls wait for this cache's engine; the bound is {self._max_queued}",
@@ -205,8 +209,11 @@ class EngineRunner:
             future = self._pool.submit(function)
         except RuntimeError as error:
             self._done(None)
+            over()
             raise CoreError(Reason.CACHE_UNKNOWN, "the cache was removed", {}) from error
         future.add_done_callback(self._done)
+        # Before that of the caller, who finds it over when it has its result.
+        future.add_done_callback(lambda _: over())
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

@@ -101,6 +101,42 @@ async def test_a_revocation_counts_the_step_that_still_runs(bench: Bench) -> Non
     assert proof.candidate_digest == ""
 
 
+async def test_a_step_whose_caller_gave_up_is_in_flight_until_the_engine_has_ended_it(bench: Bench) -> None:
+    await bench.grant()
+    session = await open_session(bench)
+    await prefill(session)
+    host = session.host
+    begun, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        release.wait(20)
+
+    bench.engine.hook = hang
+    step = asyncio.create_task(host.attend(session, frame(session.handle.session_id, 1), 1))
+    await asyncio.to_thread(begun.wait, 20)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    assert host.enforcement.in_flight == 1
+    release.set()
+    # The engine's next call begins when the one before is over.
+    await host.runner.call(lambda: None)
+    assert host.enforcement.in_flight == 0
+
+
+async def test_a_step_that_is_not_taken_is_not_in_flight(bench: Bench) -> None:
+    await bench.grant()
+    session = await open_session(bench)
+    await prefill(session)
+    host = session.host
+    assert await host.runner.close(20)
+    with pytest.raises(CoreError) as refused:
+        await host.attend(session, frame(session.handle.session_id, 1), 1)
+    assert refused.value.reason is Reason.CACHE_UNKNOWN
+    assert host.enforcement.in_flight == 0
+
+
 async def test_a_baseline_under_a_higher_fence_ends_the_candidate_though_its_digest_runs_already(
     bench: Bench,
 ) -> None:
