@@ -25,6 +25,7 @@ from tests.cluster.kvtier_localplane import (
     build,
     eventually,
 )
+from tests.cluster.kvtier_localplane.plane import read_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # A fixture may have to build a program first; that wait has its own deadline.
@@ -104,6 +105,20 @@ def test_leaving_the_context_removes_everything() -> None:
         assert plane.kubectl("get", "--raw", "/readyz").stdout == "ok"
     assert not any(_alive(pid) for pid in pids.values())
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("said", [b"", b"half a line"], ids=["nothing", "half-a-line"])
+def test_a_supervisor_that_says_nothing_is_not_waited_for_without_end(said: bytes) -> None:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"first\n" + said)
+        assert read_line(reading, 5.0) == b"first\n"
+        with pytest.raises(StartError, match="said nothing for"):
+            read_line(reading, 0.01)
+    finally:
+        os.close(writing)
+    assert read_line(reading, 5.0) == b""
+    os.close(reading)
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:

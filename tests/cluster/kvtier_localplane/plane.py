@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import ssl
 import subprocess
@@ -161,6 +162,8 @@ class LocalControlPlane:
                 [sys.executable, "-I", str(_SUPERVISOR), str(spec_file)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                # Its lines are read with a deadline, so none may wait in a buffer of ours.
+                bufsize=0,
                 cwd=folder,
                 env=_child_environment(),
                 start_new_session=True,
@@ -198,7 +201,7 @@ class LocalControlPlane:
         """One line of the supervisor for each; it writes them at once, or that a process has ended."""
         assert self._running is not None and self._running.supervisor.stdout is not None
         for _ in names:
-            line = self._running.supervisor.stdout.readline()
+            line = read_line(self._running.supervisor.stdout.fileno(), self._ready_deadline_s)
             if not line:
                 raise StartError("the supervisor ended at once")
             event = json.loads(line)
@@ -209,7 +212,7 @@ class LocalControlPlane:
     def _ended_early(self, event: dict[str, Any] | None = None) -> StartError:
         assert self._running is not None and self._running.supervisor.stdout is not None
         if event is None:
-            line = self._running.supervisor.stdout.readline()
+            line = read_line(self._running.supervisor.stdout.fileno(), self._ready_deadline_s)
             event = json.loads(line) if line else {"name": "the supervisor", "rc": None, "log": ""}
         name = event["name"]
         if "address already in use" in event["log"] and name in self._running.ports:
@@ -235,6 +238,22 @@ class LocalControlPlane:
             if one != "supervisor"
         )
         raise StartError(f"{name} is not ready after {self._ready_deadline_s:g} s: {answer}\n{logs}")
+
+
+def read_line(descriptor: int, seconds: float) -> bytes:
+    """The next line of a pipe, empty at its end. Raises StartError when it does not come in time."""
+    until = time.monotonic() + seconds
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    line = b""
+    while not line.endswith(b"\n"):
+        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+            raise StartError(f"the supervisor said nothing for {seconds:g} s")
+        part = os.read(descriptor, 1)
+        if not part:
+            return b""
+        line += part
+    return line
 
 
 @contextlib.contextmanager
