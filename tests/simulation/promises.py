@@ -5,6 +5,7 @@ It must not cause anything but the end."""
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +26,7 @@ from tests.simulation.simfiles import FaultyFiles
 from tests.simulation.simpool import SimPool
 
 
-class Promises:
+class Promises(ABC):
     """The part of a world that judges."""
 
     store: BlockStore
@@ -42,8 +43,9 @@ class Promises:
     now: float
     disk_slots: int
 
+    @abstractmethod
     def pump(self) -> None:
-        raise NotImplementedError
+        """Moves the store on as its driver would."""
 
     def _keys(self, blocks: list[Block]) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return np.frombuffer(b"".join(block.key for block in blocks), dtype=np.uint8).reshape(-1, 32)
