@@ -8,8 +8,8 @@ import pytest
 
 from tests.simulation.world import SimulationFailed, World, simulate
 
-SEEDS, STEPS = 10, 250
-# What the slice is about must have happened in it.
+SEEDS, MOST_SEEDS, STEPS = 10, 60, 250
+# What the slice is about must have happened in it; rare things may need more seeds.
 EXPECTED = (
     "io",
     "hang",
@@ -24,7 +24,9 @@ EXPECTED = (
 
 def test_a_slice_of_the_simulation_keeps_every_promise() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(SEEDS):
+    for seed in range(MOST_SEEDS):
+        if seed >= SEEDS and all(seen[name] for name in EXPECTED):
+            break
         seen.update(simulate(seed, STEPS).seen)
     assert not [name for name in EXPECTED if not seen[name]], sorted(seen)
 
