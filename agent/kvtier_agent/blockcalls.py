@@ -259,9 +259,7 @@ class BlockCalls:
             store.parts.wake()
             done = await call.host.until(lambda: all(map(_done, orders)), call.deadline)
             if not done:
-                answer.pending = sum(
-                    len(each.lines) + len(each.cleared) or 1 for each in orders if not _done(each)
-                )
+                answer.pending = sum(len(each) for each in orders if not _done(each))
             for tier in answer.tiers:
                 tier.durable = tier.durable and done
             return answer
@@ -344,7 +342,7 @@ def _delete_keys(store: BlockStore, namespace: bytes, keys: NDArray[np.uint8]) -
                     lines.append(line)
             copies = copies + copies_of(store, np.asarray(lines, dtype=np.int64))
             tombstoned += len(lines)
-            orders += store.delete(mine)
+            orders += [each for each in store.delete(mine) if each not in orders]
     return orders, blocks_pb2.DeleteBlocksResponse(
         tombstoned=tombstoned,
         tombstone_generation=max((each.generation for each in orders), default=0),

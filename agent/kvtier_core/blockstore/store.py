@@ -256,11 +256,11 @@ class BlockStore:
 
     def delete(self, keys: Sequence[bytes]) -> list[Deletion]:
         """Deletes blocks: from here no lookup finds them, and nothing that is on its way brings them back.
-        Each order goes on with `pump` until it is DONE: erased in every tier, durably where the tier is
-        durable."""
+        One order for all of them (for each 1024), and those of others that have some of them already. Each
+        goes on with `pump` until it is DONE: erased in every tier, durably where the tier is durable."""
         with self.parts.lock:
             self.parts.waiting = True
-            return [self.deletions.delete(key) for key in keys]
+            return self.deletions.delete_many(keys)
 
     def delete_namespace(self, namespace: bytes) -> Deletion:
         """Deletes every block of a namespace, and refuses new ones until that is done."""

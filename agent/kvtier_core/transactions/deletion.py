@@ -74,10 +74,11 @@ class Eraser(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Deletion:
-    """One order to delete. lines: line -> logical id of what is not yet erased; cleared: the same for what
-    is, its line kept until the receipt. error: why the last step did not succeed; it is tried again at
-    `retry_at`. waiting: reports of the step that runs; undrained: items, of any step, whose tier may still
-    be at it. receipted: the receipt is durable, and lines are being forgotten."""
+    """One order to delete: some blocks by their keys, or a namespace. lines: line -> logical id of what is not
+    yet erased; cleared: the same for what is, its line kept until the receipt. error: why the last step did
+    not succeed; it is tried again at `retry_at`. waiting: reports of the step that runs; undrained: items, of
+    any step, whose tier may still be at it. receipted: the receipt is durable, and lines are being
+    forgotten."""
 
     number: int
     keys: tuple[bytes, ...]
@@ -94,6 +95,11 @@ class Deletion:
     turn: int = 0
     erasing: list[int] = field(default_factory=list)
     receipted: bool = False
+
+    def __len__(self) -> int:
+        """Blocks that it has, until it is DONE: those it names, or what is known of a namespace, at least
+        1."""
+        return max(len(self.keys), len(self.lines) + len(self.cleared), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,8 @@ class _Round:
 class Deletions:
     """All deletions of one cache on one node. `names`: of the tiers, fastest first. `seconds`: how long a
     tier may take for a batch. `retry`: how long a failed step waits before it is tried again. `batch`: blocks
-    that are erased in one step, so that a large namespace does not hold the lock for long."""
+    that are erased in one step, so that a large namespace does not hold the lock for long, and keys of one
+    order."""
 
     def __init__(
         self,
@@ -177,15 +184,36 @@ class Deletions:
         """Deletes one block. From here no lookup finds it. A second order for it joins the first. A block
         that is not there is erased from the tiers all the same: an eviction may have left it on a
         device."""
+        return self.delete_many((key,))[0]
+
+    def delete_many(self, keys: Sequence[bytes]) -> list[Deletion]:
+        """As `delete`, in one order for `batch` keys that none has yet, so that they share intent and
+        receipt. Returns each order that covers one of the keys, once."""
+        orders: dict[int, Deletion] = {}
+        fresh: dict[bytes, int] = {}
+        for key in keys:
+            if key in fresh:
+                continue
+            line = self._directory.locate(key)
+            known = self._order_of(key, line)
+            if known is None:
+                fresh[key] = line
+            else:
+                orders[known.number] = known
+        left = iter(fresh.items())
+        while part := dict(islice(left, self._batch)):
+            lines = [line for line in part.values() if line != NO_LINE]
+            begun = self._begin(tuple(part), b"", lines)
+            orders[begun.number] = begun
+        return list(orders.values())
+
+    def _order_of(self, key: bytes, line: int) -> Deletion | None:
         known = self._of_key.get(key)
-        if known is not None:
-            return known
-        line = self._directory.locate(key)
-        if line != NO_LINE and self._directory.state[line] == ChunkState.TOMBSTONED:
+        if known is None and line != NO_LINE and self._directory.state[line] == ChunkState.TOMBSTONED:
             for found in self._open.values():
                 if line in found.lines or line in found.cleared:
                     return found
-        return self._begin((key,), b"", [] if line == NO_LINE else [line])
+        return known
 
     def delete_namespace(self, namespace: bytes, index: int) -> Deletion:
         """Deletes every block of a namespace, given its digest and its index in the directory."""
@@ -334,7 +362,7 @@ class Deletions:
             ref = SlotRef(copy.slot, copy.slot_generation) if copy.state else None
             items.append(EraseItem(ref, directory.key_of(line)))
         if last:
-            named = {item.key for item in items}
+            named = {item.key for item in items} | {directory.key_of(line) for line in found.cleared}
             items += [EraseItem(None, key) for key in found.keys if key not in named]
             if found.namespace:
                 items.append(EraseItem(None, None, found.namespace))

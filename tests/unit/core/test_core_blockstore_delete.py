@@ -16,7 +16,7 @@ from kvtier_core.tiers.arena import ArenaOptions
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.fileops import OsFileOps
 from kvtier_core.transactions import MoveReason
-from kvtier_core.transactions.deletion import DeletionState, EntryKind
+from kvtier_core.transactions.deletion import DeletionState, EntryKind, JournalEntry
 from kvtier_core.transactions.erasing import JournalFile
 from tests.unit.core.nvme_files import MemoryFiles
 from tests.unit.core.nvme_store import open_store
@@ -82,6 +82,26 @@ def test_h3_a_deletion_wins_over_whatever_is_on_its_way(racing: Callable[[StoreB
     assert order.state is DeletionState.DONE
     assert bench.found("a") == 0 and bench.explain("a") == "deleted"
     assert bench.put("a")[0].generation > 0
+    bench.rest()
+
+
+def test_a_call_for_many_blocks_is_made_durable_twice() -> None:
+    entries: list[EntryKind] = []
+
+    class Counting:
+        def append(self, entry: JournalEntry, done: Callable[[CoreError | None], None]) -> None:
+            entries.append(entry.kind)
+            done(None)
+
+    bench = StoreBench(memory=64, journal=Counting())
+    names = [str(number) for number in range(48)]
+    bench.put(*names)
+    (order,) = bench.store.delete([key(name) for name in names])
+    assert [bench.found(name) for name in names] == [0] * 48
+    bench.settle()
+    assert order.state is DeletionState.DONE
+    assert entries == [EntryKind.INTENT, EntryKind.RECEIPT]
+    assert {bench.explain(name) for name in names} == {"deleted"}
     bench.rest()
 
 
