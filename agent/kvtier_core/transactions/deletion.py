@@ -74,10 +74,10 @@ class Eraser(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Deletion:
-    """One order to delete: some blocks by their keys, or a namespace. lines: line -> logical id of what is not
-    yet erased; cleared: the same for what is, its line kept until the receipt. error: why the last step did
-    not succeed; it is tried again at `retry_at`. waiting: reports of the step that runs; undrained: items, of
-    any step, whose tier may still be at it. receipted: the receipt is durable, and lines are being
+    """One order to delete: some blocks by their keys, or a namespace. lines: line -> logical id of what is
+    not yet erased; cleared: the same for what is, its line kept until the receipt. error: why the last step
+    did not succeed; it is tried again at `retry_at`. waiting: reports of the step that runs; undrained:
+    items, of any step, whose tier may still be at it. receipted: the receipt is durable, and lines are being
     forgotten."""
 
     number: int
