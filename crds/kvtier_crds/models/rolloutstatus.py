@@ -185,6 +185,17 @@ class Unreachable(Struct):
     since: Timestamp
 
 
+class Holders(Struct):
+    """Who may hold the candidate: written before a grant is sent, kept until proof that it let go."""
+
+    nodes: Annotated[
+        tuple[Annotated[str, Field(max_length=253)], ...], Field(max_length=16, json_schema_extra=ATOMIC_LIST)
+    ] = ()
+    """The first 16, fewer where the status has no room."""
+    count: Annotated[int, Field(ge=0)] = 0
+    """Of all."""
+
+
 class Excluded(Struct):
     """An agent that joined when the others had the candidate, and cannot host it: it stays exact."""
 
@@ -265,9 +276,14 @@ class KVRolloutStatus(Status):
     unreachable: Annotated[
         tuple[Unreachable, ...], Field(max_length=64, json_schema_extra=map_list("node"))
     ] = ()
+    holders: Holders | None = None
     vanished: Annotated[tuple[Unreachable, ...], Field(max_length=8, json_schema_extra=map_list("node"))] = ()
-    """Agents that held the candidate and whose KVNode is gone, while their lease may last."""
+    """Agents that held the candidate and whose KVNode is gone, while their lease may last; those that holders
+    does not name are one entry with their number."""
     excluded: Annotated[tuple[Excluded, ...], Field(max_length=8, json_schema_extra=map_list("node"))] = ()
+    excluded_count: Annotated[int, Field(ge=0)] | None = None
+    """With those that could not be named; while there are such, no other agent that joins late is asked until
+    the next step."""
     held_by_all: bool | None = None
     """Every agent of the blast radius has held this attempt's candidate at once."""
     overridden: bool | None = None

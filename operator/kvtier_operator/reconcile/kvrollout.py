@@ -162,6 +162,7 @@ class KVRolloutReconciler:
         state = self._traced(plan.state, facts.subject, entering=False)
         await effects.write_status(self._deps.api, facts.subject, state, deadline)
         kept.schedule, kept.written_at = state.schedule, self._deps.clock.monotonic()
+        kept.memory.written = frozenset(state.holders.names)
         self._tell_trace(facts, plan, state)
         for notice in plan.notices:
             kind = EventType.WARNING if notice.warning else EventType.NORMAL

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvtier_operator.rollout.holders import gone, holders_of, without
 from kvtier_operator.rollout.inputs import AgentView, Inputs
-from kvtier_operator.rollout.moves import excluded_now, lease_end
+from kvtier_operator.rollout.moves import excluded_now, lease_end, revoked
 from kvtier_operator.rollout.returning import short_digest
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import ExcludedAgent, LostAgent, RolloutState
@@ -18,6 +19,8 @@ MISMATCH = frozenset({"MANIFEST_MISMATCH", "MANIFEST_INVALID", "NUMERICS_MISMATC
 INFEASIBLE = frozenset(
     {"NO_DESTINATION_CAPACITY", "TIER_INCAPABLE", "CANDIDATE_REFUSED", "NO_LEGAL_PATH", "UNSUPPORTED"}
 )
+REFUSED = MISMATCH | INFEASIBLE
+"""Refusals of a grant that say something about the node; the agent holds then what it held before."""
 LOST_LEASES = 10
 MAX_LOST = 8
 MAX_EXCLUDED = 8
@@ -34,37 +37,63 @@ def watch_agents(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Roll
         if not agent.reachable and (agent.node in since or agent.granted_rollout == inputs.uid)
     ]
     lost = tuple(LostAgent(node, since.get(node, inputs.now)) for node in silent)[:MAX_LOST]
-    return replace(state, lost=lost, vanished=_vanished(state, inputs), nodes_granted=len(granted))
+    state = replace(state, lost=lost, nodes_granted=len(granted))
+    return _watch_holders(state, inputs)
 
 
-def _vanished(state: RolloutState, inputs: Inputs) -> tuple[LostAgent, ...]:
-    """Holders that have left the pool without a word, while a return would have to wait for their lease."""
+def _watch_holders(state: RolloutState, inputs: Inputs) -> RolloutState:
+    """Holders that have left the pool without a word are kept apart while a return would have to wait for
+    their lease; the others hold until they have proved that they do not."""
     present = {agent.node for agent in inputs.agents}
-    kept = [one for one in state.vanished if one.node not in present]
+    missed = gone(state.holders, inputs.uid, inputs.agents, inputs.holders)
+    # A number is always news: who was counted in it before is counted as a holder no more.
+    numbers = set(missed) - {*state.holders.names, *inputs.holders}
+    kept = [one for one in state.vanished if one.node not in present | numbers]
     known = {one.node for one in kept}
-    fresh = [LostAgent(node, inputs.now) for node in sorted(inputs.holders - present - known)]
-    return tuple(one for one in (*kept, *fresh) if inputs.now < lease_end(inputs, one.since))[:MAX_LOST]
+    fresh = [LostAgent(node, inputs.now) for node in missed if node not in known]
+    fresh.sort(key=lambda one: one.node not in numbers)
+    # A number first: a name that finds no room stays among the holders, a number cannot.
+    rows = (*fresh[: len(numbers)], *kept, *fresh[len(numbers) :])
+    lasting = [one for one in rows if inputs.now < lease_end(inputs, one.since)]
+    vanished = tuple(lasting[:MAX_LOST])
+    crowded_out = {one.node for one in lasting[MAX_LOST:]}
+    granted = {agent.node for agent in inputs.agents if agent.granted_rollout == inputs.uid}
+    let_go = {agent.node for agent in inputs.agents if revoked(agent, state.fence)} - granted
+    recorded = {*state.holders.names, *inputs.holders, *granted, *crowded_out} - let_go
+    recorded -= {one.node for one in vanished}
+    return replace(state, vanished=vanished, holders=holders_of(recorded, inputs.agents))
 
 
 def exclude(state: RolloutState, inputs: Inputs) -> RolloutState:
     """Agents that refuse, never held this rollout's candidate, and came when the others had all taken it:
-    they stay exact. A refusal of one that was there from the start, or held it, is a reason to return."""
-    known = excluded_now(state, inputs.agents)
-    kept = tuple(one for one in state.excluded if one.node in known)
+    they stay exact. A refusal of one that was there from the start, or held it, is a reason to return. One
+    that comes when no more can be named is left out with them; later ones are not even asked."""
+    known = excluded_now(state, inputs.agents, inputs.uid)
+    present = {agent.node for agent in inputs.agents}
     holders = {agent.node for agent in inputs.agents if agent.granted_rollout == inputs.uid}
     former = {agent.node for agent in inputs.agents if agent.returned_rollout == inputs.uid}
     fresh = [
         ExcludedAgent(agent.node, agent.refusal, agent.boot_id)
         for agent in inputs.agents
-        if agent.refusal in MISMATCH | INFEASIBLE and agent.node not in holders | former | known
+        if agent.refusal in REFUSED and agent.node not in holders | former | known
     ]
     if not state.held_by_all or not holders:
         fresh = []
-    return replace(state, excluded=(*kept, *fresh)[:MAX_EXCLUDED])
+    again = {one.node for one in fresh}
+    # One that has restarted keeps its row until it has answered, and with it its right to be asked.
+    kept = [one for one in state.excluded if one.node in present - holders - again]
+    rows = (*kept, *fresh)
+    unnamed = state.excluded_count - len(state.excluded)
+    return replace(
+        state,
+        excluded=rows[:MAX_EXCLUDED],
+        excluded_count=len(rows) + max(0, unnamed),
+        holders=without(state.holders, again),
+    )
 
 
 def agents_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[Cause, str] | None:
-    excluded = excluded_now(state, inputs.agents)
+    excluded = excluded_now(state, inputs.agents, inputs.uid)
     for agent in inputs.agents:
         if agent.node in excluded:
             continue

@@ -152,6 +152,8 @@ def _degraded(state: RolloutState, inputs: Inputs) -> Finding:
         return "True", "AgentUnreachable", f"no answer from {', '.join(lost.node for lost in state.lost)}"
     if state.excluded and state.holds_candidate:
         who = ", ".join(f"{one.node} ({one.reason})" for one in state.excluded)
+        more = state.excluded_count - len(state.excluded)
+        who = f"{more} not named, {who}" if more > 0 else who
         return "True", "NodeExcluded", f"exact only, since it cannot host the candidate: {who}"
     broken = [gate for gate in state.gates if gate.verdict is Verdict.PROVIDER_ERROR]
     if broken and state.holds_candidate:

@@ -16,13 +16,14 @@ from kvtier_operator.rollout.effects import Subject
 from kvtier_operator.rollout.feed import MIN_RATE_SECONDS, LookSource, Reading
 from kvtier_operator.rollout.gateset import ProbeSet, probe_names
 from kvtier_operator.rollout.grants import cache_ref, fence_of, window_key
+from kvtier_operator.rollout.holders import gone
 from kvtier_operator.rollout.inputs import AgentView, Approved, CacheView, CandidateView, Inputs, Look
 from kvtier_operator.rollout.moves import is_mine
 from kvtier_operator.rollout.observe import Memory, Observer, Pool, unasked
 from kvtier_operator.rollout.rivals import busy_with, superseded_by
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
-from kvtier_operator.rollout.status import from_status, parse_stamp
+from kvtier_operator.rollout.status import from_status, parse_stamp, read_holders
 from kvtier_operator.rollout.vocabulary import Phase, Stage
 
 
@@ -103,7 +104,7 @@ class Gatherer:
             superseded_by="",
             candidate=compiled.view,
             agents=pool.views,
-            holders=frozenset(kept.memory.held),
+            holders=kept.memory.written | kept.memory.held,
             look=run.look,
             last_look=kept.last_look,
             rate=_known_rate(kept, state),
@@ -232,12 +233,16 @@ class Gatherer:
         )
         approved = inputs.cache.approved if inputs.cache is not None else None
         owner = _owner(approved.rollout_uid, (rollout, *others)) if approved is not None else None
-        gone = ((owner or {}).get("status") or {}).get("vanished") or []
+        told = (owner or {}).get("status") or {}
+        vanished = [str(row["node"]) for row in told.get("vanished") or []]
+        if approved is not None:
+            # Its own pass may not have seen yet that they are gone.
+            vanished += gone(read_holders(told), approved.rollout_uid, inputs.agents)
         return replace(
             inputs,
             # The longest legal one when it is not there any more.
             approved_ttl=_duration(owner, "leaseTTL", DEFAULT_LEASE_TTL) if owner else MAX_LEASE_TTL,
-            approved_vanished=tuple(str(row["node"]) for row in gone),
+            approved_vanished=tuple(dict.fromkeys(vanished)),
             busy_with=busy_with(rollout, others),
             superseded_by=superseded_by(rollout, others, completed=state.phase is Phase.COMPLETED),
         )

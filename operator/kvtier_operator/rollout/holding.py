@@ -29,11 +29,13 @@ from kvtier_operator.rollout.inputs import (
 )
 from kvtier_operator.rollout.moves import (
     APPROVAL_SECONDS,
+    about_to_grant,
     advance,
     begin_revocation,
     current_step,
     enter_step,
     excluded_now,
+    gone_holders,
     is_mine,
     needs_refence,
     refence,
@@ -63,7 +65,7 @@ def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
         raise ValueError("holding needs a KVCache and a readable spec")
     if state.phase is Phase.COMPLETED and inputs.superseded_by:
         return _let_go(state, inputs)
-    known = excluded_now(state, inputs.agents)
+    known = frozenset(state.excluded)
     state, inputs = _look_around(state, inputs, spec)
     against = _plan_against(state, inputs, spec)
     if against is not None:
@@ -71,7 +73,7 @@ def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
     notices = tuple(
         Notice(True, "NodeExcluded", f"{one.node} joined late and cannot host the candidate: {one.reason}")
         for one in state.excluded
-        if one.node not in known
+        if one not in known
     )
     plan = _plan_on(state, inputs, spec)
     return replace(plan, notices=(*notices, *plan.notices))
@@ -104,9 +106,10 @@ def plan_against(state: RolloutState, inputs: Inputs) -> Plan | None:
 def _look_around(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[RolloutState, Inputs]:
     """The state with what agents and evidence say now; excluded agents count as not selected."""
     state = exclude(watch_agents(state, inputs, spec), inputs)
-    excluded = excluded_now(state, inputs.agents)
+    excluded = excluded_now(state, inputs.agents, inputs.uid)
     agents = tuple(replace(one, selected=one.selected and one.node not in excluded) for one in inputs.agents)
-    inputs = replace(inputs, agents=agents)
+    # Those who let go or are among the vanished are holders no more, whatever was remembered before.
+    inputs = replace(inputs, agents=agents, holders=frozenset(state.holders.names))
     chosen = [agent for agent in agents if agent.selected]
     complete = bool(chosen) and all(holds(agent, state) for agent in chosen)
     state = replace(state, held_by_all=state.held_by_all or complete, nodes_total=len(chosen))
@@ -135,9 +138,7 @@ def _let_go(state: RolloutState, inputs: Inputs) -> Plan:
 def _edited_candidate(state: RolloutState, inputs: Inputs) -> Plan:
     target = replace(
         new_attempt(state, inputs),
-        revoking=begin_revocation(
-            inputs, inputs.name, inputs.lease_ttl, tuple(one.node for one in state.vanished)
-        ),
+        revoking=begin_revocation(inputs, inputs.name, inputs.lease_ttl, gone_holders(state, inputs)),
         blocker=Blocker.REVOKING_APPROVED,
         blocker_message="revoking the candidate of the attempt before",
     )
@@ -309,11 +310,13 @@ def promote(
 
 def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     """Nothing to decide: see that each agent holds what it should, and come back at the next tick."""
-    rpcs: list[Rpc] = [
-        Grant(agent.node)
+    to_grant = [
+        agent.node
         for agent in inputs.agents
         if agent.selected and agent.reachable and not holds(agent, state)
     ]
+    state = replace(state, holders=about_to_grant(state, inputs, to_grant))
+    rpcs: list[Rpc] = [Grant(node) for node in to_grant]
     rpcs += [
         Revoke(agent.node, None)
         for agent in inputs.agents

@@ -126,11 +126,12 @@ class Look:
 class Inputs:
     """busy_with: the unfinished rollout of the cache that comes before this one. superseded_by: an unfinished
     rollout that has begun, of the same cache, and whose turn it is. holders: agents that this process has
-    seen or made hold the candidate. approved_vanished: such ones of the approved rollout that are gone, with
-    a lease that may last. last_look: the newest one, which may be of an earlier pass or window. ttl: seconds
-    that a finished rollout is kept. lease_ttl: seconds, also of a spec that cannot be run. approved_ttl: of
-    the rollout whose candidate the cache holds approved. rate: requests a second in the blast radius, 0 when
-    not known. quiet_since: when this process became leader; it knows nothing of renewals sent before that."""
+    seen or made hold the candidate, or written down as such. approved_vanished: such ones of the approved
+    rollout that are gone, with a lease that may last. last_look: the newest one, which may be of an earlier
+    pass or window. ttl: seconds that a finished rollout is kept. lease_ttl: seconds, also of a spec that
+    cannot be run. approved_ttl: of the rollout whose candidate the cache holds approved. rate: requests a
+    second in the blast radius, 0 when not known. quiet_since: when this process became leader; it knows
+    nothing of renewals sent before that."""
 
     now: float
     uid: str

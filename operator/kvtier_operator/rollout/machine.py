@@ -20,7 +20,7 @@ from kvtier_operator.rollout.intents import answered, judge_intent, pending_inte
 from kvtier_operator.rollout.moves import advance, roll_back
 from kvtier_operator.rollout.returning import end_unbegun, new_attempt, plan_return, plan_without_cache
 from kvtier_operator.rollout.spec import Intent
-from kvtier_operator.rollout.state import Rollback, RolloutState
+from kvtier_operator.rollout.state import Holders, Rollback, RolloutState
 from kvtier_operator.rollout.status import SHOWN_NODES, as_written
 from kvtier_operator.rollout.vocabulary import (
     FINISHED,
@@ -107,6 +107,7 @@ def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
         rollback=rollback,
         revoking=None,
         grant_expires=0.0,
+        holders=Holders(),
     )
     notice = Notice(True, "RollingBack", f"{Cause.OBJECT_DELETED} in {state.stage}: the KVCache is deleted")
     return Plan(target, urgent=True, notices=(notice,), requeue_after=0.01)

@@ -13,6 +13,7 @@ from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable, Deps, EventType, JsonObject
 from kvtier_operator.proofs import nonce_digest
+from kvtier_operator.rollout.agentwatch import REFUSED
 from kvtier_operator.rollout.grants import grant_request, revoke_request
 from kvtier_operator.rollout.inputs import AgentView, Grant, ProofView, Revoke, Rpc
 from kvtier_operator.rollout.observe import Memory
@@ -110,8 +111,14 @@ class Messenger:
             nonce=self._deps.nonce(),
         )
         # Noted before it is sent: an answer that is lost may still have granted.
+        before = target.name in memory.held
         memory.held.add(target.name)
-        answer = await self._deps.agents.grant(target, request, deadline_seconds=seconds)
+        try:
+            answer = await self._deps.agents.grant(target, request, deadline_seconds=seconds)
+        except AgentError as error:
+            if error.reason in REFUSED and not before:
+                memory.held.discard(target.name)
+            raise
         memory.boots[target.name] = answer.boot_id
         return replace(
             view,

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kvtier_evidence.design import MIN_BLOCKS
 from kvtier_evidence.metrics import METRICS
+from kvtier_operator.rollout.holders import gone, with_grants
 from kvtier_operator.rollout.inputs import (
     AgentView,
     ApproveCandidate,
@@ -22,7 +23,7 @@ from kvtier_operator.rollout.inputs import (
     SpanNote,
 )
 from kvtier_operator.rollout.spec import RolloutSpec, Step
-from kvtier_operator.rollout.state import Revocation, Rollback, RolloutState, Window
+from kvtier_operator.rollout.state import Holders, Revocation, Rollback, RolloutState, Window
 from kvtier_operator.rollout.vocabulary import LEASE_GRACE, Blocker, Cause, Phase, Stage
 
 APPROVAL_SECONDS = 24 * 3600.0
@@ -125,6 +126,10 @@ def enter_step(
         overridden=overridden,
         lost=(),
         excluded=(),
+        excluded_count=0,
+        holders=about_to_grant(
+            state, inputs, [agent.node for agent in inputs.agents if agent.selected and agent.reachable]
+        ),
         pending_since=0.0,
     )
     notice = Notice(False, "StageEntered", f"{step.label}: {why}")
@@ -136,6 +141,17 @@ def enter_step(
         spans=(stage_span(state, step.stage, step.index, why),),
         new_window=True,
     )
+
+
+def about_to_grant(state: RolloutState, inputs: Inputs, nodes: Sequence[str]) -> Holders:
+    """The holders to write down before a grant goes to `nodes`."""
+    return with_grants(state.holders, inputs.uid, inputs.agents, inputs.holders, nodes)
+
+
+def gone_holders(state: RolloutState, inputs: Inputs) -> tuple[str, ...]:
+    """Who has held the candidate, has left the pool, and may hold it still."""
+    missed = gone(state.holders, inputs.uid, inputs.agents, inputs.holders)
+    return tuple(dict.fromkeys((*(one.node for one in state.vanished), *missed)))
 
 
 def _opened(state: RolloutState, inputs: Inputs, spec: RolloutSpec, resumes: int) -> Window:
@@ -181,9 +197,8 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
     baseline = state.baseline or (inputs.cache.baseline if inputs.cache else None)
     older = state.revoking
     present = [agent.node for agent in inputs.agents]
-    listed = (*(one.node for one in state.vanished), *(older.nodes if older is not None else ()))
-    gone = (*listed, *sorted(inputs.holders))
-    vanished = [node for node in dict.fromkeys(gone) if node not in present]
+    listed = (*gone_holders(state, inputs), *(older.nodes if older is not None else ()))
+    vanished = [node for node in dict.fromkeys(listed) if node not in present]
     rollback = Rollback(
         cause=cause,
         message=message,
@@ -206,6 +221,7 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
         grant_expires=0.0,
         revoking=None,
         lost=(),
+        holders=Holders(),
         vanished=(),
     )
     notice = Notice(True, "RollingBack", f"{cause} in {state.stage}: {message}")
@@ -221,10 +237,20 @@ def lease_end(inputs: Inputs, since: float, at_least: float = 0.0) -> float:
     return max(since, inputs.quiet_since) + ttl + max(ttl * (LEASE_GRACE - 1), MIN_GRACE)
 
 
-def excluded_now(state: RolloutState, agents: Sequence[AgentView]) -> frozenset[str]:
-    """Who is excluded still: an agent that has restarted may try again."""
+def excluded_now(state: RolloutState, agents: Sequence[AgentView], uid: str) -> frozenset[str]:
+    """Who is excluded still: an agent that has restarted may try again. Where more have refused than could be
+    named, also every other that answers and never held the candidate of this rollout (`uid`)."""
     boots = {agent.node: agent.boot_id for agent in agents}
-    return frozenset(one.node for one in state.excluded if boots.get(one.node) == one.boot_id)
+    named = frozenset(one.node for one in state.excluded if boots.get(one.node) == one.boot_id)
+    if state.excluded_count <= len(state.excluded):
+        return named
+    restarted = {one.node for one in state.excluded} - named
+    late = {
+        agent.node
+        for agent in agents
+        if agent.reachable and uid not in (agent.granted_rollout, agent.returned_rollout)
+    }
+    return named | (late - restarted)
 
 
 def begin_revocation(inputs: Inputs, rollout: str, lease_ttl: float, vanished: tuple[str, ...]) -> Revocation:

@@ -26,11 +26,13 @@ class Memory:
     """What one rollout's agents were last seen to be. A cache: losing it costs calls, never correctness.
 
     proofs: by node, the last one that was checked. held: nodes that were granted this rollout's candidate.
+    written: all holders that this process has written down last, also those that the status had no room for.
     boots: the boot ids they answered with.
     """
 
     proofs: dict[str, ProofView] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
+    written: frozenset[str] = frozenset()
     boots: dict[str, str] = field(default_factory=dict)
 
 
@@ -62,7 +64,7 @@ class Observer:
             _view(member, answer, cache_uid, rollout_uid, state, memory)
             for member, answer in zip(members, answers, strict=True)
         ]
-        chosen = choose(members, views, rollout_uid, max_nodes, excluded_now(state, views))
+        chosen = choose(members, views, rollout_uid, max_nodes, excluded_now(state, views, rollout_uid))
         targets = {}
         for member, view in zip(members, views, strict=True):
             if view.boot_id:

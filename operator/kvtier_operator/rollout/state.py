@@ -100,6 +100,14 @@ class LostAgent:
 
 
 @dataclass(frozen=True)
+class Holders:
+    """Agents that a grant was written down for; count: of all, also where the status could not name them."""
+
+    names: tuple[str, ...] = ()
+    count: int = 0
+
+
+@dataclass(frozen=True)
 class ExcludedAgent:
     """An agent that joined in mid-attempt and cannot host the candidate, in the life of `boot_id`."""
 
@@ -169,8 +177,10 @@ class RolloutState:
     """carry: what the attempt's evidence takes from window to window. candidate_hash: of spec.candidate, so
     that an edit can be told from a drift of what it refers to. shares: how many parts of the digest's
     false-promotion budget are used, the open window's included.
-    vanished: holders whose KVNode is gone, while their lease may last. excluded: who stays exact since it
-    joined late and refused. held_by_all: every agent of the radius has held this attempt's candidate at once.
+    holders: who may hold the candidate. vanished: such ones whose KVNode is gone, while their lease may
+    last. excluded: who stays exact since it joined late and refused; excluded_count: with those that could
+    not be named. held_by_all: every agent of the radius
+    has held this attempt's candidate at once.
     grant_expires: set while an approved candidate goes on after Completed."""
 
     phase: Phase = Phase.PENDING
@@ -189,8 +199,10 @@ class RolloutState:
     carry: Carry = field(default_factory=Carry)
     schedule: Schedule | None = None
     lost: tuple[LostAgent, ...] = ()
+    holders: Holders = field(default_factory=Holders)
     vanished: tuple[LostAgent, ...] = ()
     excluded: tuple[ExcludedAgent, ...] = ()
+    excluded_count: int = 0
     held_by_all: bool = False
     nodes_granted: int = 0
     nodes_total: int = 0

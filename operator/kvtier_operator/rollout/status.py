@@ -21,6 +21,7 @@ from kvtier_operator.rollout.state import (
     DesignEffect,
     ExcludedAgent,
     GateStatus,
+    Holders,
     LastIntent,
     LostAgent,
     ManifestRef,
@@ -44,6 +45,7 @@ from kvtier_operator.rollout.vocabulary import (
 
 Json = dict[str, Any]
 MESSAGE_LIMIT = 240
+MAX_HOLDERS = 16
 SHOWN_NODES = 4
 """Names of nodes that even a full status has room for, unless it is an extreme one."""
 _BLOCKERS = {str(blocker): blocker for blocker in Blocker}
@@ -103,6 +105,7 @@ def _slimmed(state: RolloutState, level: int) -> RolloutState:
         rollback = replace(rollback, missing=rollback.missing[:SHOWN_NODES], message=rollback.message[:120])
     gates = tuple(replace(gate, value="", bound="", limit="", at=0.0) for gate in state.gates)
     state = replace(state, gates=gates, rollback=rollback, lost=state.lost[:SHOWN_NODES])
+    state = replace(state, holders=_named(state.holders, SHOWN_NODES))
     return state if level == 2 else _cut(state, *_CUTS[level - 3])
 
 
@@ -130,6 +133,7 @@ def _cut(state: RolloutState, gates: int, cells: int, passes: int, nodes: int, t
         conditions=tuple(replace(one, message=one.message[:text]) for one in state.conditions),
         carry=slim_carry(state.carry, cells, passes, opened),
         lost=state.lost[:nodes],
+        holders=_named(state.holders, nodes),
         excluded=state.excluded[:nodes],
         vanished=state.vanished[:nodes],
         window=window,
@@ -137,6 +141,11 @@ def _cut(state: RolloutState, gates: int, cells: int, passes: int, nodes: int, t
         revoking=revoking,
         last_intent=intent,
     )
+
+
+def _named(holders: Holders, nodes: int) -> Holders:
+    """With so many names; the number tells of the others."""
+    return replace(holders, names=holders.names[:nodes])
 
 
 def _render(state: RolloutState, deadline_seconds: float) -> Json:
@@ -188,7 +197,11 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
     status["gates"] = [_gate(gate) for gate in state.gates]
     status["carry"] = carry_to_json(state.carry)
     status["unreachable"] = [{"node": lost.node, "since": format_stamp(lost.since)} for lost in state.lost]
+    if state.holders.count:
+        names = list(state.holders.names[:MAX_HOLDERS])
+        status["holders"] = _clean({"nodes": names, "count": state.holders.count})
     status["vanished"] = [{"node": one.node, "since": format_stamp(one.since)} for one in state.vanished]
+    status["excludedCount"] = state.excluded_count or None
     status["excluded"] = [
         _clean({"node": one.node, "reason": one.reason, "bootID": one.boot_id}) for one in state.excluded
     ]
@@ -316,6 +329,7 @@ def _read(status: Mapping[str, Any]) -> RolloutState:
         lost=tuple(
             LostAgent(row["node"], parse_stamp(row.get("since"))) for row in status.get("unreachable") or []
         ),
+        holders=read_holders(status),
         vanished=tuple(
             LostAgent(row["node"], parse_stamp(row.get("since"))) for row in status.get("vanished") or []
         ),
@@ -323,6 +337,7 @@ def _read(status: Mapping[str, Any]) -> RolloutState:
             ExcludedAgent(row["node"], str(row.get("reason") or ""), str(row.get("bootID") or ""))
             for row in status.get("excluded") or []
         ),
+        excluded_count=int(status.get("excludedCount") or 0),
         held_by_all=bool(status.get("heldByAll")),
         nodes_granted=int(status.get("nodes") or 0),
         nodes_total=int(status.get("nodesTotal") or 0),
@@ -346,6 +361,12 @@ def _blocker(status: Mapping[str, Any]) -> tuple[Blocker, str]:
             blocker = _BLOCKERS.get(row.get("reason"), Blocker.NONE)
             return blocker, str(row.get("message") or "") if blocker else ""
     return Blocker.NONE, ""
+
+
+def read_holders(status: Mapping[str, Any]) -> Holders:
+    row = status.get("holders") or {}
+    names = tuple(str(node) for node in row.get("nodes") or ())
+    return Holders(names, max(len(names), int(row.get("count") or 0)))
 
 
 def _read_reference(row: Mapping[str, Any] | None) -> ManifestRef | None:

@@ -14,7 +14,7 @@ from kvtier_operator.rollout.messenger import REVOKE_SECONDS, grant_deadline
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
-from tests.unit.rollout.rollout_world import World, held
+from tests.unit.rollout.rollout_world import Killed, World, held
 
 
 async def to_canary(world: World) -> None:
@@ -254,6 +254,53 @@ async def test_holder_deleted_a_moment_before_the_return_is_waited_for(restarted
     assert gone.candidate is None
 
 
+@pytest.mark.parametrize("passes", [0, 2], ids=["abort-at-once", "abort-a-little-later"])
+async def test_holder_deleted_while_no_operator_runs_is_waited_for(passes: int) -> None:
+    """Who holds the candidate is in the status before the grant is sent, so the next operator misses it."""
+    world = World(nodes=3)
+    await to_canary(world)
+    assert world.status["holders"] == {"nodes": ["node-0", "node-1", "node-2"], "count": 3}
+    gone = world.sims.pop("node-0")
+    world.restart()
+    for _ in range(passes):
+        await world.pass_()
+    world.intent("Abort", 1)
+    await world.run(5)
+    assert gone.candidate is not None
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    assert "node-0" in world.condition("CandidateRevoked")["message"]
+    await world.until("RolledBack", limit=30)
+    assert gone.candidate is None
+    assert "holders" not in world.status
+
+
+async def test_late_holder_is_written_down_before_it_is_granted() -> None:
+    world = World()
+    await to_canary(world)
+    late = world.add_node("node-9")
+    late.grant = lambda request: killed()  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(Killed):
+        await world.operator.reconcile(world.rollout)
+    assert world.status["holders"]["nodes"] == ["node-0", "node-1", "node-9"]
+
+
+def killed() -> None:
+    raise Killed("as the grant is sent")
+
+
+async def test_holder_that_let_go_is_none_any_more() -> None:
+    world = World()
+    await to_canary(world)
+    world.sims["node-0"].cordoned = True
+    await world.run(3)
+    assert world.status["holders"] == {"nodes": ["node-1"], "count": 1}
+    del world.sims["node-0"]
+    world.restart()
+    world.intent("Abort", 1)
+    await world.run(3)
+    assert world.where[0] == "RolledBack"
+
+
 async def test_holder_deleted_long_ago_is_waited_for_no_more() -> None:
     world = World()
     world.feed.default = Verdict.INSUFFICIENT
@@ -414,6 +461,51 @@ async def test_excluded_node_tries_again_when_it_has_restarted() -> None:
     assert held(world) == ["node-0", "node-1", "node-9"]
     assert "excluded" not in world.status
     assert world.condition("Degraded")["status"] == "False"
+
+
+async def test_more_late_nodes_refuse_than_can_be_named() -> None:
+    """The ninth is no reason to return either, and who comes after it is not asked before the next step."""
+    world = World(stages=[{"name": "Shadow", "minDuration": "60s"}, {"name": "Full", "soak": "20s"}])
+    await world.until("Progressing", "Shadow")
+    await world.run(2)
+    for index in range(10):
+        world.add_node(f"late-{index}").refuse = "NO_DESTINATION_CAPACITY"
+    await world.run(3)
+    after = world.add_node("later")
+    await world.run(3)
+    assert world.where == ("Progressing", "Shadow", 0)
+    assert held(world) == ["node-0", "node-1"]
+    assert after.grants == []
+    assert [row["node"] for row in world.status["excluded"]] == [f"late-{index}" for index in range(8)]
+    assert world.status["excludedCount"] == 10
+    assert ": 2 not named, late-0 (" in world.condition("Degraded")["message"]
+    assert world.status["holders"] == {"nodes": ["node-0", "node-1"], "count": 2}
+    world.restart()
+    before = world.api.writes
+    await world.run(15)
+    assert world.api.writes == before
+    world.sims["late-3"].refuse = ""
+    world.sims["late-3"].boot()
+    await world.run(3)
+    assert held(world) == ["node-0", "node-1", "late-3"]
+    assert world.status["excludedCount"] == 9
+    for sim in world.sims.values():
+        sim.refuse = ""
+    await world.until("Completed")
+    assert after.grants
+    assert "excludedCount" not in world.status
+
+
+async def test_excluded_node_that_falls_silent_is_no_lost_holder() -> None:
+    world = World()
+    await to_canary(world)
+    late = world.add_node("node-9")
+    late.refuse = "NO_DESTINATION_CAPACITY"
+    await world.run(3)
+    late.alive = False
+    await world.run(5)
+    assert "unreachable" not in world.status
+    await world.until("Completed")
 
 
 async def test_excluded_node_takes_no_place_of_the_radius() -> None:

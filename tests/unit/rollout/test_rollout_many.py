@@ -17,6 +17,7 @@ async def in_canary(nodes: int) -> World:
     await world.until("Progressing", "Canary")
     await world.pass_()
     assert len(held(world)) == nodes
+    assert "vanished" not in world.status
     return world
 
 
@@ -44,6 +45,24 @@ async def test_a_holder_beyond_those_that_are_named_is_waited_for(restarted: boo
     assert world.status["rollback"]["agentsTotal"] == MAX_MISSING + 3
 
 
+async def test_more_vanish_while_no_operator_runs_than_have_room() -> None:
+    world = await in_canary(MAX_MISSING + 4)
+    names = sorted(world.sims)
+    gone = [world.sims.pop(name) for name in (*names[:10], names[-1])]
+    world.restart()
+    await world.run(2)
+    assert len(world.status["vanished"]) == 8
+    assert world.status["vanished"][0]["node"] == "1 not named"
+    assert world.status["holders"]["nodes"][:3] == names[7:10]
+    world.restart()
+    world.intent("Abort", 1)
+    await world.run(AT_ONCE)
+    assert {*names[:10], "1 not named"} <= set(world.status["rollback"]["missing"])
+    await world.run(A_LEASE)
+    assert not any(sim.candidate for sim in gone)
+    assert world.status["phase"] == "RolledBack"
+
+
 async def test_one_that_vanished_is_not_crowded_out_by_those_that_are_asked() -> None:
     world = await in_canary(MAX_MISSING + 4)
     for sim in world.sims.values():
@@ -54,3 +73,24 @@ async def test_one_that_vanished_is_not_crowded_out_by_those_that_are_asked() ->
     del world.sims[first]
     await world.run(AT_ONCE)
     assert world.status["rollback"]["missing"][0] == first
+
+
+@pytest.mark.parametrize("passes", [0, 2], ids=["abort-at-once", "abort-a-little-later"])
+async def test_a_holder_beyond_those_that_are_named_vanishes_while_no_operator_runs(passes: int) -> None:
+    """Its name is nowhere, its number is: every other holder is known from its own answer."""
+    world = await in_canary(MAX_MISSING + 4)
+    last = sorted(world.sims)[-1]
+    assert last not in world.status["holders"]["nodes"]
+    assert world.status["holders"]["count"] == MAX_MISSING + 4
+    gone = world.sims.pop(last)
+    world.restart()
+    for _ in range(passes):
+        await world.pass_()
+    world.intent("Abort", 1)
+    await world.run(AT_ONCE)
+    assert gone.candidate is not None
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    assert "1 not named" in world.condition("CandidateRevoked")["message"]
+    await world.run(A_LEASE)
+    assert gone.candidate is None
+    assert world.status["phase"] == "RolledBack"

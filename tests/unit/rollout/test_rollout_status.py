@@ -18,6 +18,7 @@ from kvtier_operator.rollout.state import (
     DesignEffect,
     ExcludedAgent,
     GateStatus,
+    Holders,
     LastIntent,
     LostAgent,
     ManifestRef,
@@ -73,8 +74,13 @@ def thresholds(state: RolloutState) -> Window:
 async def test_reading_back_is_writing_again(stage: str) -> None:
     state = await reached(stage)
     rich = replace(state, carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),), revoking=OLDER)
-    rich = replace(rich, excluded=(ExcludedAgent("node-9", "TIER_INCAPABLE", "boot-1"),), held_by_all=True)
-    rich = replace(rich, vanished=(LostAgent("node-6", 1_800_000_003.0),))
+    rich = replace(
+        rich,
+        excluded=(ExcludedAgent("node-9", "TIER_INCAPABLE", "boot-1"),),
+        held_by_all=True,
+        excluded_count=11,
+    )
+    rich = replace(rich, vanished=(LostAgent("node-6", 1_800_000_003.0),), holders=Holders(("node-5",), 7))
     rich = replace(rich, window=thresholds(state), pending_since=1_800_000_002.0)
     for one in (state, rich):
         status = to_status(one)
@@ -86,8 +92,13 @@ async def test_schema_keeps_every_field() -> None:
     """A structural schema prunes what it does not know, and a restarted operator would miss it."""
     state = replace(await reached("RolledBack"), carry=CARRY, lost=(LostAgent("node-7", 1_800_000_000.5),))
     state = replace(state, revoking=OLDER, overridden=True)
-    state = replace(state, vanished=(LostAgent("node-6", 1_800_000_003.0),))
-    state = replace(state, excluded=(ExcludedAgent("node-9", "TIER_INCAPABLE", "boot-1"),), held_by_all=True)
+    state = replace(state, vanished=(LostAgent("node-6", 1_800_000_003.0),), holders=Holders(("node-5",), 7))
+    state = replace(
+        state,
+        excluded=(ExcludedAgent("node-9", "TIER_INCAPABLE", "boot-1"),),
+        held_by_all=True,
+        excluded_count=11,
+    )
     assert state.rollback is not None
     state = replace(state, rollback=replace(state.rollback, lease_ttl=100.0))
     state = replace(state, window=thresholds(state), pending_since=1_800_000_002.0)
@@ -173,6 +184,7 @@ def test_every_list_at_its_longest_stays_under_8_kib(count: int) -> None:
         carry=carry,
         schedule=Schedule(1.8e9, 1.8e9, 0.1),
         lost=(LostAgent(node, 1.8e9),) * 8,
+        holders=Holders((node,) * 16, 40),
         vanished=(LostAgent(node, 1.8e9),) * 8,
         excluded=(ExcludedAgent(node, "NO_DESTINATION_CAPACITY", "b" * 64),) * 8,
         rollback=Rollback(

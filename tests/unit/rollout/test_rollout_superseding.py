@@ -104,6 +104,25 @@ async def test_a_holder_that_vanished_just_before_is_waited_for_too() -> None:
     assert world.status_of(second)["stage"] == "Shadow"
 
 
+@pytest.mark.parametrize("count", [2, 20])
+async def test_a_holder_that_vanished_unseen_is_waited_for_too(count: int) -> None:
+    """The next rollout begins before its owner looks again; which of many it was, only their number tells."""
+    world = World(nodes=count)
+    await world.until("Completed")
+    await world.pass_()
+    name = sorted(world.sims)[-1]
+    gone = world.sims.pop(name)
+    world.restart()
+    second = world.add_rollout("zebra", candidate={"selectorRef": {"name": "quest-32"}})
+    await world.run(AT_ONCE, keys=[second])
+    assert gone.candidate is not None
+    assert world.status_of(second)["stage"] == "Off"
+    assert world.status_of(second)["revoking"]["nodes"] == [name if count == 2 else "1 not named"]
+    await world.run(A_LEASE, keys=[second])
+    assert gone.candidate is None
+    assert world.status_of(second)["stage"] == "Shadow"
+
+
 async def test_many_agents_are_counted_where_they_cannot_all_be_named() -> None:
     world = World(nodes=20)
     await world.until("Completed")
