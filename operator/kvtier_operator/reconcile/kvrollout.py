@@ -50,6 +50,7 @@ class KVRolloutReconciler:
         self._gatherer = Gatherer(deps, self._feed)
         self._messenger = Messenger(deps)
         self._kept: dict[str, Kept] = {}
+        self._uids: dict[ObjectKey, str] = {}
 
     async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
         run = Run()
@@ -64,8 +65,10 @@ class KVRolloutReconciler:
         try:
             rollout = await self._deps.api.get(key)
         except NotFound:
+            self._meet(key, "")
             return Done()
         uid = rollout["metadata"]["uid"]
+        self._meet(key, uid)
         kept = self._kept.setdefault(uid, Kept(written_at=self._deps.clock.monotonic()))
         try:
             facts = await self._gatherer.gather(key, rollout, kept, run)
@@ -238,6 +241,14 @@ class KVRolloutReconciler:
             )
         )
         run.changed.update({view.node: view for view in answers})
+
+    def _meet(self, key: ObjectKey, uid: str) -> None:
+        """Forgets another object that had this name: it may have gone without our finalizer being asked."""
+        before = self._uids.pop(key, "")
+        if uid:
+            self._uids[key] = uid
+        if before and before != uid:
+            self._forget(before)
 
     def _forget(self, uid: str) -> None:
         self._kept.pop(uid, None)
