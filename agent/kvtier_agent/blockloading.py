@@ -25,6 +25,7 @@ from kvtier_agent.blockstoring import PART_BYTES, format_checksum
 from kvtier_agent.errors import to_detail
 from kvtier_core.blockstore.outcomes import Found
 from kvtier_core.blockstore.store import Fetch
+from kvtier_core.directory import ReplicaState
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.transactions import MoveReason, MoveRefused
 
@@ -237,10 +238,15 @@ class Loading:
         """From here nobody is served that copy."""
         store = self._host.store
         with store.parts.lock:
-            line = store.directory.find(self._keys[index])
+            directory, line = store.directory, store.directory.find(self._keys[index])
             others = 0
-            if line >= 0 and store.directory.replica(line, found.tier).generation == found.generation:
-                others = store.moves.condemn(line, found.tier)
+            if line >= 0:
+                copy = directory.replica(line, found.tier)
+                # Another reader may have been here first.
+                if copy.generation == found.generation and copy.state == ReplicaState.PUBLISHED:
+                    others = store.moves.condemn(line, found.tier)
+                else:
+                    others = directory.survivors(line)
         log.error("block %s in memory is not what was stored; %d copies are left", index, others)
         message = (
             f"block {index} is {format_checksum(digest)} in memory, not {format_checksum(found.checksum)}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.v1 import blocks_pb2, common_pb2
+from kvtier_agent.blockloading import Loading
 from kvtier_client.blocks import BlocksClient, Keys
 from kvtier_client.errors import KvtierError
 from kvtier_core.errors import Reason
@@ -248,6 +252,37 @@ def test_a_flipped_bit_in_memory_is_served_to_nobody(tmp_path: Path, kept: bool)
             assert refused.value.reason is Reason.CHECKSUM_MISMATCH
             assert client.explain(keys[at]).state in ("lost", "unknown")
             assert not client.lookup(SOURCE, Keys((keys[at],))).blocks
+        eventually(server.idle, "nothing is held")
+
+
+def test_two_readers_of_one_bad_copy_both_read_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, both = Loading._encode, threading.Barrier(2)
+    met: set[int] = set()
+
+    def together(self: Loading, *step: Any) -> Any:
+        """Neither looks at the copy before both hold it."""
+        if id(self) not in met:
+            met.add(id(self))
+            both.wait(10.0)
+        return encode(self, *step)
+
+    with block_server(tmp_path, memory=16) as server:
+        client, other = server.client(timeout=10.0), server.client(timeout=10.0)
+        tokens, payloads, keys = stored(client, 40)
+        client.load(SOURCE, tokens[: 4 * BLOCK_TOKENS])
+        line = server.store.directory.find(keys[1])
+        assert server.store.directory.survivors(line) == 2
+        memory = server.store.parts.tiers[0]
+        assert isinstance(memory, PoolTier)
+        memory.body(server.store.directory.replica(line, 0).slot)[100] ^= 1
+        monkeypatch.setattr(Loading, "_encode", together)
+        with ThreadPoolExecutor(2) as readers:
+            loads = [readers.submit(each.load, SOURCE, Keys((keys[1],))) for each in (client, other)]
+            for load in loads:
+                assert bytes(load.result(20.0).blocks[0].payload) == payloads[1]
+        assert len(met) == 2
         eventually(server.idle, "nothing is held")
 
 
