@@ -55,7 +55,8 @@ class Pinned:
             self._pins.leaked.append(self._lines)
 
     def body(self, index: int) -> memoryview:
-        """The payload of block `index`, in place, read only. LEASE_EXPIRED once the scope was left."""
+        """The payload of block `index`, in place, read only. LEASE_EXPIRED once the scope was left,
+        STORAGE_UNAVAILABLE once the tier is closed."""
         if index >= len(self._lines):
             raise CoreError(Reason.LEASE_EXPIRED, f"block {index} is not pinned by this scope")
         return self._pins.view(self._lines[index])

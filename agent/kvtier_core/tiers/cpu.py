@@ -87,12 +87,25 @@ class CpuTier(PoolTier):
 
     def payload(self, slot: int) -> Tensor:
         segment, index = divmod(slot, self.arena.segment_slots)
-        return self._views[segment][0][index]
+        try:
+            return self._views[segment][0][index]
+        except KeyError:
+            raise self._unmapped(slot) from None
 
     def body(self, slot: int) -> memoryview:
         segment, index = divmod(slot, self._segment_slots)
         first = index * self._slot_stride
-        return self._views[segment][1][first : first + self._payload_bytes]
+        try:
+            return self._views[segment][1][first : first + self._payload_bytes]
+        except KeyError:
+            raise self._unmapped(slot) from None
+
+    def _unmapped(self, slot: int) -> CoreError:
+        return CoreError(
+            Reason.STORAGE_UNAVAILABLE,
+            f"tier {self.name} is closed or has not mapped slot {slot}",
+            {"tier": self.name, "slot": slot},
+        )
 
     def share(self, ref: SlotRef) -> SharedSlot:
         """Where a client that mapped the segment finds a published slot's payload, without a copy. Its bytes

@@ -120,6 +120,20 @@ def test_a_deletion_that_a_crash_cut_short_goes_on(tmp_path: Path) -> None:
         assert put(built, kept[:1])[0].outcome is PutOutcome.STORED
 
 
+def test_a_pin_that_outlives_its_engine_is_told_so(tmp_path: Path) -> None:
+    with engine(tmp_path, TIERS) as built:
+        put(built, [1])
+        pin = built.blocks.store.pin([key(1)], NAMESPACE, LATER)
+        assert bytes(pin.body(0)) == payload(built, 1)
+    with pytest.raises(CoreError) as refused:
+        pin.body(0)
+    assert refused.value.reason is Reason.STORAGE_UNAVAILABLE
+    pin.close()
+    with pytest.raises(CoreError) as refused:
+        pin.body(0)
+    assert refused.value.reason is Reason.LEASE_EXPIRED
+
+
 def copy_files(source: Path, target: Path) -> None:
     """The files as they are now: what a crash leaves when the device had taken all writes."""
     target.mkdir()
