@@ -124,22 +124,27 @@ class Driver:
         droppable: bool = False,
     ) -> list[Stored]:
         """As `BlockStore.put`, but blocks that found no slot while others are leaving wait for one; also for
-        others of this call, when they are more than the home tier holds."""
+        others of this call, when they are more than the home tier holds. Once some blocks are dealt with
+        there is an outcome for each block, whatever ends the call."""
         done: dict[int, Stored] = {}
         left = list(range(len(keys)))
         while left:
             turn = self._turns
-            if done and self._clock() >= deadline:
+            try:
+                stored = self.store.put(
+                    [keys[index] for index in left],
+                    [payloads[index] for index in left],
+                    namespace=namespace,
+                    deadline=deadline,
+                    rows=rows,
+                    cost=cost,
+                    droppable=droppable,
+                )
+            except CoreError:
+                if not done:
+                    raise
+                # What the round before said of those that are left still holds.
                 break
-            stored = self.store.put(
-                [keys[index] for index in left],
-                [payloads[index] for index in left],
-                namespace=namespace,
-                deadline=deadline,
-                rows=rows,
-                cost=cost,
-                droppable=droppable,
-            )
             done.update(zip(left, stored, strict=True))
             progress = any(each.outcome is PutOutcome.STORED for each in stored)
             left = [index for index in left if _worth_waiting(done[index], progress)]
@@ -148,7 +153,11 @@ class Driver:
         return [done[index] for index in range(len(keys))]
 
     def _next_turn(self, seen: int, deadline: float) -> bool:
-        return self.wait_until(lambda: self._turns > seen, deadline)
+        """Whether the driver made another turn before the deadline and its own end."""
+        try:
+            return self.wait_until(lambda: self._turns > seen, deadline)
+        except CoreError:
+            return False
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Ends the thread. DEADLINE when it does not end."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier_core.blockstore.driver import Bell, Driver
+from kvtier_core.blockstore.outcomes import PutOutcome
 from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.arena import ArenaOptions
@@ -356,15 +357,36 @@ def test_the_driver_puts_fetches_and_deletes(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_a_put_that_runs_out_of_time_says_what_became_of_each_block() -> None:
+def late(bench: StoreBench, driver: Driver) -> None:
+    bench.clock.now += 5
+
+
+def forbidden(bench: StoreBench, driver: Driver) -> None:
+    bench.pin("a")
+    bench.store.delete_namespace(ALPHA)
+
+
+def closed(bench: StoreBench, driver: Driver) -> None:
+    driver._stopping = True
+
+
+@pytest.mark.parametrize("what", [late, forbidden, closed], ids=lambda each: each.__name__)
+def test_a_put_that_ends_half_way_says_what_became_of_each_block(
+    what: Callable[[StoreBench, Driver], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends between two rounds, after every look at the clock that comes before the second."""
     bench = StoreBench(memory=2)
     driver = Driver(bench.store, Bell(), bench.clock)
+    put, rounds = bench.store.put, 0
 
-    def turn(seen: int, deadline: float) -> bool:
-        bench.clock.now = deadline
-        return True
+    def ending(*arguments: Any, **options: Any) -> Any:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 2:
+            what(bench, driver)
+        return put(*arguments, **options)
 
-    driver._next_turn = turn  # type: ignore[method-assign]
+    monkeypatch.setattr(bench.store, "put", ending)
     names = ("a", "b", "c")
     stored = driver.put(
         [key(name) for name in names],
@@ -372,9 +394,19 @@ def test_a_put_that_runs_out_of_time_says_what_became_of_each_block() -> None:
         namespace=ALPHA,
         deadline=bench.clock.now + 5,
     )
+    assert rounds == 2
     assert [each.generation > 0 for each in stored] == [True, True, False]
-    assert stored[2].reason is MoveReason.CREDIT_PRESSURE
+    assert stored[2].outcome is PutOutcome.REFUSED
+    assert stored[2].reason in (MoveReason.NO_DESTINATION_CAPACITY, MoveReason.CREDIT_PRESSURE)
     bench.settle()
+
+
+def test_a_put_that_cannot_begin_raises_why() -> None:
+    bench = StoreBench(memory=2)
+    driver = Driver(bench.store, Bell(), bench.clock)
+    with pytest.raises(CoreError) as refused:
+        driver.put([key("a")], [content("a")], namespace=ALPHA, deadline=bench.clock.now)
+    assert refused.value.reason is Reason.DEADLINE
 
 
 def test_the_journal_of_deletions_does_not_grow_for_ever(
