@@ -36,6 +36,8 @@ CONTROLLERS = "kube-controller-manager"
 _HOLDER = """
 import json, signal, sys
 from tests.cluster.kvtier_localplane import LocalControlPlane
+# Whoever was started in the background by a shell ignores Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with LocalControlPlane(controller_manager="controllers" in sys.argv) as plane:
     print(json.dumps({"pids": plane.pids, "folder": str(plane.folder)}), flush=True)
     signal.pause()
