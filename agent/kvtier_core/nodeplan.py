@@ -71,10 +71,10 @@ def node_plan(
     compute: ComputeFigures,
     buffers: int = 0,
 ) -> NodePlan | None:
-    """The plan over `tiers`, fastest first. buffers: chunks of staging that no tier pays. None when no tier can
-    keep a row or attention was not measured: then there is nothing to say. kappa_crit stays None: a cache's
-    geometry says neither the model's width nor what its other layers compute, so F_pf is somebody else's to
-    state."""
+    """The plan over `tiers`, fastest first. buffers: chunks of staging that no tier pays. None when no
+    tier can keep a row or attention was not measured: then there is nothing to say. kappa_crit stays None:
+    a cache's geometry says neither the model's width nor what its other layers compute, so F_pf is somebody
+    else's to state."""
     homes = [tier for tier in tiers if tier.rows]
     if compute.row_seconds is None or not sum(tier.slots // layers for tier in homes):
         return None
