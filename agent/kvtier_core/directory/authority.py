@@ -212,6 +212,11 @@ class Directory(StoringTable):
         self._not_resident(line, self.resident_tier)
         return generation
 
+    def tombstone_many(self, lines: NDArray[np.int64]) -> int:
+        generation = super().tombstone_many(lines)
+        self._none_resident(lines)
+        return generation
+
     # Readers, writers, use.
 
     def lease(self, line: int, tier: int) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier_core.errors import CoreError, Reason
 
 NO_TIER = -1
@@ -57,6 +60,11 @@ def logical_id(session: int, layer: int, chunk: int) -> int:
 def block_id(line: int, incarnation: int) -> int:
     """The 64-bit name of a shared block, in [2**62, 2**63): its line, and which of the line's lives it is."""
     return _BLOCK | (incarnation << LINE_BITS) | line
+
+
+def block_ids(lines: NDArray[np.int64], incarnations: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """`block_id` for lines [n] in their incarnations [n]."""
+    return _BLOCK | (incarnations.astype(np.int64) << LINE_BITS) | lines
 
 
 def is_block_id(logical: int) -> bool:

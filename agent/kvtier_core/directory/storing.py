@@ -6,7 +6,7 @@ written in one pass here, under the same rules as the single steps of the direct
 bytes or who stores.
 
 `resident` maps key to line for blocks whose copy in one memory tier may be read. It costs a dictionary entry
-for each such block, which that tier's slots bound.
+for each such block, about 160 bytes outside of the directory's columns, which that tier's slots bound.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier_core.directory.ids import KEY_BYTES, NO_TIER, ChunkState, ReplicaState
 from kvtier_core.directory.replicas import PUBLISHED
@@ -138,3 +139,13 @@ class StoringTable(BlockTable):
         """Its copy in `tier` is no longer readable, or the block is not."""
         if tier == self.resident_tier != NO_TIER and not self._lines.chunk.cells[line]:
             self.resident.pop(self.key_of(line), None)
+
+    def _none_resident(self, lines: NDArray[np.int64]) -> None:
+        """None of the blocks of lines [n] is readable any more."""
+        if self.resident_tier == NO_TIER:
+            return
+        copies = self.replicas.tiers[self.resident_tier].state.array[lines]
+        there = lines[(copies == PUBLISHED) & (self._lines.chunk.array[lines] == 0)]
+        keys, forget = self._keys[there].tobytes(), self.resident.pop
+        for at in range(0, len(keys), KEY_BYTES):
+            forget(keys[at : at + KEY_BYTES], None)

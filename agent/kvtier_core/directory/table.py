@@ -21,6 +21,7 @@ from kvtier_core.directory.ids import (
     ChunkState,
     ReplicaState,
     block_id,
+    block_ids,
     is_block_id,
     line_of_block,
 )
@@ -172,6 +173,11 @@ class BlockTable:
         """The id of the line's occupant, or of its last one."""
         chunk = self._lines.chunk.cells[line]
         return int(chunk - 1) if chunk else block_id(line, self._lines.born.cells[line])
+
+    def logicals_of(self, lines: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`logical_of` for lines [n]."""
+        chunks = self._lines.chunk.array[lines]
+        return np.where(chunks, chunks - 1, block_ids(lines, self._lines.born.array[lines]))
 
     def line_of(self, logical: int) -> int | None:
         """Where the block or chunk of that id lives; None when it is gone, whoever has its line now."""
@@ -325,6 +331,20 @@ class BlockTable:
             self.directory_generation += 1
         return int(cells[line])
 
+    def tombstone_many(self, lines: NDArray[np.int64]) -> int:
+        """`tombstone` for lines [n], each named once. Returns the last of their generations, 0 for no lines.
+        MISS when a line holds no block; nothing has changed then."""
+        if not len(lines):
+            return 0
+        self._expect_all(lines)
+        column = self._lines.tombstone.array
+        fresh = lines[self._lines.state.array[lines] != _TOMBSTONED]
+        self._lines.state.array[fresh] = _TOMBSTONED
+        column[fresh] = np.arange(self._issued + 1, self._issued + 1 + len(fresh))
+        self._issued += len(fresh)
+        self.directory_generation += len(fresh)
+        return int(column[lines].max())
+
     def remove(self, line: int) -> None:
         """Forgets the line. A block's must hold no copy (SURVIVAL_VIOLATION), no reader (LEASES_HELD) and no
         open transaction (WRITE_TXN_BUSY); a session's chunk goes as it is, unless a copy is leased
@@ -351,6 +371,13 @@ class BlockTable:
     def _expect(self, line: int) -> None:
         if line < 0 or line >= self._lines.used or not self._states[line]:
             raise CoreError(Reason.MISS, f"line {line} holds no block")
+
+    def _expect_all(self, lines: NDArray[np.int64]) -> None:
+        if int(lines.min()) < 0 or int(lines.max()) >= self._lines.used:
+            raise CoreError(Reason.MISS, "a line that was never used holds no block")
+        empty = lines[self._lines.state.array[lines] == ChunkState.FREE]
+        if len(empty):
+            raise CoreError(Reason.MISS, f"line {empty[0]} holds no block")
 
     def _expect_idle(self, line: int) -> None:
         if self._lines.readers.cells[line]:

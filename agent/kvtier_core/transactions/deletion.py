@@ -15,11 +15,14 @@ reports.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtier_core.directory import NO_LINE, ChunkState, Directory
 from kvtier_core.errors import CoreError
@@ -202,8 +205,7 @@ class Deletions:
                 orders[known.number] = known
         left = iter(fresh.items())
         while part := dict(islice(left, self._batch)):
-            lines = [line for line in part.values() if line != NO_LINE]
-            begun = self._begin(tuple(part), b"", lines)
+            begun = self._begin(tuple(part), b"", _some(part.values()))
             orders[begun.number] = begun
         return list(orders.values())
 
@@ -220,12 +222,12 @@ class Deletions:
         for found in self._open.values():
             if found.namespace == namespace:
                 return found
-        return self._begin((), namespace, self._not_taken(self._directory.lines_of(index).tolist()))
+        return self._begin((), namespace, self._not_taken(self._directory.lines_of(index)))
 
-    def _not_taken(self, lines: Sequence[int]) -> list[int]:
+    def _not_taken(self, lines: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those that no deletion has: what one has is tombstoned from its beginning to its end."""
-        state = self._directory.state
-        return [line for line in lines if state[line] != ChunkState.TOMBSTONED]
+        free: NDArray[np.int64] = lines[self._directory.state[lines] != ChunkState.TOMBSTONED]
+        return free
 
     def resume(self, entries: Sequence[JournalEntry], index_of: Callable[[bytes], int]) -> int:
         """After a start, before anything is served: goes on with every intent that has no receipt.
@@ -235,38 +237,48 @@ class Deletions:
         self._next = max([self._next, *(entry.number + 1 for entry in entries)])
         left = [entry for entry in begun if entry.number not in ended]
         for entry in left:
-            lines = [line for key in entry.keys if (line := self._directory.locate(key)) != NO_LINE]
             if entry.namespace:
-                lines += self._directory.lines_of(index_of(entry.namespace)).tolist()
+                lines = self._directory.lines_of(index_of(entry.namespace))
+            else:
+                lines = _some(map(self._directory.locate, entry.keys))
             self._begin(entry.keys, entry.namespace, self._not_taken(lines), entry.number)
         return len(left)
 
     def _begin(
-        self, keys: tuple[bytes, ...], namespace: bytes, lines: Sequence[int], number: int = 0
+        self, keys: tuple[bytes, ...], namespace: bytes, lines: NDArray[np.int64], number: int = 0
     ) -> Deletion:
         directory = self._directory
         resumed = number > 0
-        generation = 0
-        for line in lines:
-            generation = directory.tombstone(line)
-        found = Deletion(number or self._next, keys, namespace, generation)
+        found = Deletion(number or self._next, keys, namespace, directory.tombstone_many(lines))
         self._next = max(self._next, found.number + 1)
-        found.lines = {line: int(directory.logical[line]) for line in lines}
+        found.lines = dict(zip(lines.tolist(), directory.logicals_of(lines).tolist(), strict=True))
         self._open[found.number] = found
         self._of_key.update(dict.fromkeys(keys, found))
-        for line, owner in found.lines.items():
-            if self._flights is not None:
-                self._flights.fail_block(directory.key_of(line), MoveReason.TOMBSTONED)
-            self._stop(owner)
+        self._fail_flights(found)
+        self._stop(found)
         if resumed:
             found.state = DeletionState.DRAINING
         else:
             self._write(found, EntryKind.INTENT)
         return found
 
-    def _stop(self, owner: int) -> None:
+    def _fail_flights(self, found: Deletion) -> None:
+        flights, directory = self._flights, self._directory
+        if flights is None:
+            return
+        if len(found.lines) <= len(flights):
+            keys = [directory.key_of(line) for line in found.lines]
+        else:
+            # Nobody may hold the lock for as long as a whole namespace takes one by one.
+            keys = [key for key in flights.blocks() if directory.locate(key) in found.lines]
+        for key in keys:
+            flights.fail_block(key, MoveReason.TOMBSTONED)
+
+    def _stop(self, found: Deletion) -> None:
         """Queued and flying copies die; a published one only gives its old copy up."""
-        for move in self._moves.moves_of(owner):
+        for move in self._moves.open_moves():
+            if found.lines.get(move.line) != move.owner:
+                continue
             try:
                 self._moves.cancel(move, MoveReason.TOMBSTONED)
             except MoveRefused:
@@ -428,3 +440,8 @@ class Deletions:
             self._journal.append(entry, written)
         except CoreError as error:
             written(error)
+
+
+def _some(lines: Iterable[int]) -> NDArray[np.int64]:
+    """Those that hold a block."""
+    return np.array([line for line in lines if line != NO_LINE], dtype=np.int64)

@@ -230,6 +230,10 @@ class SingleFlight:
                 self._cut(ticket, indexes[0], reason)
             self._settle(ticket)
 
+    def blocks(self) -> tuple[bytes, ...]:
+        """Keys of what is in flight."""
+        return tuple(self._blocks)
+
     def fail_block(self, block: bytes, reason: MoveReason) -> int:
         """Fails every flight of a block, whatever its other fields; for deletion. Returns how many."""
         found = [flight.number for flight in self._blocks.get(block, ())]

@@ -239,6 +239,29 @@ def test_waiters_of_a_read_hear_of_the_tombstone(office: Office) -> None:
     assert (ticket.over, ticket.ready, ticket.reason) == (True, 0, MoveReason.TOMBSTONED)
 
 
+def test_a_namespace_ends_the_reads_and_moves_of_its_blocks_and_no_others(office: Office) -> None:
+    bench = office.bench
+    mine = [bench.put(name, NVME, namespace=3) for name in (1, 2, 3)]
+    other = bench.put(4, NVME, namespace=4)
+
+    def waiter(number: int, name: int, line: int) -> Ticket:
+        key = FlightKey(SPACE, block_key(name), "r", (0, 1), 1, int(bench.directory.epoch[line]), 1, CPU)
+        return office.flights.join(Asker(number, 1, SPACE, 0, 10.0), [key], 0.0)
+
+    ends, stays = waiter(1, 2, mine[1]), waiter(2, 4, other)
+    going, staying = bench.begin(mine[2], CPU), bench.begin(other, CPU)
+    assert len(mine) > len(office.flights)
+    order = office.deletions.delete_namespace(SPACE, 3)
+    assert order.lines == {line: int(bench.directory.logical[line]) for line in mine}
+    assert order.generation == max(bench.directory.tombstone_generation[line] for line in mine)
+    assert (ends.over, ends.reason) == (True, MoveReason.TOMBSTONED)
+    assert not stays.over
+    assert going.state is TxnState.DEAD
+    assert staying.state is TxnState.RESERVED
+    assert office.pump() == [order]
+    assert [office.found(name) for name in (1, 2, 3, 4)] == [False] * 3 + [True]
+
+
 def test_a_new_move_of_a_deleted_block_is_refused(office: Office) -> None:
     line = office.bench.put(1, NVME)
     office.deletions.delete(block_key(1))

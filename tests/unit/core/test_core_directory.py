@@ -168,6 +168,40 @@ def test_a_tombstone_wins_over_a_copy_on_its_way() -> None:
     directory.check()
 
 
+def test_many_tombstones_are_those_of_each_line() -> None:
+    one, many = Directory(tiers=3), Directory(tiers=3)
+    keys = [bytes(key) for key in keys_of(40)]
+    chunk = logical_id(3, 0, 0)
+    for directory in (one, many):
+        for number, key in enumerate(keys):
+            block(directory, key, *((HOST,), (DISK,), (HOST, DISK), ())[number % 4])
+        directory.insert(chunk, tier=HOST, slot=1, slot_generation=0, generation=1, state=ChunkState.SEALED)
+        directory.keep_resident(HOST)
+        assert directory.tombstone(4) > 0
+    lines = np.array([0, 1, 2, 3, 4, 9, 22, 40], dtype=np.int64)
+    assert many.logicals_of(lines).tolist() == [int(many.logical[line]) for line in lines.tolist()]
+    last = max(one.tombstone(line) for line in lines.tolist())
+    assert many.tombstone_many(lines) == many.tombstone_many(lines) == last
+    assert many.state[:41].tolist() == one.state[:41].tolist()
+    assert many.tombstone_generation[:41].tolist() == one.tombstone_generation[:41].tolist()
+    assert many.resident == one.resident and len(many.resident) == 16
+    assert many.issue_generation() == one.issue_generation()
+    assert many.directory_generation == one.directory_generation
+    assert [many.find(key) for key in keys] == [one.find(key) for key in keys]
+    many.check()
+
+
+@pytest.mark.parametrize("bad", [-1, 3, 1000, 2], ids=["negative", "unused", "far", "free"])
+def test_many_tombstones_are_all_or_none(bad: int) -> None:
+    directory = Directory(tiers=3)
+    for key in keys_of(2):
+        block(directory, bytes(key), HOST)
+    directory.remove(directory.insert_block(bytes(32)))
+    assert refusal(lambda: directory.tombstone_many(np.array([0, bad, 1]))) is Reason.MISS
+    assert directory.state[:2].tolist() == [ChunkState.SEALED] * 2
+    assert directory.tombstone_many(np.zeros(0, dtype=np.int64)) == 0
+
+
 def test_a_reader_keeps_a_deleted_copy_until_it_ends() -> None:
     directory = Directory(tiers=3)
     line = block(directory, bytes(32), HOST)

@@ -272,12 +272,16 @@ class DirectoryMachine(RuleBasedStateMachine):
         if block.txn == txn:
             block.txn = 0
 
+    def tombstone_many(self, line: int) -> int:
+        return self.directory.tombstone_many(np.array([line], dtype=np.int64))
+
     @precondition(lambda self: self.blocks)
     @rule(data=st.data())
     def tombstone(self, data: st.DataObject) -> None:
         block = self.some(data)
-        generation = self.directory.tombstone(block.line)
-        assert self.directory.tombstone(block.line) == generation > 0
+        first, second = data.draw(st.permutations((self.directory.tombstone, self.tombstone_many)))
+        generation = first(block.line)
+        assert second(block.line) == generation > 0
         block.state = ChunkState.TOMBSTONED
 
     @precondition(lambda self: self.blocks)
