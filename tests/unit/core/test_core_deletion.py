@@ -2,79 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from kvtier_core.directory import NO_LINE, ChunkState
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.transfer import EraseItem, Landing
 from kvtier_core.transactions.deletion import (
-    Deletion,
-    Deletions,
     DeletionState,
     EntryKind,
 )
 from kvtier_core.transactions.erasing import TierEraser
-from kvtier_core.transactions.flights import Asker, FlightKey, Ticket
-from kvtier_core.transactions.pins import Pins
+from kvtier_core.transactions.flights import Asker, FlightKey
 from kvtier_core.transactions.reasons import MoveKind, MoveReason, MoveRefused, TxnState
-from kvtier_core.transactions.singleflight import SingleFlight
 from tests.unit.core.txnbench import CPU, GPU, NVME, SIZE, BlockBench, block_key, content
-from tests.unit.core.txndoubles import Paper, Shredder
-
-SPACE = b"n" * 32
-
-
-class Claims:
-    """The least that single-flight needs."""
-
-    def __init__(self) -> None:
-        self.settled_tickets: list[Ticket] = []
-
-    def claim(self, ticket: Ticket, index: int) -> MoveReason:
-        return MoveReason.MISS
-
-    def start(self, flights: Sequence[object]) -> dict[int, MoveReason]:
-        return {}
-
-    def urgency(self, flight: object) -> None: ...
-
-    def handed_over(self, flight: object, former: int) -> None: ...
-
-    def abandon(self, flight: object) -> None: ...
-
-    def settled(self, ticket: Ticket) -> None:
-        self.settled_tickets.append(ticket)
-
-
-class Office:
-    def __init__(self, bench: BlockBench | None = None, paper: Paper | None = None) -> None:
-        self.bench = bench or BlockBench()
-        self.paper = paper or Paper()
-        self.shredder = Shredder(self.bench)
-        self.pins = Pins(self.bench.directory)
-        self.flights = SingleFlight(Claims())
-        self.now = 0.0
-        self.deletions = Deletions(
-            self.bench.directory,
-            self.bench.moves,
-            self.shredder,
-            self.paper,
-            [tier.name for tier in self.bench.tiers],
-            flights=self.flights,
-        )
-
-    def pump(self) -> list[Deletion]:
-        self.pins.reap()
-        self.bench.moves.reap()
-        return self.deletions.pump(self.now)
-
-    def found(self, name: int) -> bool:
-        return self.bench.directory.find(block_key(name)) != NO_LINE
-
-    def kinds(self) -> list[EntryKind]:
-        return [entry.kind for entry in self.paper.entries]
+from tests.unit.core.txnoffice import SPACE, Office
 
 
 @pytest.fixture
@@ -98,48 +39,6 @@ def test_a_block_goes_from_every_tier_and_the_receipt_says_so(office: Office) ->
     assert office.bench.at_rest() and office.bench.credits.slots == [0, 0, 0]
     # The key is free again, under another generation.
     assert office.bench.put(1, CPU, version=1) >= 0
-
-
-def test_blocks_of_one_call_share_an_intent_and_a_receipt(office: Office) -> None:
-    for name in (1, 2, 3):
-        office.bench.put(name, CPU)
-    other = office.deletions.delete(block_key(2))
-    whole = office.deletions.delete_many([block_key(name) for name in (1, 2, 3, 1, 9)])
-    assert whole[0] is other and len(whole) == 2, "what another order has joins it"
-    assert whole[1].keys == tuple(block_key(name) for name in (1, 3, 9))
-    assert office.deletions.delete_many([block_key(9), block_key(1)]) == [whole[1]]
-    assert office.deletions.delete_many([]) == []
-    assert not any(office.found(name) for name in (1, 2, 3))
-    assert office.pump() == [other, whole[1]]
-    assert office.kinds() == [EntryKind.INTENT] * 2 + [EntryKind.RECEIPT] * 2
-    assert {item.key for _, item in office.shredder.asked} == {block_key(name) for name in (1, 2, 3, 9)}
-    assert not office.deletions.keys
-    assert office.bench.at_rest() and office.bench.credits.slots == [0, 0, 0]
-
-
-def test_one_block_that_is_read_delays_the_receipt_and_not_the_erasure_of_others(office: Office) -> None:
-    lines = [office.bench.put(name, CPU) for name in (1, 2)]
-    pin = office.pins.hold([lines[0]], CPU)
-    (order,) = office.deletions.delete_many([block_key(1), block_key(2)])
-    office.pump()
-    assert (list(order.lines), list(order.cleared), len(order)) == ([lines[0]], [lines[1]], 2)
-    assert office.kinds() == [EntryKind.INTENT]
-    asked = len(office.shredder.asked)
-    pin.close()
-    assert office.pump() == [order]
-    assert {item.key for _, item in office.shredder.asked[asked:]} == {block_key(1)}, (
-        "nothing is erased twice"
-    )
-    assert office.bench.at_rest()
-
-
-def test_a_long_list_of_keys_makes_orders_of_a_batch(office: Office) -> None:
-    office.deletions = Deletions(
-        office.bench.directory, office.bench.moves, office.shredder, office.paper, ("a", "b", "c"), batch=4
-    )
-    orders = office.deletions.delete_many([block_key(name) for name in range(10)])
-    assert [len(order.keys) for order in orders] == [4, 4, 2]
-    assert office.pump() == orders
 
 
 def test_nothing_is_erased_before_the_intent_is_durable(office: Office) -> None:
@@ -237,29 +136,6 @@ def test_waiters_of_a_read_hear_of_the_tombstone(office: Office) -> None:
     ticket = office.flights.join(Asker(1, 1, SPACE, 0, 10.0), [key], 0.0)
     office.deletions.delete(block_key(1))
     assert (ticket.over, ticket.ready, ticket.reason) == (True, 0, MoveReason.TOMBSTONED)
-
-
-def test_a_namespace_ends_the_reads_and_moves_of_its_blocks_and_no_others(office: Office) -> None:
-    bench = office.bench
-    mine = [bench.put(name, NVME, namespace=3) for name in (1, 2, 3)]
-    other = bench.put(4, NVME, namespace=4)
-
-    def waiter(number: int, name: int, line: int) -> Ticket:
-        key = FlightKey(SPACE, block_key(name), "r", (0, 1), 1, int(bench.directory.epoch[line]), 1, CPU)
-        return office.flights.join(Asker(number, 1, SPACE, 0, 10.0), [key], 0.0)
-
-    ends, stays = waiter(1, 2, mine[1]), waiter(2, 4, other)
-    going, staying = bench.begin(mine[2], CPU), bench.begin(other, CPU)
-    assert len(mine) > len(office.flights)
-    order = office.deletions.delete_namespace(SPACE, 3)
-    assert order.lines == {line: int(bench.directory.logical[line]) for line in mine}
-    assert order.generation == max(bench.directory.tombstone_generation[line] for line in mine)
-    assert (ends.over, ends.reason) == (True, MoveReason.TOMBSTONED)
-    assert not stays.over
-    assert going.state is TxnState.DEAD
-    assert staying.state is TxnState.RESERVED
-    assert office.pump() == [order]
-    assert [office.found(name) for name in (1, 2, 3, 4)] == [False] * 3 + [True]
 
 
 def test_a_new_move_of_a_deleted_block_is_refused(office: Office) -> None:
