@@ -19,7 +19,7 @@ from tests.unit.core.builders import BLOCK, SLOT, FaultyFiles
 
 NAMESPACE = hashlib.sha256(b"team-a/1").digest()
 LATER = 1e9
-ROUNDS = 400
+ROUNDS = 6000
 
 
 def key(number: int) -> bytes:
