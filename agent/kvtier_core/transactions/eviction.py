@@ -180,9 +180,14 @@ class Evictor:
         return sum(1 for _ in self._moves_out_of(tier))
 
     def _moves_out_of(self, tier: int) -> Iterator[Move]:
+        """Not those whose source a reader keeps: when it goes is the reader's affair, and who waited for that
+        while others could make way might wait for ever."""
+        directory = self._directory
         for move in self._moves.open_moves():
             if move.source_tier == tier and move.releases_source and move.state is not TxnState.DEAD:
-                yield move
+                held = directory.leases(move.line, tier) + int(directory.readers[move.line])
+                if held <= move.leased:
+                    yield move
 
     def _try(self, tier: int, count: int, now: float) -> Room:
         missing = count - self._free(tier) - self._leaving(tier)

@@ -227,6 +227,20 @@ def test_a_parked_fetch_goes_on_by_itself_when_a_pin_ends(bench: StoreBench) -> 
     bench.rest()
 
 
+def test_a_copy_that_a_reader_keeps_is_not_waited_for_when_another_can_make_way(bench: StoreBench) -> None:
+    bench.put("w", "x", "y", "z")
+    pins = [bench.pin(name) for name in "xy"]
+    with bench.fetch("a") as fetch:
+        assert not fetch.over, "the least recent block leaves"
+        pins.append(bench.pin("w"))
+        for _ in range(3):
+            bench.settle()
+        assert fetch.ready == 1
+    for pin in pins:
+        pin.close()
+    bench.rest()
+
+
 def test_sglang_32455_all_pinned_is_a_refusal_at_once_and_no_livelock(bench: StoreBench) -> None:
     bench.put("w", "x", "y", "z")
     with bench.pin("w", "x", "y", "z") as pin:
