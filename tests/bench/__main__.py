@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests import bench
-from tests.bench.rows import Row, table, write_report
+from tests.bench.rows import Row, markdown, table, write_report
 
 PREFIX = "bench_"
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "bench"
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("suite", nargs="?", help="one of --list")
     parser.add_argument("--list", action="store_true", help="print the suites and end")
+    parser.add_argument("--markdown", type=Path, help="also write the table there, for the documentation")
     parser.add_argument("--out", type=Path, help="file (default: build/bench/SUITE.json)")
     args = parser.parse_args(argv)
     if args.list or args.suite is None:
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = list(importlib.import_module(f"tests.bench.{PREFIX}{args.suite}").rows())
     out = args.out or FOLDER / f"{args.suite}.json"
     write_report(out, rows)
+    if args.markdown is not None:
+        args.markdown.write_text(markdown(rows) + "\n", encoding="utf-8")
     print(table(rows))
     print(f"wrote {out}")
     return 1 if any(row.broken for row in rows) else 0

@@ -88,3 +88,16 @@ def table(rows: Iterable[Row]) -> str:
         facts = ", ".join(mark for mark in marks if mark)
         lines.append(f"{row.id:44s} {row.value:12.6g} {row.unit:10s} {facts:40s} {verdict}".rstrip())
     return "\n".join(lines)
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """For a page of the documentation: one table, a line per row."""
+    lines = ["| id | value | unit | goal | peer | | |", "|---|--:|---|--:|---|--:|---|"]
+    for row in rows:
+        verdict = {True: "met", False: "**missed**", None: ""}[row.met]
+        goal = "" if row.goal is None else f"{'<=' if row.lower_is_better else '>='} {row.goal:.4g}"
+        peer = "" if row.peer_value is None else f"{row.peer_value:.4g}"
+        lines.append(
+            f"| {row.id} | {row.value:.4g} | {row.unit} | {goal} | {row.peer or ''} | {peer} | {verdict} |"
+        )
+    return "\n".join(lines)

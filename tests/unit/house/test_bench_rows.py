@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.__main__ import main, suites
-from tests.bench.rows import Row, write_report
+from tests.bench.rows import Row, markdown, write_report
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,16 @@ def test_an_unknown_suite_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no-such-suite" in capsys.readouterr().err
     assert main(["--list"]) == 0
     assert capsys.readouterr().out.split() == suites()
+
+
+def test_a_table_for_the_documentation_says_goal_peer_and_verdict() -> None:
+    rows = [
+        Row("a.speed", 2.0, "GB/s", goal=1.5, peer="other", peer_value=1.0),
+        Row("a.time", 3.0, "ms", goal=2.0, lower_is_better=True),
+        Row("a.fact", 1.0, "bool"),
+    ]
+    assert markdown(rows).splitlines()[2:] == [
+        "| a.speed | 2 | GB/s | >= 1.5 | other | 1 | met |",
+        "| a.time | 3 | ms | <= 2 |  |  | **missed** |",
+        "| a.fact | 1 | bool |  |  |  |  |",
+    ]
