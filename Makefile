@@ -30,7 +30,10 @@ test: setup clustertools ## lint and every suite
 lint: venv ## style, types, import rules, generated files
 	@hack/lint
 
-unit kernels engine simulation: venv ## one suite
+unit: venv ## the unit suites, one a core
+	@$(BIN)/python hack/suites.py unit-core unit
+
+kernels engine simulation: venv ## one suite
 	@$(BIN)/python hack/suites.py $@
 
 cluster: clustertools

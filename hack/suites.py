@@ -50,13 +50,24 @@ def suite(name: str, deadline_s: float, *folders: str, **environment: str) -> St
     return Step(name, argv, deadline_s, tuple(environment.items()))
 
 
+# The unit suites are two, each for one core: the engine core's tests compute, the others are many and short.
+_CORE = "tests/unit/core"
+_OTHERS = tuple(
+    f"tests/unit/{folder.name}"
+    for folder in sorted((REPOSITORY / "tests" / "unit").iterdir())
+    if folder.is_dir() and folder.name not in ("core", "__pycache__")
+)
+
 # Lanes of one group run side by side, the steps of a lane one after the other. Cluster tests mostly wait, so
 # they share the machine with what mostly computes; what keeps both cores busy itself has them for itself.
 GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
     (
+        (suite("unit-core", 600, _CORE),),
+        (suite("unit", 600, *_OTHERS),),
+    ),
+    (
         (
             Step("lint", ("hack/lint",), 600),
-            suite("unit", 900, "tests/unit"),
             suite("simulation", 600, "tests/simulation"),
             suite("kernels", 900, "tests/kernels", TRITON_INTERPRET="1"),
         ),
