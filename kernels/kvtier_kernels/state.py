@@ -42,12 +42,14 @@ class LogitFrame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionState:
-    """m, l: float32 [..., Hq]; u: float32 [..., Hq, d]."""
+    """m, l: float32 [..., Hq]; u: float32 [..., Hq, d]. estimated: l and u stand for rows that nobody
+    read (a cluster's sums, a mean of V), so that l bounds nothing; what it merges into is estimated too."""
 
     m: Tensor
     l: Tensor
     u: Tensor
     frame: LogitFrame
+    estimated: bool = False
 
     def __post_init__(self) -> None:
         if self.m.shape != self.l.shape or self.u.shape[:-1] != self.m.shape:
@@ -90,6 +92,7 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
         l=torch.addcmul(wa * a.l, wb, b.l),
         u=torch.addcmul(wa.unsqueeze(-1) * a.u, wb.unsqueeze(-1), b.u),
         frame=a.frame,
+        estimated=a.estimated or b.estimated,
     )
 
 

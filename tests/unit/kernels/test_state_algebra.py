@@ -102,3 +102,11 @@ def test_shapes_and_dtypes_are_checked() -> None:
         AttentionState(torch.zeros(2), torch.zeros(3), torch.zeros(2, 4), FRAME)
     with pytest.raises(ValueError, match="float32"):
         AttentionState(torch.zeros(2).double(), torch.zeros(2), torch.zeros(2, 4), FRAME)
+
+
+@pytest.mark.parametrize(("a", "b"), [(False, False), (True, False), (False, True)])
+def test_what_merges_with_an_estimate_is_an_estimate(a: bool, b: bool) -> None:
+    parts = [
+        AttentionState(torch.zeros(2), torch.ones(2), torch.zeros(2, 4), FRAME, estimated=e) for e in (a, b)
+    ]
+    assert merge(*parts).estimated is (a or b)
