@@ -76,7 +76,7 @@ class DescribeCacheResponse(_message.Message):
     def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., boot_id: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., candidate_digest: _Optional[str] = ..., stage: _Optional[str] = ..., attempt: _Optional[int] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., page_tokens: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("cache", "model_fingerprint", "geometry", "score_scale", "tenant", "request_class", "session_root_id", "probe", "forced_arm", "max_tokens", "traceparent")
+    __slots__ = ("cache", "model_fingerprint", "geometry", "score_scale", "tenant", "request_class", "session_root_id", "probe", "forced_arm", "max_tokens", "traceparent", "local_channel_version")
     CACHE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class OpenSessionRequest(_message.Message):
     FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CHANNEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     cache: _common_pb2.CacheRef
     model_fingerprint: str
     geometry: Geometry
@@ -99,10 +100,25 @@ class OpenSessionRequest(_message.Message):
     forced_arm: Arm
     max_tokens: int
     traceparent: str
-    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., score_scale: _Optional[float] = ..., tenant: _Optional[str] = ..., request_class: _Optional[str] = ..., session_root_id: _Optional[str] = ..., probe: _Optional[bool] = ..., forced_arm: _Optional[_Union[Arm, str]] = ..., max_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    local_channel_version: int
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., score_scale: _Optional[float] = ..., tenant: _Optional[str] = ..., request_class: _Optional[str] = ..., session_root_id: _Optional[str] = ..., probe: _Optional[bool] = ..., forced_arm: _Optional[_Union[Arm, str]] = ..., max_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., local_channel_version: _Optional[int] = ...) -> None: ...
+
+class LocalChannel(_message.Message):
+    __slots__ = ("socket", "token", "version", "max_ring_bytes", "max_frames")
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_RING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    socket: str
+    token: bytes
+    version: int
+    max_ring_bytes: int
+    max_frames: int
+    def __init__(self, socket: _Optional[str] = ..., token: _Optional[bytes] = ..., version: _Optional[int] = ..., max_ring_bytes: _Optional[int] = ..., max_frames: _Optional[int] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("session_id", "generation", "boot_id", "arm", "manifest_digest", "baseline_digest", "sampled", "window", "chunk_tokens", "query_block_tokens", "cache")
+    __slots__ = ("session_id", "generation", "boot_id", "arm", "manifest_digest", "baseline_digest", "sampled", "window", "chunk_tokens", "query_block_tokens", "cache", "local_channel", "local_channel_refused")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +130,8 @@ class OpenSessionResponse(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUERY_BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CHANNEL_REFUSED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     generation: int
     boot_id: str
@@ -125,7 +143,9 @@ class OpenSessionResponse(_message.Message):
     chunk_tokens: int
     query_block_tokens: int
     cache: _common_pb2.CacheRef
-    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., sampled: _Optional[bool] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., query_block_tokens: _Optional[int] = ..., cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ...) -> None: ...
+    local_channel: LocalChannel
+    local_channel_refused: str
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., sampled: _Optional[bool] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., query_block_tokens: _Optional[int] = ..., cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., local_channel: _Optional[_Union[LocalChannel, _Mapping]] = ..., local_channel_refused: _Optional[str] = ...) -> None: ...
 
 class AttendFrame(_message.Message):
     __slots__ = ("session_id", "generation", "boot_id", "tenant", "step", "layer", "first_row_position", "k", "v", "first_query_position", "q", "committed_frontier", "deadline_ms", "sequence")
@@ -213,6 +233,18 @@ class AttendAnswer(_message.Message):
     receipt: Receipt
     error: _common_pb2.ErrorDetail
     def __init__(self, sequence: _Optional[int] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., out: _Optional[bytes] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class AttendFrames(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedCompositeFieldContainer[AttendFrame]
+    def __init__(self, frames: _Optional[_Iterable[_Union[AttendFrame, _Mapping]]] = ...) -> None: ...
+
+class AttendAnswers(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[AttendAnswer]
+    def __init__(self, answers: _Optional[_Iterable[_Union[AttendAnswer, _Mapping]]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id", "generation", "tenant")

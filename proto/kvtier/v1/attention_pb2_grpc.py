@@ -49,6 +49,11 @@ class AttentionStub:
                 request_serializer=kvtier_dot_v1_dot_attention__pb2.AttendFrame.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_attention__pb2.AttendAnswer.FromString,
                 _registered_method=True)
+        self.AttendMany = channel.stream_stream(
+                '/kvtier.v1.Attention/AttendMany',
+                request_serializer=kvtier_dot_v1_dot_attention__pb2.AttendFrames.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_attention__pb2.AttendAnswers.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/kvtier.v1.Attention/CloseSession',
                 request_serializer=kvtier_dot_v1_dot_attention__pb2.CloseSessionRequest.SerializeToString,
@@ -86,6 +91,14 @@ class AttentionServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttendMany(self, request_iterator, context):
+        """Frames of several sessions in one message, at most one of each; one message answers it, in its order.
+        A refused frame harms no other. A session is of one stream, of whatever kind, at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -116,6 +129,11 @@ def add_AttentionServicer_to_server(servicer, server):
                     servicer.Attend,
                     request_deserializer=kvtier_dot_v1_dot_attention__pb2.AttendFrame.FromString,
                     response_serializer=kvtier_dot_v1_dot_attention__pb2.AttendAnswer.SerializeToString,
+            ),
+            'AttendMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.AttendMany,
+                    request_deserializer=kvtier_dot_v1_dot_attention__pb2.AttendFrames.FromString,
+                    response_serializer=kvtier_dot_v1_dot_attention__pb2.AttendAnswers.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -209,6 +227,33 @@ class Attention:
             '/kvtier.v1.Attention/Attend',
             kvtier_dot_v1_dot_attention__pb2.AttendFrame.SerializeToString,
             kvtier_dot_v1_dot_attention__pb2.AttendAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttendMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvtier.v1.Attention/AttendMany',
+            kvtier_dot_v1_dot_attention__pb2.AttendFrames.SerializeToString,
+            kvtier_dot_v1_dot_attention__pb2.AttendAnswers.FromString,
             options,
             channel_credentials,
             insecure,

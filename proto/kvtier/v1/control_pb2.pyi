@@ -139,18 +139,20 @@ class TierState(_message.Message):
     def __init__(self, tier_class: _Optional[str] = ..., medium: _Optional[str] = ..., simulated: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., read_bytes_per_second: _Optional[float] = ..., write_bytes_per_second: _Optional[float] = ..., probes: _Optional[_Mapping[str, str]] = ..., condition: _Optional[str] = ...) -> None: ...
 
 class ApplyBaselineRequest(_message.Message):
-    __slots__ = ("cache", "fence", "boot_id", "manifest", "digest")
+    __slots__ = ("cache", "fence", "boot_id", "manifest", "digest", "key_secret")
     CACHE_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KEY_SECRET_FIELD_NUMBER: _ClassVar[int]
     cache: _common_pb2.CacheRef
     fence: _common_pb2.Fence
     boot_id: str
     manifest: bytes
     digest: str
-    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., boot_id: _Optional[str] = ..., manifest: _Optional[bytes] = ..., digest: _Optional[str] = ...) -> None: ...
+    key_secret: str
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., boot_id: _Optional[str] = ..., manifest: _Optional[bytes] = ..., digest: _Optional[str] = ..., key_secret: _Optional[str] = ...) -> None: ...
 
 class ApplyBaselineResponse(_message.Message):
     __slots__ = ("running_digest", "boot_id")
