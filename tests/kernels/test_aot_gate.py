@@ -41,23 +41,42 @@ def aot(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_checked_in_baseline_holds_and_a_smaller_one_fails(tmp_path: Path) -> None:
+def test_the_checked_in_baselines_hold() -> None:
     done = aot("--check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing was timed" in done.stdout
 
+
+DOCTORED = [
+    pytest.param("registers", 10, "limit +10 %", id="registers"),
+    pytest.param("smem", 1000, "limit +10 %", id="smem"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "text"), DOCTORED)
+def test_a_doctored_baseline_fails_with_a_line_that_names_it(
+    tmp_path: Path, field: str, value: int, text: str
+) -> None:
     import kvtier_kernels.aot
 
-    baseline = json.loads(Path(kvtier_kernels.aot.__file__).with_name("baseline_sm90.json").read_text())
-    assert all(v["spill_stores"] == v["spill_loads"] == 0 for v in baseline["variants"].values())
-    name = "paged_decode/split-bf16-g8-d128"
-    baseline["variants"][name]["registers"] = 10
-    shrunk = tmp_path / "baseline.json"
-    shrunk.write_text(json.dumps(baseline))
-    failed = aot("--check", "--baseline", str(shrunk))
+    name = "paged_decode"
+    source = Path(kvtier_kernels.aot.__file__).parent / "baseline_sm90" / f"{name}.json"
+    baseline = json.loads(source.read_text())
+    before = baseline["variants"]["split-bf16-g8-d128"][field]
+    baseline["variants"]["split-bf16-g8-d128"][field] = value
+    (tmp_path / f"{name}.json").write_text(json.dumps(baseline))
+    failed = aot("--check", "--op", name, "--baselines", str(tmp_path))
     assert failed.returncode == 1
-    assert f"FAIL {name}" in failed.stdout
-    assert "limit +10 %" in failed.stdout
+    lines = [line for line in failed.stdout.splitlines() if line.startswith("FAIL")]
+    assert len(lines) == 1
+    assert all(word in lines[0] for word in (f"{name}/split-bf16-g8-d128", field, f"{value} -> ", text))
+    assert str(before) in lines[0]
+
+
+def test_an_op_without_compilations_is_refused_by_name() -> None:
+    done = aot("--check", "--op", "no_such_op")
+    assert done.returncode == 2
+    assert "no_such_op" in done.stderr
 
 
 GATE = [
@@ -74,11 +93,11 @@ GATE = [
 
 @pytest.mark.parametrize(("change", "absent", "fails", "text"), GATE)
 def test_gate_rules(change: dict[str, int], absent: list[str], fails: bool, text: str | None) -> None:
-    findings = judge({"v": ROW}, {"v": ROW | change}, {"v": absent})
+    findings = judge("op", {"v": ROW}, {"v": ROW | change}, {"v": absent})
     assert any(f.fails for f in findings) is fails
     assert (text is None and not findings) or any(text in str(f) for f in findings if text)
 
 
 def test_gate_wants_the_same_variants_on_both_sides() -> None:
-    assert [f.fails for f in judge({"old": ROW}, {}, {})] == [True]
-    assert [f.fails for f in judge({}, {"new": ROW}, {})] == [True]
+    assert [f.fails for f in judge("op", {"old": ROW}, {}, {})] == [True]
+    assert [f.fails for f in judge("op", {}, {"new": ROW}, {})] == [True]

@@ -28,23 +28,24 @@ class Finding:
     def __str__(self) -> str:
         mark = "FAIL" if self.fails else "    "
         return (
-            f"{mark} {self.variant:24} {self.field:13} {_n(self.before):>8} -> {_n(self.now):>8}  {self.why}"
+            f"{mark} {self.variant:44} {self.field:13} {_n(self.before):>8} -> {_n(self.now):>8}  {self.why}"
         )
 
 
 def judge(
+    op: str,
     baseline: Mapping[str, Mapping[str, int]],
     measured: Mapping[str, Mapping[str, int]],
     absent: Mapping[str, list[str]],
 ) -> list[Finding]:
-    """All differences, failing ones marked. `absent`: promised instructions that are not there."""
+    """All differences of one op, failing ones marked. `absent`: promised instructions that are not there."""
     out: list[Finding] = []
-    for variant in sorted(baseline.keys() | measured.keys()):
-        old, new = baseline.get(variant), measured.get(variant)
+    for id in sorted(baseline.keys() | measured.keys()):
+        old, new, variant = baseline.get(id), measured.get(id), f"{op}/{id}"
         if new is None:
             out.append(Finding(variant, "variant", 1, None, True, "in the baseline, not in the registry"))
             continue
-        for name in absent.get(variant, []):
+        for name in absent.get(id, []):
             out.append(Finding(variant, name, None, 0, True, "promised instruction is gone"))
         for field in ("spill_stores", "spill_loads"):
             if new[field]:

@@ -8,12 +8,25 @@ from typing import Any
 
 import torch
 
+from kvtier_kernels.compare import state_comparisons, state_outputs
 from kvtier_kernels.ops.paged_decode.ref import paged_decode_ref
 from kvtier_kernels.ops.paged_decode.torch_impl import paged_decode_torch
-from kvtier_kernels.spec import AotVariant, Case, Implementation, KernelSpec
+from kvtier_kernels.spec import (
+    AotVariant,
+    Case,
+    Cost,
+    Hazard,
+    Implementation,
+    Inputs,
+    Invariance,
+    KernelSpec,
+    Refusal,
+)
+from kvtier_kernels.testing.inputs import far_rows, strided, wrapping_ids
 
 _PAGE = 16
 _SPLIT = 256
+_FAR_STRIDE = 2**20
 
 
 def _case(
@@ -32,46 +45,55 @@ def _case(
 def _cases() -> tuple[Case, ...]:
     edges = (0, 1, _PAGE - 1, _PAGE, _PAGE + 1)
     cases = [
-        _case("empty", (0,)),
-        _case("empty-beside-full", (0, 40, 0)),
-        _case("page-edges", edges),
+        _case("empty", (0,), Hazard.EMPTY),
+        _case("empty-beside-full", (0, 40, 0), Hazard.EMPTY, Hazard.RAGGED),
+        _case("page-edges", edges, Hazard.RAGGED),
         _case("split-edges", (_SPLIT - 1, _SPLIT, _SPLIT + 1)),
         _case("block-edges", (63, 64, 65)),
         _case("three-splits", (2 * _SPLIT + 77,)),
-        _case("one-token", (1,)),
+        _case("one-token", (1,), Hazard.SINGLE),
         _case("huge-logits", (70, 300), "huge"),
         _case("one-logit-minus-inf", (40,), "minus-inf-row"),
         _case("all-logits-minus-inf", (20, 30), "minus-inf-all"),
-        _case("nan-beyond-the-length", (33, 257), "nan-tail"),
-        _case("nan-in-unmapped-pages", (48, 20), "nan-unmapped"),
+        _case("nan-beyond-the-length", (33, 257), "nan-tail", Hazard.POISON),
+        _case("nan-in-unmapped-pages", (48, 20), "nan-unmapped", Hazard.POISON),
         _case("inf-v-visible", (40,), "inf-v"),
-        _case("duplicate-keys", (50,), "duplicate"),
-        _case("strided", (100, 31), "strided"),
+        _case("duplicate-keys", (50,), Hazard.DUPLICATE),
+        _case("strided", (100, 31), Hazard.STRIDED),
+        _case("far-pages", (37,), Hazard.FAR, hq=2, hk=1, dtype="float16"),
         _case("d128-gqa8", (130, 300), hq=8, hk=1, d=128),
         _case("mha-d128", (40,), hq=4, hk=4, d=128),
         _case("bf16", (257, 40), dtype="bfloat16"),
         _case("bf16-d128", (300,), hq=8, hk=2, d=128, dtype="bfloat16"),
         _case("f16", (257, 40), dtype="float16"),
+        _case("d256", (40,), hq=4, hk=2, d=256),
     ]
     cases += [_case(f"gqa{g}", (37, 70), hq=g, hk=1) for g in (1, 2, 5, 7, 16)]
     return tuple(cases)
 
 
-def make_inputs(case: Case) -> dict[str, Any]:
-    """Inputs of a case from its seed. Pages are permuted; page 0 is never mapped."""
+def make_inputs(case: Case) -> Inputs:
+    """Inputs of a case from its seed. Pages are permuted; page 0 is never mapped. The table is one page
+    wider than any request needs, so its last ids are padding."""
     g = torch.Generator().manual_seed(case.seed)
     dtype = getattr(torch, case.dtype)
     hq, hk, d, page = (case.axes[x] for x in ("Hq", "Hk", "d", "P"))
     batch = len(case.seq_lens)
     width = max(1, *(-(-n // page) for n in case.seq_lens)) + 1
     total = batch * width + 1
-    wide = d + 16 if "strided" in case.traits else d
-    k = torch.randn(total, page, hk, wide, generator=g).to(dtype)[..., :d]
-    v = torch.randn(total, page, hk, wide, generator=g).to(dtype)[..., :d]
+    k = torch.randn(total, page, hk, d, generator=g).to(dtype)
+    v = torch.randn(total, page, hk, d, generator=g).to(dtype)
     q = (torch.randn(batch, hq, d, generator=g) * 2).to(dtype)
     table = (torch.randperm(total - 1, generator=g) + 1).to(torch.int32).view(batch, width)
     lens = torch.tensor(case.seq_lens, dtype=torch.int32)
     _poison(case, q, k, v, table)
+    if Hazard.FAR in case.traits:
+        ids = wrapping_ids(total, _FAR_STRIDE)
+        k, v, table = (
+            far_rows(k, ids, stride=_FAR_STRIDE),
+            far_rows(v, ids, stride=_FAR_STRIDE),
+            ids[table.long()].int(),
+        )
     return {
         "q": q,
         "k_cache": k,
@@ -86,7 +108,7 @@ def _poison(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table
     page = case.axes["P"]
     if "huge" in case.traits:
         q *= 1e4
-    if "duplicate" in case.traits:
+    if Hazard.DUPLICATE in case.traits:
         k[:] = k[1, 0]
     for b, n in enumerate(case.seq_lens):
         if "minus-inf-row" in case.traits:
@@ -106,6 +128,69 @@ def _poison(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table
         v[0] = math.inf
 
 
+def _without_poison(inputs: Inputs) -> Inputs:
+    return inputs | {n: torch.nan_to_num(inputs[n], 0.0, 0.0, 0.0) for n in ("k_cache", "v_cache")}
+
+
+def _straight_pages(inputs: Inputs) -> Inputs:
+    table = inputs["page_table"]
+    order = table.flatten().long()
+    return inputs | {
+        "k_cache": inputs["k_cache"][order],
+        "v_cache": inputs["v_cache"][order],
+        "page_table": torch.arange(order.numel(), dtype=torch.int32).view_as(table),
+    }
+
+
+def _other_padding(inputs: Inputs) -> Inputs:
+    """Ids past a request's last page name other pages, whatever they hold."""
+    table, page = inputs["page_table"].clone(), inputs["k_cache"].shape[1]
+    for b, n in enumerate(inputs["seq_lens"].tolist()):
+        table[b, -(-n // page) :] = 1
+    return inputs | {"page_table": table}
+
+
+INVARIANCES = (
+    Invariance(
+        "no-poison", ("nan-beyond-the-length", "nan-in-unmapped-pages"), _without_poison, Hazard.POISON
+    ),
+    Invariance("where-pages-lie", ("three-splits",), _straight_pages),
+    Invariance("padding-of-the-table", ("split-edges",), _other_padding, Hazard.PADDED),
+    Invariance("strides", ("strided",), lambda x: strided(x, ("q", "k_cache", "v_cache")), Hazard.STRIDED),
+)
+
+
+def _refusal(id: str, change: dict[str, Any], match: str, *backends: str) -> Refusal:
+    return Refusal(id, "one-token", change, match, backends or ("torch", "triton"))
+
+
+def _wide_cache(extra: int) -> dict[str, Any]:
+    cache = torch.zeros(2, _PAGE, 3, 64 + extra)[..., :64]
+    return {"k_cache": cache, "v_cache": cache}
+
+
+REFUSALS = (
+    _refusal("dtype-of-lengths", {"seq_lens": torch.tensor([1])}, "int32"),
+    _refusal("negative-length", {"seq_lens": torch.tensor([-1], dtype=torch.int32)}, r"\[0, "),
+    _refusal("past-the-table", {"seq_lens": torch.tensor([999], dtype=torch.int32)}, r"\[0, "),
+    _refusal("split-inside-a-page", {"split_tokens": 24}, "whole pages"),
+    _refusal("heads", {"q": torch.zeros(1, 8, 64)}, "heads"),
+    _refusal("odd-stride", _wide_cache(1), "multiples of 16", "triton"),
+    _refusal("half-stride", _wide_cache(8), "multiples of 16", "triton"),
+    _refusal("gqa17", {"q": torch.zeros(1, 51, 64)}, "share a KV head", "triton"),
+    _refusal(
+        "d48",
+        {
+            "q": torch.zeros(1, 3, 48),
+            "k_cache": torch.zeros(2, 16, 3, 48),
+            "v_cache": torch.zeros(2, 16, 3, 48),
+        },
+        "power of two",
+        "triton",
+    ),
+)
+
+
 def bytes_moved(inputs: Mapping[str, Any]) -> int:
     """Bytes of K and V of every row read once, plus q in and the state out (float32 m, l, u)."""
     q, k = inputs["q"], inputs["k_cache"]
@@ -119,6 +204,21 @@ def flops(inputs: Mapping[str, Any]) -> int:
     """4 d multiply-adds counted as two each per query head and row (QK and PV); softmax not counted."""
     q = inputs["q"]
     return int(4 * int(inputs["seq_lens"].sum()) * q.shape[1] * q.shape[2])
+
+
+def _bench() -> tuple[Case, ...]:
+    """SmolLM2's geometry, and one KV head of a 70B-like model's group."""
+    shapes = (("smollm2", 9, 3, 64), ("gqa8", 64, 8, 128))
+    return tuple(
+        Case(f"{name}-{n}", {"Hq": hq, "Hk": hk, "d": d, "P": _PAGE}, (n,), seed=n)
+        for name, hq, hk, d in shapes
+        for n in (512, 2048)
+    )
+
+
+def _bench_gpu() -> tuple[Case, ...]:
+    axes = {"Hq": 64, "Hk": 8, "d": 128, "P": _PAGE}
+    return tuple(Case(f"gqa8-{n // 1024}k", axes, (n,), "bfloat16", seed=n) for n in (32768, 131072))
 
 
 def _triton() -> Implementation:
@@ -159,6 +259,11 @@ def _merge_variant(hq: int, d: int) -> AotVariant:
     )
 
 
+def specs() -> tuple[KernelSpec, ...]:
+    """Paged decode."""
+    return (paged_decode_spec(),)
+
+
 def paged_decode_spec() -> KernelSpec:
     """Everything about paged decode that a test, a bench or a gate needs."""
     implementations: dict[str, Callable[[], Implementation]] = {"torch": _torch, "triton": _triton}
@@ -178,8 +283,16 @@ def paged_decode_spec() -> KernelSpec:
         make_inputs=make_inputs,
         reference=paged_decode_ref,
         implementations=implementations,
+        outputs=state_outputs,
+        comparisons=state_comparisons(),
         bytes_moved=bytes_moved,
         flops=flops,
+        invariances=INVARIANCES,
+        refusals=REFUSALS,
+        # 430 rows, one KV head of 128, 8 query heads, 2 requests, float32.
+        costs=(Cost("d128-gqa8", 2 * 430 * 128 * 4 + 2 * 8 * 128 * 4 + 2 * 8 * 130 * 4, 4 * 430 * 8 * 128),),
+        bench=_bench(),
+        bench_gpu=_bench_gpu(),
         aot_module="kvtier_kernels.ops.paged_decode.triton_impl",
         aot=(
             _split_variant("split-bf16-g8-d128", "bfloat16", 8, 1, 128),
