@@ -23,10 +23,16 @@ from kvtier_agent.engine_port import (
     SessionTerms,
     TierReport,
 )
-from kvtier_agent.evidence_port import EvidencePort, Outcome, Progress
+from kvtier_agent.evidence_port import EvidencePort, FrameEvidence, Outcome, Progress
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
-from kvtier_core.release.enforcement import Assignment, CacheEnforcement, ServedArm, SessionFacts
+from kvtier_core.release.enforcement import (
+    Assignment,
+    CacheEnforcement,
+    ServedArm,
+    SessionFacts,
+    StepPlan,
+)
 from kvtier_crds.manifest import RuntimeManifest, model_fingerprint
 from kvtier_evidence.metrics import (
     ALLOCATION_FAILURES,
@@ -39,6 +45,8 @@ from kvtier_evidence.window import WindowKey
 
 _MAX_CLOSED = 4096
 _NO_PROGRESS = Progress(0, 0.0, 0.0)
+_EXACT_PLAN = StepPlan(ServedArm.BASELINE, False, None, "")
+_EXACT_MODE = FrameMode(False, False, None, lambda: False)
 
 # Zero-tolerance counters by the refusal that moves them, for sessions that a candidate serves.
 _COUNTER_OF = {
@@ -103,6 +111,36 @@ class FrameAnswer:
     compared_error: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class FrameWork:
+    """A frame of a session, checked, with its number of queries."""
+
+    session: Session
+    frame: FrameInput
+    queries: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """How a frame is computed. first_query: of its step; decode: whether it is a step's only query."""
+
+    session: Session
+    frame: FrameInput
+    plan: StepPlan
+    mode: FrameMode
+    first_query: int
+    decode: bool
+    first_decode: bool
+
+    @property
+    def candidates(self) -> bool:
+        """Whether a candidate's answer is computed."""
+        return self.mode.publish_candidate or self.mode.compare
+
+    def exact(self) -> FrameMode:
+        return FrameMode(False, False, None, self.mode.may_publish)
+
+
 class CacheHost:
     """Owned by the node; calls of one session arrive in order, calls of different sessions interleave."""
 
@@ -144,7 +182,7 @@ class CacheHost:
         try:
             handle = await self.runner.call(lambda: self.runner.engine.open_session(terms))
         except CoreError as error:
-            self._count_refusal(window, assignment, error)
+            self._count_refusal(window, assignment, error, self.evidence)
             raise
         now = self._clock()
         session = Session(
@@ -166,53 +204,154 @@ class CacheHost:
         """Computes one frame of the session's stream; raises CoreError with the session unchanged."""
         session.frames_running += 1
         try:
-            return await self._attend(session, frame, queries)
+            return await self._attend(self._prepare(session, frame, queries))
         finally:
             session.frames_running -= 1
 
-    async def _attend(self, session: Session, frame: FrameInput, queries: int) -> FrameAnswer:
+    async def attend_many(self, frames: Sequence[FrameWork]) -> list[FrameAnswer | CoreError]:
+        """As `attend`, for frames of different sessions of this cache; one that fails harms no other."""
+        for work in frames:
+            work.session.frames_running += 1
+        try:
+            prepared = [self._prepare(work.session, work.frame, work.queries) for work in frames]
+            plain = [one for one in prepared if not one.candidates]
+            computed: Sequence[FrameResult | CoreError] = ()
+            if plain:
+                try:
+                    together = [(one.frame, one.mode) for one in plain]
+                    computed = await self.runner.call(lambda: self.runner.engine.step_many(together))
+                except CoreError as error:
+                    computed = [error] * len(plain)
+            settled = {
+                id(one): self._settled(one, result, self.evidence)
+                for one, result in zip(plain, computed, strict=True)
+            }
+            answers = []
+            for one in prepared:
+                answer = settled.get(id(one))
+                if answer is None:
+                    try:
+                        answer = await self._attend(one)
+                    except CoreError as error:
+                        answer = error
+                answers.append(answer)
+            return answers
+        finally:
+            for work in frames:
+                work.session.frames_running -= 1
+
+    def attend_now(
+        self, frames: Sequence[FrameWork], evidence: FrameEvidence
+    ) -> list[FrameAnswer | CoreError]:
+        """As `attend_many`, computed in the caller's thread, which must not be the event loop's. evidence:
+        what is seen of the frames goes there, from this thread."""
+        for work in frames:
+            work.session.frames_running += 1
+        try:
+            prepared = [self._prepare(work.session, work.frame, work.queries) for work in frames]
+            engine = self.runner.engine
+            plain = [one for one in prepared if not one.candidates]
+            computed: list[FrameResult | CoreError] = []
+            if len(plain) == 1:
+                computed = [self._computed(plain[0])]
+            elif plain:
+                together = [(one.frame, one.mode) for one in plain]
+                try:
+                    computed = list(self.runner.here(lambda: engine.step_many(together)))
+                except CoreError as error:
+                    computed = [error] * len(plain)
+            if len(plain) == len(prepared):
+                pairs = zip(prepared, computed, strict=True)
+                return [self._settled(one, result, evidence) for one, result in pairs]
+            settled = {
+                id(one): self._settled(one, result, evidence)
+                for one, result in zip(plain, computed, strict=True)
+            }
+            return [settled.get(id(one)) or self._attend_now(one, evidence) for one in prepared]
+        finally:
+            for work in frames:
+                work.session.frames_running -= 1
+
+    def _prepare(self, session: Session, frame: FrameInput, queries: int) -> _Prepared:
+        """How the frame is computed now."""
         first_query = frame.first_query_position if frame.step != session.step else session.step_first_query
         decode = queries == 1 and _decodes(session, frame, first_query)
+        assignment = session.assignment
+        if assignment.epoch == 0:
+            # Opened without a candidate: none will ever serve it.
+            return _Prepared(session, frame, _EXACT_PLAN, _EXACT_MODE, first_query, decode, False)
         first_decode = decode and session.first_decode_step in (None, frame.step)
-        plan = self.enforcement.plan_step(session.assignment, session.request_id, frame.step, first_decode)
-        publish_candidate = plan.publish is ServedArm.CANDIDATE
+        plan = self.enforcement.plan_step(assignment, session.request_id, frame.step, first_decode)
         mode = FrameMode(
-            publish_candidate=publish_candidate,
+            publish_candidate=plan.publish is ServedArm.CANDIDATE,
             compare=plan.compare and decode,
             candidate=plan.terms,
-            may_publish=lambda: self.enforcement.may_publish(session.assignment),
+            may_publish=lambda: self.enforcement.may_publish(assignment),
         )
-        engine = self.runner.engine
+        return _Prepared(session, frame, plan, mode, first_query, decode, first_decode)
+
+    async def _attend(self, one: _Prepared) -> FrameAnswer:
+        engine, frame, session = self.runner.engine, one.frame, one.session
         try:
-            if publish_candidate or mode.compare:
+            if one.candidates:
                 running = ExitStack()
                 running.enter_context(self.enforcement.candidate_step())
                 # A caller that gives up does not stop the engine: the step is over when the engine says so.
-                result = await self.runner.call(lambda: engine.step(frame, mode), over=running.close)
+                result = await self.runner.call(lambda: engine.step(frame, one.mode), over=running.close)
             else:
-                result = await self.runner.call(lambda: engine.step(frame, mode))
+                result = await self.runner.call(lambda: engine.step(frame, one.mode))
             if result.from_candidate and not self.enforcement.may_publish(session.assignment):
                 # Permission ended after the engine asked for it. The rows are in, so this is a repeat.
-                exact = FrameMode(False, False, None, mode.may_publish)
-                repeated = await self.runner.call(lambda: engine.step(frame, exact), bounded=False)
+                repeated = await self.runner.call(lambda: engine.step(frame, one.exact()), bounded=False)
                 result = replace(repeated, comparison=result.comparison)
         except CoreError as error:
-            self._count_refusal(session.window, session.assignment, error)
+            self._count_refusal(session.window, session.assignment, error, self.evidence)
             raise
+        return self._settle(one, result, self.evidence)
+
+    def _attend_now(self, one: _Prepared, evidence: FrameEvidence) -> FrameAnswer | CoreError:
+        with self.enforcement.candidate_step():
+            result = self._computed(one)
+            if isinstance(result, FrameResult) and result.from_candidate:
+                if not self.enforcement.may_publish(one.session.assignment):
+                    # Permission ended after the engine asked for it. The rows are in, so this is a repeat.
+                    repeated = self._computed(replace(one, mode=one.exact()))
+                    if isinstance(repeated, FrameResult):
+                        repeated = replace(repeated, comparison=result.comparison)
+                    result = repeated
+        return self._settled(one, result, evidence)
+
+    def _computed(self, one: _Prepared) -> FrameResult | CoreError:
+        try:
+            return self.runner.here(lambda: self.runner.engine.step(one.frame, one.mode))
+        except CoreError as error:
+            return error
+
+    def _settled(
+        self, one: _Prepared, result: FrameResult | CoreError, evidence: FrameEvidence
+    ) -> FrameAnswer | CoreError:
+        if isinstance(result, CoreError):
+            self._count_refusal(one.session.window, one.session.assignment, result, evidence)
+            return result
+        return self._settle(one, result, evidence)
+
+    def _settle(self, one: _Prepared, result: FrameResult, evidence: FrameEvidence) -> FrameAnswer:
+        """What the session has done by this answer, and what is told of it."""
+        session, frame = one.session, one.frame
         if session.first_step is None:
             session.first_step = frame.step
-        session.step, session.step_first_query = frame.step, first_query
-        if first_decode:
+        session.step, session.step_first_query = frame.step, one.first_query
+        if one.first_decode:
             session.first_decode_step = frame.step
         session.last_used_ns = self._clock()
-        self._progress(session, frame, result.receipt.stall_seconds if decode else 0.0)
+        self._progress(session, frame, result.receipt.stall_seconds if one.decode else 0.0, evidence)
         served = ServedArm.CANDIDATE if result.from_candidate else ServedArm.BASELINE
-        fallback = plan.fallback
-        if publish_candidate and not result.from_candidate and not fallback:
+        fallback = one.plan.fallback
+        if one.mode.publish_candidate and not result.from_candidate and not fallback:
             lost = not self.enforcement.may_publish(session.assignment)
             fallback = self.enforcement.why_exact() if lost else result.receipt.fallback
-        self._check_fallback(session, result)
-        return FrameAnswer(result, served, fallback, self._compared(session, frame, result))
+        self._check_fallback(session, result, evidence)
+        return FrameAnswer(result, served, fallback, self._compared(session, frame, result, evidence))
 
     async def close_session(self, session: Session) -> int:
         """Ends the session; its outcome may still be reported for a while. Returns rows released."""
@@ -262,7 +401,9 @@ class CacheHost:
     def _may_need_candidate(self, assignment: Assignment) -> bool:
         return assignment.epoch > 0 and (assignment.arm is ServedArm.CANDIDATE or assignment.sampled)
 
-    def _progress(self, session: Session, frame: FrameInput, stall_seconds: float) -> None:
+    def _progress(
+        self, session: Session, frame: FrameInput, stall_seconds: float, evidence: FrameEvidence
+    ) -> None:
         """Each forward pass that was answered in its last layer made one token, as seen from here."""
         if frame.layer == self.manifest.model.geometry.layers - 1:
             now = (session.last_used_ns - session.opened_ns) / 1e9
@@ -278,11 +419,13 @@ class CacheHost:
         if stall_seconds > 0 and (frame.step, frame.layer) > session.stalled_upto:
             # A frame that a client sends again stalls nobody a second time.
             session.stalled_upto = (frame.step, frame.layer)
-            self.evidence.stall(window, unit, stall_seconds)
+            evidence.stall(window, unit, stall_seconds)
         if session.progress.tokens > 1 and frame.layer == self.manifest.model.geometry.layers - 1:
-            self.evidence.progress(window, unit, session.progress)
+            evidence.progress(window, unit, session.progress)
 
-    def _compared(self, session: Session, frame: FrameInput, result: FrameResult) -> float | None:
+    def _compared(
+        self, session: Session, frame: FrameInput, result: FrameResult, evidence: FrameEvidence
+    ) -> float | None:
         """Largest error over the layers of a step, when its last layer was compared (gates.md, section 1)."""
         comparison = result.comparison
         if comparison is None or frame.step == session.last_compared_step:
@@ -304,13 +447,13 @@ class CacheHost:
         total = session.step_errors.pop(frame.step)
         session.last_compared_step = frame.step
         if session.window is not None and session.counted:
-            self.evidence.step_error(session.window, session.handle.session_id, frame.step, total)
+            evidence.step_error(session.window, session.handle.session_id, frame.step, total)
             terms = session.assignment.terms
             if terms is not None and terms.selector is None and total != 0:
-                self.evidence.zero_tolerance(session.window, OUTPUT_MISMATCHES)
+                evidence.zero_tolerance(session.window, OUTPUT_MISMATCHES)
         return total
 
-    def _check_fallback(self, session: Session, result: FrameResult) -> None:
+    def _check_fallback(self, session: Session, result: FrameResult, evidence: FrameEvidence) -> None:
         """An approximate answer in a session that no candidate may serve is counted. A fallback of the core
         is an exact fetch, which every contract allows."""
         window = session.window
@@ -318,12 +461,15 @@ class CacheHost:
             return
         approximate = result.receipt.exactness is ExactnessClass.APPROXIMATE
         if approximate and session.assignment.arm is not ServedArm.CANDIDATE:
-            self.evidence.zero_tolerance(window, ILLEGAL_FALLBACKS)
+            evidence.zero_tolerance(window, ILLEGAL_FALLBACKS)
 
-    def _count_refusal(self, window: WindowKey | None, assignment: Assignment, error: CoreError) -> None:
+    @staticmethod
+    def _count_refusal(
+        window: WindowKey | None, assignment: Assignment, error: CoreError, evidence: FrameEvidence
+    ) -> None:
         counter = _COUNTER_OF.get(error.reason)
         if window is not None and counter is not None and assignment.arm is ServedArm.CANDIDATE:
-            self.evidence.zero_tolerance(window, counter)
+            evidence.zero_tolerance(window, counter)
 
 
 def _decodes(session: Session, frame: FrameInput, first_query: int) -> bool:

@@ -24,6 +24,7 @@ from kvtier_agent.engine_port import (
     FrameMode,
     FrameReceipt,
     FrameResult,
+    Payload,
     SessionHandle,
     SessionTerms,
     TierReport,
@@ -136,6 +137,15 @@ class CoreEngine:
         if answer.comparison is not None:
             comparison = FrameComparison(answer.comparison.diff_norm, answer.comparison.exact_norm)
         return frame_result(answer, comparison, answer.receipt.arm is PublishArm.CANDIDATE)
+
+    def step_many(self, frames: Sequence[tuple[FrameInput, FrameMode]]) -> Sequence[FrameResult | CoreError]:
+        results: list[FrameResult | CoreError] = []
+        for frame, mode in frames:
+            try:
+                results.append(self.step(frame, mode))
+            except CoreError as error:
+                results.append(error)
+        return results
 
     def shared(self) -> SharedBlocks:
         """The shared blocks' store and its driver, for any thread. TIER_INCAPABLE when no tier of the cache
@@ -260,7 +270,9 @@ def block_facts(info: ChunkInfo) -> BlockFacts:
     )
 
 
-def _tensor(data: bytes, heads: int, dim: int) -> torch.Tensor:
+def _tensor(data: Payload, heads: int, dim: int) -> torch.Tensor:
+    if isinstance(data, np.ndarray):
+        return torch.from_numpy(data).view(-1, heads, dim)
     # A copy: the core keeps rows, and numpy's view of received bytes is read-only and unaligned.
     array = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=True)
     return torch.from_numpy(array).view(-1, heads, dim)

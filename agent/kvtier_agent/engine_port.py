@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier_agent.endings import BlockingEnd
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
@@ -21,6 +24,8 @@ from kvtier_core.release.leases import GrantTerms
 from kvtier_crds.manifest import RuntimeManifest
 
 T = TypeVar("T")
+# Received bytes, or an array that nobody else writes to any more.
+Payload = bytes | NDArray[np.float32]
 
 
 class ExactnessClass(StrEnum):
@@ -55,10 +60,10 @@ class FrameInput:
     step: int
     layer: int
     first_row_position: int
-    k: bytes
-    v: bytes
+    k: Payload
+    v: Payload
     first_query_position: int
-    q: bytes
+    q: Payload
     committed_frontier: int
     deadline: float | None = None
 
@@ -154,6 +159,10 @@ class EnginePort(Protocol):
     def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
         """Raises CoreError, and then the session is unchanged."""
 
+    def step_many(self, frames: Sequence[tuple[FrameInput, FrameMode]]) -> Sequence[FrameResult | CoreError]:
+        """Frames of different sessions that no candidate answers: each one's result or refusal, in their
+        order, with the bits of `step`."""
+
     def live_manifest(self) -> RuntimeManifest:
         """Rebuilt from the live objects, not from stored bytes."""
 
@@ -180,7 +189,10 @@ class EngineRunner:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
         self._max_queued = max_queued
         self._pending = 0
+        self._closing = False
+        self._here = 0
         self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
         self._end = BlockingEnd(self._shut_down, f"close-engine-{name}")
 
     @property
@@ -223,6 +235,29 @@ class EngineRunner:
                 raise CoreError(Reason.CACHE_UNKNOWN, "the cache was removed", {}) from None
             raise
 
+    def here(self, function: Callable[[], T]) -> T:
+        """The function's result, computed in the caller's own thread; the engine orders what comes from
+        several. Refuses as `call`, and a close waits for it."""
+        with self._lock:
+            if self._closing:
+                raise CoreError(Reason.CACHE_UNKNOWN, "the cache was removed", {})
+            if self._pending >= self._max_queued:
+                raise CoreError(
+                    Reason.QUEUE_FULL,
+                    f"{self._pending} calls wait for this cache's engine; the bound is {self._max_queued}",
+                    {"bound": str(self._max_queued)},
+                )
+            self._pending += 1
+            self._here += 1
+        try:
+            return function()
+        finally:
+            with self._lock:
+                self._pending -= 1
+                self._here -= 1
+                if self._closing:
+                    self._left.notify_all()
+
     def _done(self, _future: Future[T] | None) -> None:
         with self._lock:
             self._pending -= 1
@@ -233,5 +268,9 @@ class EngineRunner:
         return await self._end.within(seconds)
 
     def _shut_down(self) -> None:
+        with self._lock:
+            self._closing = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._left:
+            self._left.wait_for(lambda: self._here == 0)
         self.engine.close()

@@ -67,7 +67,22 @@ class WindowTerms:
     warmup_ms: int
 
 
-class EvidencePort(Protocol):
+class FrameEvidence(Protocol):
+    """What attention frames tell."""
+
+    def step_error(self, key: WindowKey, unit: str, step: int, error: float) -> None:
+        """NaN is a step without a value."""
+
+    def progress(self, key: WindowKey, unit: str, progress: Progress) -> None:
+        """What the agent itself sees of a running request: its value if it is still running at settle."""
+
+    def stall(self, key: WindowKey, unit: str, seconds: float) -> None:
+        """Adds exposed transfer stall of a decode step."""
+
+    def zero_tolerance(self, key: WindowKey, counter: str) -> None: ...
+
+
+class EvidencePort(FrameEvidence, Protocol):
     """The windows of one cache. Every call is cheap and made on the event loop."""
 
     def check(self, terms: WindowTerms) -> None:
@@ -82,15 +97,6 @@ class EvidencePort(Protocol):
         self, key: WindowKey, unit: str, *, tenant: str, session_root_id: str, candidate: bool, compared: bool
     ) -> None: ...
 
-    def step_error(self, key: WindowKey, unit: str, step: int, error: float) -> None:
-        """NaN is a step without a value."""
-
-    def progress(self, key: WindowKey, unit: str, progress: Progress) -> None:
-        """What the agent itself sees of a running request: its value if it is still running at settle."""
-
-    def stall(self, key: WindowKey, unit: str, seconds: float) -> None:
-        """Adds exposed transfer stall of a decode step."""
-
     def outcome(self, key: WindowKey, unit: str, outcome: Outcome) -> str:
         """Returns why it was not counted, or an empty text."""
 
@@ -99,8 +105,6 @@ class EvidencePort(Protocol):
 
     def probe(self, key: WindowKey, result: ProbeResult) -> str:
         """Returns why it was not counted, or an empty text."""
-
-    def zero_tolerance(self, key: WindowKey, counter: str) -> None: ...
 
     def read(self, key: WindowKey, epoch: str, ack_seq: int) -> Delta:
         """The reply for a reader at (epoch, ack_seq); raises WINDOW_UNKNOWN."""

@@ -111,6 +111,15 @@ class FakeEngine:
         )
         return FrameResult(b"", receipt, self.comparison if mode.compare else None, from_candidate)
 
+    def step_many(self, frames: Sequence[tuple[FrameInput, FrameMode]]) -> Sequence[FrameResult | CoreError]:
+        results: list[FrameResult | CoreError] = []
+        for one, mode in frames:
+            try:
+                results.append(self.step(one, mode))
+            except CoreError as error:
+                results.append(error)
+        return results
+
     def live_manifest(self) -> RuntimeManifest:
         return self.manifest
 
@@ -144,6 +153,7 @@ class Bench:
     ) -> None:
         self.clock = clock or FakeClock()
         self.engines: list[FakeEngine] = []
+        self.key_secrets: list[str] = []
         self.baseline = baseline or baseline_manifest()
         self.candidate = quest_candidate(self.baseline)
         self.fence = 0
@@ -160,10 +170,13 @@ class Bench:
             blocks_of=blocks_of,
         )
 
-    def _engine(self, manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> FakeEngine:
+    def _engine(
+        self, manifest: RuntimeManifest, tiers: Sequence[NodeTier], key_secret: str = ""
+    ) -> FakeEngine:
         if self.build_refusal is not None:
             raise self.build_refusal
         engine = FakeEngine(manifest)
+        self.key_secrets.append(key_secret)
         self.engines.append(engine)
         return engine
 

@@ -1,0 +1,232 @@
+"""Messages of the local channel: a versioned header and fixed little-endian records.
+
+Why it exists: at 30 layers a token a protobuf and a gRPC stream cost more than the attention. It packs and
+unpacks and decides only well-formedness; it must not know a session, a ring's memory or a socket. Layout:
+docs/reference/wire.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+MAGIC = b"KVLC"
+VERSION = 1
+# Of a message of frames; a longer batch travels as several.
+MAX_FRAMES = 32
+MAX_REQUEST_BYTES = 64 * 1024
+MAX_ANSWER_BYTES = 256 * 1024
+ALIGNMENT = 64
+TOKEN_BYTES = 32
+TAG_BYTES = 16
+# Where a namespace's socket lies under the agent's folder of channels.
+SOCKET_NAME = "attend.sock"
+
+
+class Kind(IntEnum):
+    """Requests are below 16."""
+
+    HELLO = 1
+    ATTACH = 2
+    FRAMES = 3
+    WELCOME = 16
+    ATTACHED = 17
+    ANSWERS = 18
+    ENDED = 19
+
+
+# magic, version, kind, bytes of the whole message, records, clock: nanoseconds of the sender's
+# CLOCK_MONOTONIC.
+HEADER = struct.Struct("<4sHHIIq")
+# token, bytes of each ring, bytes of a row of K (as of V), bytes of a query.
+_HELLO = struct.Struct("<32sQII")
+# token.
+_ATTACH = struct.Struct("<32s")
+# attachment, the token of the session's next attachment, bytes of each ring.
+_WELCOME = struct.Struct("<II32sQ")
+# attachment, extra bytes, layer, rows, queries, generation, step, first row, first query, committed frontier,
+# deadline_ms, sequence, offset in the ring, session tag, boot tag.
+FRAME = struct.Struct("<HHiII8q16s16s")
+
+_INT64 = 1 << 63
+
+
+class MalformedError(ValueError):
+    """Bytes that no peer of this version sends; the text names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Opens a channel and attaches its first session. The staging ring's descriptor comes with it."""
+
+    token: bytes
+    ring_bytes: int
+    row_bytes: int
+    query_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """`attachment` names the session in frames of this channel; `next_token` attaches it again elsewhere."""
+
+    attachment: int
+    next_token: bytes
+    ring_bytes: int
+
+
+@dataclass(slots=True)
+class FrameRecord:
+    """AttendFrame without its tensors: k, v and q lie at `offset` of the staging ring, in this order, rows *
+    row_bytes, again, and queries * query_bytes; the output goes to `offset` of the answers' ring. `extra`:
+    a serialized AttendFrame of the fields that the record has no place for."""
+
+    attachment: int
+    layer: int
+    rows: int
+    queries: int
+    generation: int
+    step: int
+    first_row_position: int
+    first_query_position: int
+    committed_frontier: int
+    deadline_ms: int
+    sequence: int
+    offset: int
+    session_tag: bytes
+    boot_tag: bytes
+    extra: bytes = b""
+
+
+def header(kind: Kind, size: int, count: int, clock_ns: int) -> bytes:
+    return HEADER.pack(MAGIC, VERSION, kind, HEADER.size + size, count, clock_ns)
+
+
+def read_header(message: bytes | bytearray | memoryview, size: int) -> tuple[Kind, int, int]:
+    """Kind, records and the sender's clock of a message of `size` bytes; MalformedError."""
+    if size < HEADER.size:
+        raise MalformedError(f"length: {size} bytes are no header")
+    magic, version, kind, length, count, clock_ns = HEADER.unpack_from(message)
+    if magic != MAGIC:
+        raise MalformedError("magic")
+    if version != VERSION:
+        raise MalformedError(f"version: {version} is not {VERSION}")
+    if length != size:
+        raise MalformedError(f"length: the header says {length}, {size} bytes came")
+    try:
+        return Kind(kind), count, clock_ns
+    except ValueError:
+        raise MalformedError(f"kind: {kind}") from None
+
+
+def pack_hello(hello: Hello, clock_ns: int) -> bytes:
+    body = _HELLO.pack(hello.token, hello.ring_bytes, hello.row_bytes, hello.query_bytes)
+    return header(Kind.HELLO, len(body), 1, clock_ns) + body
+
+
+def unpack_hello(message: bytes | bytearray | memoryview, size: int) -> Hello:
+    _exact(size, _HELLO.size)
+    return Hello(*_HELLO.unpack_from(message, HEADER.size))
+
+
+def pack_attach(token: bytes, clock_ns: int) -> bytes:
+    return header(Kind.ATTACH, _ATTACH.size, 1, clock_ns) + _ATTACH.pack(token)
+
+
+def unpack_attach(message: bytes | bytearray | memoryview, size: int) -> bytes:
+    _exact(size, _ATTACH.size)
+    token: bytes = _ATTACH.unpack_from(message, HEADER.size)[0]
+    return token
+
+
+def pack_attached(kind: Kind, attached: Attached, clock_ns: int) -> bytes:
+    body = _WELCOME.pack(attached.attachment, 0, attached.next_token, attached.ring_bytes)
+    return header(kind, len(body), 1, clock_ns) + body
+
+
+def unpack_attached(message: bytes | bytearray | memoryview, size: int) -> Attached:
+    _exact(size, _WELCOME.size)
+    attachment, _, token, ring_bytes = _WELCOME.unpack_from(message, HEADER.size)
+    return Attached(attachment, token, ring_bytes)
+
+
+def pack_frames(frames: Sequence[FrameRecord], clock_ns: int) -> bytes:
+    """MalformedError for a number that has no place in its field, or too many frames."""
+    if not 0 < len(frames) <= MAX_FRAMES:
+        raise MalformedError(f"count: {len(frames)} frames in a message of 1 to {MAX_FRAMES}")
+    records = []
+    extras = []
+    size = 0
+    for f in frames:
+        try:
+            record = FRAME.pack(
+                f.attachment,
+                len(f.extra),
+                f.layer,
+                f.rows,
+                f.queries,
+                f.generation,
+                f.step,
+                f.first_row_position,
+                f.first_query_position,
+                f.committed_frontier,
+                f.deadline_ms,
+                f.sequence,
+                f.offset,
+                f.session_tag,
+                f.boot_tag,
+            )
+        except struct.error as error:
+            raise MalformedError(str(error)) from None
+        records.append(record)
+        size += FRAME.size
+        if f.extra:
+            extras.append(f.extra)
+            size += len(f.extra)
+    return b"".join((header(Kind.FRAMES, size, len(frames), clock_ns), *records, *extras))
+
+
+def unpack_frames(message: bytes | bytearray | memoryview, size: int, count: int) -> list[FrameRecord]:
+    """The records of a FRAMES message whose header was read; MalformedError."""
+    if not 0 < count <= MAX_FRAMES:
+        raise MalformedError(f"count: {count} frames in a message of 1 to {MAX_FRAMES}")
+    at = HEADER.size
+    end = at + count * FRAME.size
+    if end > size:
+        raise MalformedError(f"length: {size} bytes hold no {count} frames")
+    found = []
+    extra_at = end
+    for _ in range(count):
+        attachment, extra, *rest = FRAME.unpack_from(message, at)
+        at += FRAME.size
+        record = FrameRecord(attachment, *rest)
+        if extra:
+            if extra_at + extra > size:
+                raise MalformedError("length: extra bytes end after the message")
+            record.extra = bytes(message[extra_at : extra_at + extra])
+            extra_at += extra
+        found.append(record)
+    if extra_at != size:
+        raise MalformedError(f"length: {size - extra_at} bytes after the last frame")
+    return found
+
+
+def spans_overlap(spans: Iterable[tuple[int, int]]) -> bool:
+    """Whether any two of the half-open spans share a byte."""
+    reached = -1
+    for start, end in sorted(spans):
+        if start < reached:
+            return True
+        reached = max(reached, end)
+    return False
+
+
+def aligned(size: int) -> int:
+    """The next multiple of the rings' alignment."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _exact(size: int, body: int) -> None:
+    if size != HEADER.size + body:
+        raise MalformedError(f"length: {size} is not {HEADER.size + body}")

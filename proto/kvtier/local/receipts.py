@@ -1,0 +1,264 @@
+"""Answers of the local channel: a fixed record, the receipt in a compact form, or a typed refusal.
+
+Why it exists: a receipt is three digests and a few numbers, and travels with each layer of each token. Its
+compact form decodes to the same Receipt message: what the fixed record has no place for goes along as a
+serialized Receipt, so a field that is new is never lost. It must not know who made the receipt.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.local.frames import HEADER, Kind, MalformedError, header
+from kvtier.v1 import attention_pb2, common_pb2
+
+# tail bytes, layer, kind of the tail, exactness, arm, flags, sequence, step, output bytes, frontier, rows
+# attended, snapshot generation, stall seconds, estimated omitted mass, digests of manifest, support, producer.
+ANSWER = struct.Struct("<IiBBBB6qdd32s32s32s")
+_RECEIPT, _ERROR = 0, 1
+_SIMULATED, _MANIFEST, _SUPPORT, _PRODUCER = 1, 2, 4, 8
+_PREFIX = "sha256:"
+_NO_DIGEST = bytes(32)
+_COUNTS = struct.Struct("<HHHH")
+_CACHED_NAMES = 256
+# Receipt's fields that the record and its names hold; the others travel serialized.
+FIXED_FIELDS = frozenset(
+    {
+        *("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended"),
+        *("bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest"),
+        *("estimated_omitted_mass", "fallback", "snapshot_generation"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptFacts:
+    """Receipt's fixed fields. tiers: names with bytes read; extra: a serialized Receipt of all other fields."""
+
+    exactness: int
+    arm: int
+    manifest_digest: str
+    support_digest: str
+    producer_digest: str
+    frontier: int
+    rows_attended: int
+    tiers: tuple[tuple[str, int], ...]
+    plan: tuple[str, ...]
+    simulated: bool
+    stall_seconds: float
+    estimated_omitted_mass: float
+    fallback: str
+    snapshot_generation: int
+    extra: bytes = b""
+
+
+class AnswerPacker:
+    """Packs answers; remembers the names that it packed last, since they hardly ever change."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[object, ...], bytes] = {}
+
+    def answer(self, sequence: int, step: int, layer: int, out_bytes: int, receipt: ReceiptFacts) -> bytes:
+        """One record with its receipt; the output lies in the ring."""
+        flags = _SIMULATED if receipt.simulated else 0
+        manifest, support, producer = _NO_DIGEST, _NO_DIGEST, _NO_DIGEST
+        loose = []
+        if (raw := _raw(receipt.manifest_digest)) is not None:
+            manifest, flags = raw, flags | _MANIFEST
+        else:
+            loose.append("manifest_digest")
+        if (raw := _raw(receipt.support_digest)) is not None:
+            support, flags = raw, flags | _SUPPORT
+        else:
+            loose.append("support_digest")
+        if (raw := _raw(receipt.producer_digest)) is not None:
+            producer, flags = raw, flags | _PRODUCER
+        else:
+            loose.append("producer_digest")
+        extra = receipt.extra
+        if loose and any(getattr(receipt, name) for name in loose):
+            # Merged by concatenation: fields of one message.
+            texts = attention_pb2.Receipt(**{name: getattr(receipt, name) for name in loose})
+            extra += texts.SerializeToString()
+        names = self._packed_names(receipt)
+        tail = struct.pack(f"<{len(receipt.tiers)}q", *[size for _, size in receipt.tiers])
+        return b"".join(
+            (
+                ANSWER.pack(
+                    len(names) + len(tail) + len(extra),
+                    layer,
+                    _RECEIPT,
+                    receipt.exactness,
+                    receipt.arm,
+                    flags,
+                    sequence,
+                    step,
+                    out_bytes,
+                    receipt.frontier,
+                    receipt.rows_attended,
+                    receipt.snapshot_generation,
+                    receipt.stall_seconds,
+                    receipt.estimated_omitted_mass,
+                    manifest,
+                    support,
+                    producer,
+                ),
+                names,
+                tail,
+                extra,
+            )
+        )
+
+    def _packed_names(self, receipt: ReceiptFacts) -> bytes:
+        key = (tuple([name for name, _ in receipt.tiers]), receipt.plan, receipt.fallback)
+        found = self._names.get(key)
+        if found is None:
+            if len(self._names) >= _CACHED_NAMES:
+                self._names.clear()
+            texts = [*key[0], *receipt.plan, receipt.fallback]
+            encoded = [text.encode() for text in texts]
+            body = b"".join(struct.pack("<H", len(text)) + text for text in encoded)
+            counts = _COUNTS.pack(len(key[0]), len(receipt.plan), len(body), 0)
+            found = self._names[key] = counts + body
+        return found
+
+
+def refusal(sequence: int, step: int, layer: int, detail: common_pb2.ErrorDetail) -> bytes:
+    """One record that carries an ErrorDetail and no output."""
+    tail = detail.SerializeToString()
+    numbers = (sequence, step, 0, 0, 0, 0, 0.0, 0.0, _NO_DIGEST, _NO_DIGEST, _NO_DIGEST)
+    return ANSWER.pack(len(tail), layer, _ERROR, 0, 0, 0, *numbers) + tail
+
+
+def pack_answers(records: Sequence[bytes], clock_ns: int) -> bytes:
+    size = sum(map(len, records))
+    return b"".join((header(Kind.ANSWERS, size, len(records), clock_ns), *records))
+
+
+def pack_ended(detail: common_pb2.ErrorDetail, clock_ns: int) -> bytes:
+    """Why the channel ends."""
+    body = detail.SerializeToString()
+    return header(Kind.ENDED, len(body), 1, clock_ns) + body
+
+
+def unpack_ended(message: bytes | bytearray | memoryview, size: int) -> common_pb2.ErrorDetail:
+    detail = common_pb2.ErrorDetail()
+    try:
+        detail.ParseFromString(bytes(message[HEADER.size : size]))
+    except Exception as error:
+        raise MalformedError(f"detail: {error}") from None
+    return detail
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRecord:
+    """One answer, decoded as far as its reader needs at once: `receipt` decodes the rest."""
+
+    sequence: int
+    step: int
+    layer: int
+    out_bytes: int
+    error: common_pb2.ErrorDetail | None
+    raw: bytes
+
+    def receipt(self) -> attention_pb2.Receipt:
+        """The same message that gRPC carries; MalformedError."""
+        return decode_receipt(self.raw)
+
+
+def unpack_answers(message: bytes | bytearray | memoryview, size: int, count: int) -> list[AnswerRecord]:
+    """The records of an ANSWERS message whose header was read; MalformedError."""
+    at = HEADER.size
+    found = []
+    for _ in range(count):
+        if at + ANSWER.size > size:
+            raise MalformedError(f"length: {size} bytes hold no {count} answers")
+        tail, layer, kind, _, _, _, sequence, step, out_bytes = _HEAD.unpack_from(message, at)
+        end = at + ANSWER.size + tail
+        if end > size:
+            raise MalformedError("length: an answer ends after the message")
+        error = None
+        if kind == _ERROR:
+            error = common_pb2.ErrorDetail()
+            try:
+                error.ParseFromString(bytes(message[at + ANSWER.size : end]))
+            except Exception as wrong:
+                raise MalformedError(f"detail: {wrong}") from None
+        elif kind != _RECEIPT:
+            raise MalformedError(f"tail: {kind}")
+        found.append(AnswerRecord(sequence, step, layer, out_bytes, error, bytes(message[at:end])))
+        at = end
+    if at != size:
+        raise MalformedError(f"length: {size - at} bytes after the last answer")
+    return found
+
+
+_HEAD = struct.Struct("<IiBBBB3q")
+
+
+def decode_receipt(raw: bytes) -> attention_pb2.Receipt:
+    """Of an answer's record with its tail; MalformedError."""
+    (_, _, _, exactness, arm, flags, _, _, _, frontier, rows, snapshot, stall, omitted, *digests) = (
+        ANSWER.unpack_from(raw)
+    )
+    receipt = attention_pb2.Receipt()
+    try:
+        at = _read_names(raw, receipt)
+        receipt.MergeFromString(raw[at:])
+    except (struct.error, UnicodeDecodeError, IndexError) as error:
+        raise MalformedError(f"receipt: {error}") from None
+    except Exception as error:
+        raise MalformedError(f"receipt: {error}") from None
+    receipt.exactness = exactness
+    receipt.arm = arm
+    receipt.frontier = frontier
+    receipt.rows_attended = rows
+    receipt.snapshot_generation = snapshot
+    receipt.stall_seconds = stall
+    receipt.estimated_omitted_mass = math.nan if math.isnan(omitted) else omitted
+    receipt.simulated = bool(flags & _SIMULATED)
+    for flag, name, digest in zip(
+        (_MANIFEST, _SUPPORT, _PRODUCER),
+        ("manifest_digest", "support_digest", "producer_digest"),
+        digests,
+        strict=True,
+    ):
+        if flags & flag:
+            setattr(receipt, name, _PREFIX + digest.hex())
+    return receipt
+
+
+def _read_names(raw: bytes, receipt: attention_pb2.Receipt) -> int:
+    """Reads names and bytes by tier into the receipt; where its extra bytes begin."""
+    tiers, plan, body, _ = _COUNTS.unpack_from(raw, ANSWER.size)
+    at = ANSWER.size + _COUNTS.size
+    end = at + body
+    texts = []
+    while at < end:
+        (length,) = struct.unpack_from("<H", raw, at)
+        at += 2
+        texts.append(raw[at : at + length].decode())
+        at += length
+    if at != end or len(texts) != tiers + plan + 1:
+        raise IndexError("names")
+    sizes = struct.unpack_from(f"<{tiers}q", raw, end)
+    for name, size in zip(texts[:tiers], sizes, strict=True):
+        receipt.bytes_by_tier[name] = size
+    receipt.plan.extend(texts[tiers : tiers + plan])
+    receipt.fallback = texts[-1]
+    return end + 8 * tiers
+
+
+def _raw(digest: str) -> bytes | None:
+    """The 32 bytes of a digest in its usual spelling, None of any other text."""
+    if len(digest) != 71 or not digest.startswith(_PREFIX):
+        return None
+    try:
+        raw = bytes.fromhex(digest[7:])
+    except ValueError:
+        return None
+    # fromhex is lenient about case and blanks; what comes back must be the same text.
+    return raw if len(raw) == 32 and digest[7:].islower() | digest[7:].isdigit() else None
