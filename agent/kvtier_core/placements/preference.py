@@ -1,11 +1,11 @@
 """What a placement policy asks of whoever plans a step and of whoever places a chunk.
 
-Why it exists: a policy decides once, from declared and measured numbers, and a step must cost nothing to obey it.
-It must not know which policy speaks: `policy` is a name for receipts and statuses.
+Why it exists: a policy decides once, from declared and measured numbers, and a step must pay nothing to obey
+it. It must not know which policy speaks: `policy` is a name for receipts and statuses.
 
-A policy chooses among exact plans only, so no preference can change an answer (specification E.1, E.7). A plan
-that `allowed` leaves out lost with reason PLACEMENT_POLICY; when no plan is left the request's own fallback
-decides.
+A policy chooses among exact plans only, so no preference can change an answer (specification E.1, E.7). A
+plan that `allowed` leaves out lost with reason PLACEMENT_POLICY; when no plan is left the request's own
+fallback decides.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ POLICY_FORBIDS = "PLACEMENT_POLICY"
 
 
 class PlanKind(StrEnum):
-    """The exact contracts of E.1. All rows moved, slices of KV heads moved in turn, the whole request attended
-    where its rows lie, each tier's rows attended there and the states merged."""
+    """The exact contracts of E.1: all rows move; slices of KV heads move in turn; the whole request is
+    attended where its rows lie; each tier's rows are attended there and the states merged."""
 
     ALL_ROWS_MOVED = "allRowsMoved"
     HEAD_GROUPS = "headGroups"
