@@ -153,8 +153,9 @@ class CacheHost:
         evidence: EvidencePort,
         clock: Callable[[], int],
         blocks: BlockHost | None = None,
+        key_secret: str = "",
     ) -> None:
-        """blocks: shared ones, where the cache has host memory for them."""
+        """blocks: shared ones, where the cache has host memory for them. key_secret: names its keys."""
         self.name = name
         self.manifest = manifest
         self.fingerprint = model_fingerprint(manifest.model)
@@ -167,6 +168,7 @@ class CacheHost:
         self.usage: Sequence[TierReport] = ()
         self.plan: NodePlan | None = None
         self.blocks = blocks
+        self.key_secret = key_secret
         self.sessions: dict[str, Session] = {}
         self._closed: OrderedDict[str, Session] = OrderedDict()
         self._clock = clock

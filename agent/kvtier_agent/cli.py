@@ -66,6 +66,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="encrypt what lies on nvme tiers under the keys of this folder; empty: in plain text",
     )
+    add(
+        "--key-secrets",
+        default="",
+        metavar="DIR",
+        help="a folder of keys for each Secret that a cache may name (spec.keySecretRef): DIR/SECRET/KEY",
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--kubeconfig", default="", metavar="FILE", help="empty: in-cluster service account")
     where.add_argument("--no-kubernetes", action="store_true", help="serve without registering a KVNode")
@@ -102,7 +108,7 @@ async def _serve(config: AgentConfig) -> int:
     from kvtier_agent.blockhost import blocks_of
     from kvtier_agent.core_engine import build_engine, prepare_process
     from kvtier_agent.evidence_windows import EvidenceWindows
-    from kvtier_agent.keyfiles import KeyDirectory
+    from kvtier_agent.keyfiles import MountedKeys
     from kvtier_agent.server import AgentServer, unregistered
 
     register = unregistered
@@ -123,8 +129,7 @@ async def _serve(config: AgentConfig) -> int:
                 await transport.close()
     prepare_process()
     logging.getLogger("grpc").setLevel(logging.WARNING)
-    keys = None if config.key_dir is None else KeyDirectory(config.key_dir)
-    engines = partial(build_engine, keys=keys)
+    engines = partial(build_engine, keys=MountedKeys(config.key_dir, config.key_secrets))
     server = AgentServer(config, engines, EvidenceWindows, register, blocks_of)
     left = await server.run()
     if left:

@@ -166,6 +166,7 @@ class AgentConfig:
     log_level: str
     limits: Limits
     key_dir: Path | None = None
+    key_secrets: Path | None = None
 
     @property
     def socket_path(self) -> Path:
@@ -229,6 +230,7 @@ class AgentConfig:
             metrics_port=arguments.metrics_port,
             log_level=arguments.log_level,
             key_dir=_key_dir(arguments.key_dir),
+            key_secrets=Path(arguments.key_secrets) if arguments.key_secrets else None,
             limits=Limits(session_idle_seconds=arguments.session_idle, drain_seconds=arguments.drain),
         )
 

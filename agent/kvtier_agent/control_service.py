@@ -105,7 +105,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def _apply(self, request: control_pb2.ApplyBaselineRequest) -> control_pb2.ApplyBaselineResponse:
         command = _command(request)
-        running = await self._node.apply_baseline(command, request.manifest, request.digest)
+        running = await self._node.apply_baseline(
+            command, request.manifest, request.digest, request.key_secret
+        )
         return control_pb2.ApplyBaselineResponse(running_digest=running, boot_id=self._node.boot_id)
 
     async def _remove(self, request: control_pb2.RemoveCacheRequest) -> control_pb2.RemoveCacheResponse:

@@ -32,6 +32,7 @@ from kvtier_agent.engine_port import (
 from kvtier_agent.plan_report import reporter_of
 from kvtier_agent.tierdirs import NodeTier
 from kvtier_core.engine import CacheEngine
+from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.receipts import (
     ChunkInfo,
@@ -58,17 +59,30 @@ _MEDIUM = {
 }
 
 
+KeySource = Callable[[str], KeyProvider | None]
+"""The keys by the name of their Secret, empty for the agent's own. STORAGE_UNAVAILABLE."""
+
+
+def no_keys(name: str) -> KeyProvider | None:
+    """Of an agent that was given none: a cache that names some is refused, never kept in plain text."""
+    if name:
+        raise CoreError(
+            Reason.STORAGE_UNAVAILABLE, f"no keys are mounted on this agent, {name} was asked for"
+        )
+    return None
+
+
 def prepare_process() -> None:
     """One compute thread: several agents share a machine, and a split reduction changes bits."""
     torch.set_num_threads(1)
 
 
 def build_engine(
-    manifest: RuntimeManifest, tiers: Sequence[NodeTier], keys: KeyProvider | None = None
+    manifest: RuntimeManifest, tiers: Sequence[NodeTier], key_secret: str = "", *, keys: KeySource = no_keys
 ) -> CoreEngine:
-    """Builds the exact cache over the node's tiers; raises the core's refusals. keys: encrypt what lies on
-    nvme tiers under them."""
-    return CoreEngine(manifest, tiers, keys=keys)
+    """Builds the exact cache over the node's tiers; raises the core's refusals. keys: finds the keys by
+    name that what lies on nvme tiers is encrypted under."""
+    return CoreEngine(manifest, tiers, keys=keys(key_secret))
 
 
 class CoreEngine:

@@ -23,6 +23,7 @@ from kvtier_core.tiers.nvme.crypto import KEY_BYTES, MAX_REFERENCE_BYTES
 
 CURRENT = "CURRENT"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_REFERENCE_BYTES - 1}}}")
+_SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MOST_BYTES = 4096
 
 
@@ -84,6 +85,32 @@ class KeyDirectory:
 
     def _unavailable(self, why: str) -> CoreError:
         return CoreError(Reason.STORAGE_UNAVAILABLE, f"the key folder {self._folder}: {why}")
+
+
+class MountedKeys:
+    """The keys by name: one folder for the agent's own, and below another one a folder for each Secret."""
+
+    def __init__(self, own: Path | None, secrets: Path | None) -> None:
+        self._own, self._secrets = own, secrets
+
+    def __call__(self, name: str) -> KeyDirectory | None:
+        """The agent's own keys, or none, for the empty name. STORAGE_UNAVAILABLE when the Secret is not
+        mounted or holds no key: rows are never kept in plain text where keys were asked for."""
+        if not name:
+            return None if self._own is None else KeyDirectory(self._own)
+        if self._secrets is None or not _SECRET.fullmatch(name):
+            raise CoreError(
+                Reason.STORAGE_UNAVAILABLE,
+                f"Secret {name} is not mounted on this agent: name it in its AgentPool's spec.keySecretRefs",
+            )
+        keys = KeyDirectory(self._secrets / name)
+        keys.check()
+        if keys.current(b"") is None:
+            raise CoreError(
+                Reason.STORAGE_UNAVAILABLE,
+                f"Secret {name} has no entry {CURRENT}, which names the key to use",
+            )
+        return keys
 
 
 def _decoded(reference: str, data: bytes) -> bytes:

@@ -44,7 +44,8 @@ REPORT_SECONDS = 5.0
 # Why a candidate's session is exact after a baseline was applied under a higher fence.
 BASELINE_APPLIED = "BaselineApplied"
 
-EngineFactory = Callable[[RuntimeManifest, Sequence[NodeTier]], EnginePort]
+EngineFactory = Callable[[RuntimeManifest, Sequence[NodeTier], str], EnginePort]
+"""From the manifest, the node's tiers and the name of the cache's keys (empty: the agent's own)."""
 BlocksOf = Callable[[EnginePort], BlockHost | None]
 
 
@@ -123,7 +124,7 @@ class Node:
                 manifest = parse_manifest(
                     self._state.load_manifest(record.baseline_digest), record.baseline_digest
                 )
-                self.caches[record.uid] = await self._build(name, manifest, returned)
+                self.caches[record.uid] = await self._build(name, manifest, returned, record.key_secret)
             except CoreError as error:
                 self.faults[record.uid] = f"{error.reason}: {error.message}"
                 log.error("cache %s cannot be restored: %s", record.uid, error)
@@ -157,7 +158,9 @@ class Node:
 
     # --- Control ---------------------------------------------------------------------------------------
 
-    async def apply_baseline(self, command: Command, encoded: bytes, digest: str) -> str:
+    async def apply_baseline(
+        self, command: Command, encoded: bytes, digest: str, key_secret: str = ""
+    ) -> str:
         """Runs the manifest as exact baseline; returns the digest recomputed from what runs.
 
         What can be refused is refused before the fence is spent. Then a held candidate ends at once, also
@@ -171,7 +174,7 @@ class Node:
             manifest = parse_manifest(encoded, digest)
             check_baseline(manifest, command.cache, self.tiers.device_kind())
             host = self.caches.get(uid)
-            fresh = host is None or host.baseline_digest != digest
+            fresh = host is None or host.baseline_digest != digest or host.key_secret != key_secret
             if fresh:
                 self.tiers.for_manifest(manifest)
             if judgement is Judgement.ADVANCE:
@@ -179,11 +182,11 @@ class Node:
                     host.enforcement.revoke(BASELINE_APPLIED)
                     self.changed.set()
                 await self._in_thread(lambda: self._state.save_manifest(digest, encoded))
-                await self._commit(command, CommandKind.APPLY, digest)
+                await self._commit(command, CommandKind.APPLY, digest, key_secret)
             if fresh:
                 await self._end(uid)
                 try:
-                    host = await self._build(command.cache, manifest, None)
+                    host = await self._build(command.cache, manifest, None, key_secret)
                 except CoreError as error:
                     self.faults[uid] = f"{error.reason}: {error.message}"
                     self.changed.set()
@@ -233,7 +236,7 @@ class Node:
             await self._in_thread(lambda: host.runner.engine.check_candidate(terms))
             host.evidence.check(window)
             if judgement is Judgement.ADVANCE:
-                await self._commit(command, CommandKind.GRANT, host.baseline_digest)
+                await self._commit(command, CommandKind.GRANT, host.baseline_digest, host.key_secret)
             lease = host.enforcement.grant(terms, judgement, received)
             host.evidence.open(window)
             host.window = window.key
@@ -260,7 +263,7 @@ class Node:
             host.enforcement.revoke(reason)
             self.changed.set()
             if judgement is Judgement.ADVANCE:
-                await self._commit(command, CommandKind.REVOKE, host.baseline_digest)
+                await self._commit(command, CommandKind.REVOKE, host.baseline_digest, host.key_secret)
             log.info("candidate of cache %s revoked: %s", uid, reason)
             return await self._proof(host, nonce)
 
@@ -376,7 +379,7 @@ class Node:
             message = f"boot id {boot_id!r} is not {self.boot_id}: the agent restarted or was never seen"
             raise CoreError(Reason.BOOT_ID_MISMATCH, message, {"boot_id": self.boot_id})
 
-    async def _commit(self, command: Command, kind: CommandKind, baseline: str) -> None:
+    async def _commit(self, command: Command, kind: CommandKind, baseline: str, key_secret: str = "") -> None:
         record = FenceRecord(
             uid=command.cache.uid,
             namespace=command.cache.namespace,
@@ -386,19 +389,20 @@ class Node:
             content=command.content,
             baseline_digest=baseline,
             rollout_uid=command.fence.rollout_uid,
+            key_secret=key_secret,
         )
         await self._in_thread(lambda: self._book.commit(record))
 
     async def _build(
-        self, name: CacheName, manifest: RuntimeManifest, returned: LocalReturn | None
+        self, name: CacheName, manifest: RuntimeManifest, returned: LocalReturn | None, key_secret: str
     ) -> CacheHost:
         tiers = self.tiers.for_manifest(manifest)
-        engine = await self._in_thread(lambda: self._engine_factory(manifest, tiers))
+        engine = await self._in_thread(lambda: self._engine_factory(manifest, tiers, key_secret))
         runner = EngineRunner(engine, name.uid, self.limits.agent_in_flight)
         enforcement = CacheEnforcement(self.clock, returned)
         evidence = self._evidence_factory(self.boot_id)
         blocks = self._blocks_of(engine)
-        return CacheHost(name, manifest, runner, enforcement, evidence, self.clock, blocks)
+        return CacheHost(name, manifest, runner, enforcement, evidence, self.clock, blocks, key_secret)
 
     async def _end(self, uid: str) -> int:
         """Ends the cache's engine and its sessions with it. Raises DEADLINE while a running call goes on, of

@@ -136,6 +136,7 @@ IMMUTABLE = [
         [{"name": "a", "digest": "sha256:" + "0" * 64}],
         "spec.model is immutable",
     ),
+    ("KVCache", "chat", "spec.keySecretRef", {"name": "keys"}, "spec.keySecretRef is immutable"),
     ("KVRollout", "quest-on-chat", "spec.cacheRef.name", "other", "spec.cacheRef is immutable"),
     ("KVRollout", "quest-on-chat", "spec.leaseTTL", "30s", "spec.leaseTTL may only grow"),
 ]
@@ -159,6 +160,7 @@ EDITABLE = [
     ("KVCache", "chat", "spec.suspend", True),
     ("AgentPool", "default", "spec.image", "kvtier/agent:0.2.0"),
     ("AgentPool", "default", "spec.tiers.2.device", {"cudaIndex": 3}),
+    ("AgentPool", "default", "spec.keySecretRefs", [{"name": "keys"}, {"name": "other-keys"}]),
     ("KVNode", "node-a", "spec.address", "[fd00::7]:7443"),
     ("KVRollout", "quest-on-chat", "spec.gates.0.max", "50m"),
     ("KVRollout", "quest-on-chat", "spec.gates.0.quantile", "99.9"),

@@ -46,6 +46,7 @@ class FenceRecord:
     content: str  # sha256 hex of the command without nonce, deadline and boot id
     baseline_digest: str  # empty: the cache is not (or no longer) served here
     rollout_uid: str = ""
+    key_secret: str = ""  # names the keys that what is stored is encrypted under; empty: the agent's default
 
 
 class FenceStore(Protocol):

@@ -16,6 +16,7 @@ from kvtier_crds.models.common import (
     Int64,
     Json,
     Label,
+    LocalRef,
     Quantity,
     Resource,
     Scope,
@@ -140,6 +141,11 @@ class AgentPoolSpec(Struct):
     ]
     state_dir: HostPath = "/var/lib/kvtier"
     """On the host: manifests and fences, durable before they are acknowledged."""
+    key_secret_refs: Annotated[
+        tuple[LocalRef, ...], Field(max_length=16, json_schema_extra=map_list("name"))
+    ] = ()
+    """Secrets that agents mount: keys of encryption at rest, for caches that name them in keySecretRef. An
+    entry CURRENT of a Secret names the entry whose key is used for what is written now."""
     telemetry: PoolTelemetry = PoolTelemetry()
     update_strategy: UpdateStrategy = UpdateStrategy.ON_DELETE
     """RollingUpdate is held while a rollout on these nodes is unfinished."""

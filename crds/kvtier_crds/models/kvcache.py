@@ -225,6 +225,11 @@ class KVCacheSpec(Struct):
             "!self.deletion.cryptoErase || has(self.keySecretRef)",
             "spec.deletion.cryptoErase needs spec.keySecretRef: erasing destroys that key",
         ),
+        cel(
+            "has(self.keySecretRef) == has(oldSelf.keySecretRef) && "
+            "(!has(self.keySecretRef) || self.keySecretRef.name == oldSelf.keySecretRef.name)",
+            "spec.keySecretRef is immutable: rotate keys by the entry CURRENT of the Secret",
+        ),
     )
 
     pool_ref: LocalRef
@@ -251,7 +256,8 @@ class KVCacheSpec(Struct):
     """Floating point operations of one new token through all layers, as the model's maker states it; about
     twice its number of active parameters. Only status.plan.kappaCrit is made of it, no answer is."""
     key_secret_ref: LocalRef | None = None
-    """Not implemented in this version: the cache is answered Feasible=False."""
+    """Keys of encryption at rest: what lies on nvme tiers is encrypted under them. One of the AgentPool's
+    spec.keySecretRefs. Immutable; keys are rotated in the Secret."""
     suspend: bool = False
     deletion: Deletion = Deletion()
 

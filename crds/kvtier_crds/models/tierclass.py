@@ -80,7 +80,7 @@ class Capabilities(Struct):
     persistence: Persistence
     tenant_isolation: TenantIsolation
     encryption_at_rest: Encryption = Encryption.NONE
-    """Agents go by their own `--key-dir`, which encrypts all that they keep on nvme, and not by this."""
+    """A capability; keys decide: a cache's spec.keySecretRef, or the `--key-dir` of its agents."""
     alignment_bytes: Alignment
     """A power of two up to 2 MiB."""
     checksum: Checksum

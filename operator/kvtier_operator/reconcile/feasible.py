@@ -64,21 +64,25 @@ def unsupported(cache: JsonObject) -> tuple[Problem, ...]:
         found.append(f"spec.deletion.policy {deletion['policy']} is not implemented; legal now: delete")
     if deletion.get("cryptoErase"):
         found.append("spec.deletion.cryptoErase is not implemented")
-    if spec.get("keySecretRef"):
-        found.append("spec.keySecretRef is not implemented: rows are not encrypted")
     if (spec.get("sessions") or {}).get("interruption", "drop") != "drop":
         found.append("spec.sessions.interruption preserve is not implemented; legal now: drop")
     return tuple(Problem("", "NotImplemented", message) for message in found)
 
 
+def key_secret(cache: JsonObject) -> str:
+    """The Secret of a cache's keys of encryption at rest; empty: what the agents have themselves, or none."""
+    return str((cache["spec"].get("keySecretRef") or {}).get("name", ""))
+
+
 def feasibility(
     manifest: RuntimeManifest,
+    cache: JsonObject,
     pool: JsonObject,
     nodes: Sequence[NodeView],
     other_budgets: Mapping[str, int],
 ) -> Feasibility:
     """`other_budgets`: bytes per node that other caches of the pool were promised, by tier class."""
-    problems = [*_first_tier(manifest)]
+    problems = [*_first_tier(manifest), *_keys(cache, pool)]
     live = [view for view in nodes if view.live]
     reserves = {
         tier["tierClassName"]: parse_bytes(tier.get("reserve", 0), "spec.tiers[].reserve")
@@ -87,6 +91,21 @@ def feasibility(
     for view in live:
         problems += _on_node(manifest, view, reserves, other_budgets)
     return Feasibility(len(live), tuple(problems))
+
+
+def _keys(cache: JsonObject, pool: JsonObject) -> list[Problem]:
+    name = key_secret(cache)
+    mounted = [reference["name"] for reference in pool["spec"].get("keySecretRefs") or []]
+    if not name or name in mounted:
+        return []
+    return [
+        Problem(
+            "",
+            "KeyNotMounted",
+            f"keySecretRef names Secret {name}, which AgentPool {pool['metadata']['name']} does not mount; "
+            f"its spec.keySecretRefs: {', '.join(mounted) or 'none'}",
+        )
+    ]
 
 
 def _first_tier(manifest: RuntimeManifest) -> list[Problem]:

@@ -36,6 +36,7 @@ from kvtier_operator.reconcile.feasible import (
     Feasibility,
     budgets_of_others,
     feasibility,
+    key_secret,
     unsupported,
 )
 from kvtier_operator.reconcile.kvcache_nodes import Baseline, CacheNodes, NodeResult, cache_ref
@@ -217,7 +218,13 @@ class KVCacheReconciler:
     ) -> list[NodeResult]:
         baseline = None
         if adopted is not None and not cache["spec"].get("suspend"):
-            baseline = Baseline(cache_ref(cache), adopted.manifest.digest(), adopted.data, adopted.fence)
+            baseline = Baseline(
+                cache_ref(cache),
+                adopted.manifest.digest(),
+                adopted.data,
+                adopted.fence,
+                key_secret(cache),
+            )
         results = await self._nodes.converge(views, baseline, uid=_uid(cache), rollout=rollout)
         refused = [result for result in results if result.fence_refused]
         if refused and adopted is not None and not rollout:
@@ -246,7 +253,7 @@ class KVCacheReconciler:
         if resolved.exact is None or resolved.pool is None:
             return Feasibility(0, problems)
         others = budgets_of_others(cache, self._deps.store.list_all(Kind.KV_CACHE, _namespace(cache)))
-        found = feasibility(resolved.exact, resolved.pool, views, others)
+        found = feasibility(resolved.exact, cache, resolved.pool, views, others)
         return Feasibility(found.nodes, (*problems, *found.problems))
 
     def _owned_by_rollout(self, cache: JsonObject) -> bool:

@@ -28,6 +28,7 @@ class Baseline:
     digest: str
     data: bytes
     fence: int
+    key_secret: str = ""
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class CacheNodes:
                 boot_id=target.boot_id,
                 manifest=baseline.data,
                 digest=baseline.digest,
+                key_secret=baseline.key_secret,
             ),
         )
 

@@ -18,8 +18,10 @@ AGENT_ROLE = "kvtier-agent"
 
 POOL_LABEL = "kvtier.dev/pool"
 RUN_DIR = "/run/kvtier"
+KEYS_DIR = "/run/kvtier-keys"
 TERMINATION_SECONDS = 60
 KEPT = ("node", "durable")
+OWNER_READS = 0o400
 
 
 def object_name(pool: JsonObject) -> str:
@@ -102,6 +104,7 @@ def _pod(pool: JsonObject, tier_classes: dict[str, JsonObject]) -> JsonObject:
             if (tier.get("device") or {}).get("path")
         }
     )
+    secrets = [reference["name"] for reference in spec.get("keySecretRefs") or []]
     volumes = [("state", state_dir), ("run", RUN_DIR), *((f"tier-{i}", p) for i, p in enumerate(paths))]
     pod: JsonObject = {
         "serviceAccountName": object_name(pool),
@@ -123,6 +126,7 @@ def _pod(pool: JsonObject, tier_classes: dict[str, JsonObject]) -> JsonObject:
                     f"--tls-ca={state_dir}/tls/ca.crt",
                     f"--metrics-port={METRICS_PORT}",
                     *([f"--otlp-endpoint={endpoint}"] if endpoint else []),
+                    *([f"--key-secrets={KEYS_DIR}"] if secrets else []),
                     *tier_arguments(pool, tier_classes),
                 ],
                 "env": [
@@ -133,11 +137,21 @@ def _pod(pool: JsonObject, tier_classes: dict[str, JsonObject]) -> JsonObject:
                     {"name": "control", "containerPort": CONTROL_PORT},
                     {"name": "metrics", "containerPort": METRICS_PORT},
                 ],
-                "volumeMounts": [{"name": name, "mountPath": path} for name, path in volumes],
+                "volumeMounts": [
+                    *({"name": name, "mountPath": path} for name, path in volumes),
+                    *(
+                        {"name": f"keys-{i}", "mountPath": f"{KEYS_DIR}/{name}", "readOnly": True}
+                        for i, name in enumerate(secrets)
+                    ),
+                ],
             }
         ],
         "volumes": [
-            {"name": name, "hostPath": {"path": path, "type": "DirectoryOrCreate"}} for name, path in volumes
+            *(
+                {"name": name, "hostPath": {"path": path, "type": "DirectoryOrCreate"}}
+                for name, path in volumes
+            ),
+            *(_key_volume(i, name) for i, name in enumerate(secrets)),
         ],
     }
     resources = {name: value for name, value in (spec.get("resources") or {}).items() if value}
@@ -148,6 +162,14 @@ def _pod(pool: JsonObject, tier_classes: dict[str, JsonObject]) -> JsonObject:
     if spec.get("tolerations"):
         pod["tolerations"] = spec["tolerations"]
     return pod
+
+
+def _key_volume(number: int, secret: str) -> JsonObject:
+    """Optional, so that a Secret that is not there yet stops the caches that name it and not the agent."""
+    return {
+        "name": f"keys-{number}",
+        "secret": {"secretName": secret, "defaultMode": OWNER_READS, "optional": True},
+    }
 
 
 def _service_account(pool: JsonObject) -> JsonObject:

@@ -82,12 +82,12 @@ def test_a_key_folder_encrypts_what_lies_on_flash(tmp_path: Path) -> None:
     (folder / "k1").write_bytes(bytes(range(32)))
     (folder / "CURRENT").write_text("k1\n")
     keys = KeyDirectory(folder)
-    first = build_engine(manifest(TIERS), node_tiers(tmp_path / "kv", "node"), keys)
+    first = build_engine(manifest(TIERS), node_tiers(tmp_path / "kv", "node"), keys=lambda name: keys)
     stored = fill(first)
     first.close()
     (store,) = (tmp_path / "kv").glob("*.blocks")
     assert not any(bytes([number]) * 64 in store.read_bytes() for number in range(1, len(KEYS)))
-    second = build_engine(manifest(TIERS), node_tiers(tmp_path / "kv", "node"), keys)
+    second = build_engine(manifest(TIERS), node_tiers(tmp_path / "kv", "node"), keys=lambda name: keys)
     try:
         assert found(second) == stored
     finally:

@@ -308,7 +308,9 @@ class ServedAgent:
         self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.server = AgentServer(config, self._build, EvidenceWindows, self._registration)
 
-    def _build(self, manifest: RuntimeManifest, tiers: Sequence[NodeTier]) -> FakeEngine:
+    def _build(
+        self, manifest: RuntimeManifest, tiers: Sequence[NodeTier], key_secret: str = ""
+    ) -> FakeEngine:
         self.building.set()
         assert self.release.wait(20)
         self.engines.append(FakeEngine(manifest))

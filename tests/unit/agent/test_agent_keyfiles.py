@@ -10,7 +10,7 @@ import pytest
 
 from kvtier_agent.config import ConfigError
 from kvtier_agent.config import _key_dir as option
-from kvtier_agent.keyfiles import CURRENT, KeyDirectory
+from kvtier_agent.keyfiles import CURRENT, KeyDirectory, MountedKeys
 from kvtier_core.errors import CoreError, Reason
 
 KEY = bytes(range(32))
@@ -100,3 +100,38 @@ def test_a_folder_that_is_away_or_empty_destroys_no_key(tmp_path: Path) -> None:
 def test_the_option_is_a_folder_with_a_key(tmp_path: Path) -> None:
     assert option("") is None
     assert option(str(folder_of(tmp_path, k1=KEY))) == tmp_path
+
+
+def test_the_keys_of_a_secret_are_those_of_its_folder_and_no_other(tmp_path: Path) -> None:
+    folder_of(tmp_path / "secrets", x=b"")
+    folder_of(tmp_path / "secrets" / "chat", CURRENT=b"k1", k1=KEY)
+    folder_of(tmp_path / "own", CURRENT=b"k9", k9=KEY[::-1])
+    keys = MountedKeys(tmp_path / "own", tmp_path / "secrets")
+    chat, own = keys("chat"), keys("")
+    assert chat is not None and chat.current(TENANT) == "k1"
+    assert own is not None and own.current(TENANT) == "k9"
+    assert MountedKeys(None, tmp_path / "secrets")("") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param("absent", "the key folder", id="not-mounted"),
+        pytest.param("empty", "holds no key", id="no-key-yet"),
+        pytest.param("uncurrent", "no entry CURRENT", id="no-current"),
+        pytest.param("../own", "is not mounted", id="leaves-the-folder"),
+        pytest.param("Upper", "is not mounted", id="no-name-of-a-secret"),
+    ],
+)
+def test_a_cache_that_names_keys_is_never_kept_without_them(tmp_path: Path, name: str, words: str) -> None:
+    folder_of(tmp_path / "secrets", x=b"")
+    folder_of(tmp_path / "secrets" / "empty", CURRENT=b"k1")
+    folder_of(tmp_path / "secrets" / "uncurrent", k1=KEY)
+    folder_of(tmp_path / "own", CURRENT=b"k9", k9=KEY)
+    for keys in (MountedKeys(tmp_path / "own", tmp_path / "secrets"), MountedKeys(tmp_path / "own", None)):
+        with pytest.raises(CoreError) as refused:
+            keys(name)
+        assert refused.value.reason is Reason.STORAGE_UNAVAILABLE
+        assert name in refused.value.message
+    with pytest.raises(CoreError, match=words):
+        MountedKeys(None, tmp_path / "secrets")(name)

@@ -529,3 +529,25 @@ def metrics_of(bench: Bench, key: WindowKey, name: str) -> list[MetricCounts]:
 def zero_tolerance(bench: Bench, key: WindowKey) -> dict[str, int]:
     host = next(iter(bench.node.caches.values()))
     return dict(host.evidence.read(key, "", 0).increments.zero_tolerance)
+
+
+async def test_a_caches_keys_outlive_grants_revocations_and_restarts(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    digest = bench.baseline.digest()
+    await bench.node.apply_baseline(bench.command(), bench.baseline.canonical(), digest, "chat-keys")
+    await bench.grant()
+    await bench.node.revoke(bench.command(), "test", b"nonce")
+    await bench.close()
+    reborn = Bench(tmp_path)
+    await reborn.node.restore()
+    await reborn.close()
+    assert bench.key_secrets == reborn.key_secrets == ["chat-keys"]
+
+
+async def test_other_keys_are_another_engine_though_the_manifest_is_the_same(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    digest = bench.baseline.digest()
+    for name in ("chat-keys", "chat-keys", "other-keys"):
+        await bench.node.apply_baseline(bench.command(name), bench.baseline.canonical(), digest, name)
+    assert bench.key_secrets == ["chat-keys", "other-keys"]
+    await bench.close()

@@ -218,6 +218,7 @@ class FakeAgents:
         self.boots: dict[str, str] = {}
         self.caches: dict[str, dict[str, list[Any]]] = {}
         self.refs: dict[str, common.CacheRef] = {}
+        self.key_secrets: list[str] = []
         self.down: set[str] = set()
         self.calls: list[str] = []
         self.used: dict[str, int] = {}
@@ -268,6 +269,7 @@ class FakeAgents:
                 raise AgentError(node.name, "FENCE_CONFLICT", "used", 0.0, facts)
         held[uid] = [fence, request.digest]
         self.refs[uid] = request.cache
+        self.key_secrets.append(request.key_secret)
         return control.ApplyBaselineResponse(running_digest=request.digest, boot_id=node.boot_id)
 
     async def remove_cache(

@@ -137,7 +137,6 @@ async def test_a_missing_reference_is_named_and_nothing_is_adopted(drop: ObjectK
     [
         pytest.param({"deletion": {"policy": "retain"}}, "spec.deletion.policy retain", id="retain"),
         pytest.param({"sessions": {"interruption": "preserve"}}, "interruption preserve", id="preserve"),
-        pytest.param({"keySecretRef": {"name": "k"}}, "spec.keySecretRef", id="key"),
     ],
 )
 async def test_what_is_not_carried_out_is_said_before_anything_is_served(
@@ -295,3 +294,14 @@ async def test_the_ledger_is_written_once_a_minute_and_only_when_it_moved() -> N
     assert await used_after(budget, 30) == budget  # too soon
     assert await used_after(budget, 31) == 2 * budget
     assert await used_after(budget - budget // 40, 61) == 2 * budget  # 2.5 % is no news
+
+
+async def test_agents_are_told_which_mounted_secret_holds_the_caches_keys() -> None:
+    bench = bench_with(kv_cache(keySecretRef={"name": "chat-keys"}))
+    refused = await settle(bench)
+    assert conditions(refused)["Feasible"] == ("False", "KeyNotMounted")
+    assert bench.agents.key_secrets == []
+    bench.api.add(agent_pool(keySecretRefs=[{"name": "chat-keys"}]))
+    found = await settle(bench)
+    assert conditions(found)["Feasible"][0] == "True"
+    assert set(bench.agents.key_secrets) == {"chat-keys"}

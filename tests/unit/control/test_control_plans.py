@@ -20,7 +20,7 @@ from kvtier_operator.reconcile.feasible import budgets_of_others, feasibility, o
 from kvtier_operator.reconcile.kvcache_plan import ledger_moved
 from kvtier_operator.reconcile.kvcache_refs import resolve
 from kvtier_operator.reconcile.kvnode import Liveness
-from kvtier_operator.reconcile.pool_objects import tier_arguments
+from kvtier_operator.reconcile.pool_objects import daemon_set, tier_arguments
 from tests.unit.control.control_fakes import START, Bench
 from tests.unit.control.control_objects import agent_pool, conditions, kv_cache, kv_selector, tier_class
 
@@ -453,7 +453,7 @@ def test_what_fits_on_a_node(
     bench = Bench()
     bench.add_node("a", **status)
     views = StoreFleet(bench.store, bench.clock).members("serving", "default")
-    found = feasibility(manifest(cache), agent_pool(), views, others)
+    found = feasibility(manifest(cache), cache, agent_pool(), views, others)
     assert [problem.reason for problem in found.problems] == reasons
     condition = found.condition()
     assert condition.status is (c.Truth.FALSE if reasons else c.Truth.TRUE)
@@ -463,8 +463,45 @@ def test_what_fits_on_a_node(
         )
 
 
+@pytest.mark.parametrize(
+    ("mounted", "reasons"),
+    [
+        pytest.param([], ["KeyNotMounted"], id="none"),
+        pytest.param([{"name": "other"}], ["KeyNotMounted"], id="another"),
+        pytest.param([{"name": "other"}, {"name": "chat-keys"}], [], id="mounted"),
+    ],
+)
+def test_keys_must_be_mounted_by_the_pool(mounted: list[JsonObject], reasons: list[str]) -> None:
+    bench = Bench()
+    bench.add_node("a")
+    views = StoreFleet(bench.store, bench.clock).members("serving", "default")
+    cache = kv_cache(keySecretRef={"name": "chat-keys"})
+    found = feasibility(manifest(cache), cache, agent_pool(keySecretRefs=mounted), views, {})
+    assert [problem.reason for problem in found.problems] == reasons
+    if reasons:
+        assert "Secret chat-keys, which AgentPool default does not mount" in found.condition().message
+
+
+def test_secrets_are_mounted_read_only_each_in_a_folder_of_its_name() -> None:
+    pool = with_meta(agent_pool(keySecretRefs=[{"name": "a-keys"}, {"name": "b-keys"}]))
+    classes = {tier["tierClassName"]: tier_class(tier["tierClassName"]) for tier in pool["spec"]["tiers"]}
+    pod = daemon_set(pool, classes, hold=False)["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert "--key-secrets=/run/kvtier-keys" in container["args"]
+    mounts = {m["name"]: m for m in container["volumeMounts"] if m["name"].startswith("keys-")}
+    secrets = {v["name"]: v["secret"] for v in pod["volumes"] if "secret" in v}
+    assert {secrets[name]["secretName"]: m["mountPath"] for name, m in mounts.items()} == {
+        "a-keys": "/run/kvtier-keys/a-keys",
+        "b-keys": "/run/kvtier-keys/b-keys",
+    }
+    assert all(m["readOnly"] for m in mounts.values())
+    assert all(s["optional"] and s["defaultMode"] == 0o400 for s in secrets.values())
+    plain = daemon_set(with_meta(agent_pool()), classes, hold=False)["spec"]["template"]["spec"]
+    assert not any("key" in argument for argument in plain["containers"][0]["args"] if "tls" not in argument)
+
+
 def test_feasibility_without_a_live_node_is_not_known() -> None:
-    found = feasibility(manifest(kv_cache()), agent_pool(), [], {})
+    found = feasibility(manifest(kv_cache()), kv_cache(), agent_pool(), [], {})
     assert (found.condition().status, found.condition().reason) == (c.Truth.UNKNOWN, "NoLiveNodes")
 
 
