@@ -152,6 +152,8 @@ _STATUS = {
         Reason.DUPLICATE_RECEIPT,
         Reason.RECEIPT_COUNT,
         Reason.UNDECLARED_APPROXIMATION,
+        Reason.STATE_INVALID,
+        Reason.SUPPORT_OUT_OF_RANGE,
         Reason.TRAFFIC_MISMATCH,
         Reason.ITERATION_TRAFFIC,
         Reason.LEDGER_MIXED,

@@ -148,7 +148,7 @@ class OpenSessionResponse(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., sampled: _Optional[bool] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., query_block_tokens: _Optional[int] = ..., cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., local_channel: _Optional[_Union[LocalChannel, _Mapping]] = ..., local_channel_refused: _Optional[str] = ...) -> None: ...
 
 class AttendFrame(_message.Message):
-    __slots__ = ("session_id", "generation", "boot_id", "tenant", "step", "layer", "first_row_position", "k", "v", "first_query_position", "q", "committed_frontier", "deadline_ms", "sequence")
+    __slots__ = ("session_id", "generation", "boot_id", "tenant", "step", "layer", "first_row_position", "k", "v", "first_query_position", "q", "committed_frontier", "deadline_ms", "sequence", "next_layer_follows")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -163,6 +163,7 @@ class AttendFrame(_message.Message):
     COMMITTED_FRONTIER_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_LAYER_FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     generation: int
     boot_id: str
@@ -177,10 +178,11 @@ class AttendFrame(_message.Message):
     committed_frontier: int
     deadline_ms: int
     sequence: int
-    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., tenant: _Optional[str] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., first_row_position: _Optional[int] = ..., k: _Optional[bytes] = ..., v: _Optional[bytes] = ..., first_query_position: _Optional[int] = ..., q: _Optional[bytes] = ..., committed_frontier: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+    next_layer_follows: bool
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., tenant: _Optional[str] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., first_row_position: _Optional[int] = ..., k: _Optional[bytes] = ..., v: _Optional[bytes] = ..., first_query_position: _Optional[int] = ..., q: _Optional[bytes] = ..., committed_frontier: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., sequence: _Optional[int] = ..., next_layer_follows: _Optional[bool] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended", "bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest", "estimated_omitted_mass", "fallback", "snapshot_generation")
+    __slots__ = ("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended", "bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest", "estimated_omitted_mass", "fallback", "snapshot_generation", "plan_kind", "hidden_transfer_seconds", "exposed_transfer_seconds", "peak_buffer_bytes", "promised_bytes")
     class BytesByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +204,11 @@ class Receipt(_message.Message):
     ESTIMATED_OMITTED_MASS_FIELD_NUMBER: _ClassVar[int]
     FALLBACK_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_KIND_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PEAK_BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_BYTES_FIELD_NUMBER: _ClassVar[int]
     exactness: ExactnessClass
     arm: Arm
     manifest_digest: str
@@ -216,7 +223,12 @@ class Receipt(_message.Message):
     estimated_omitted_mass: float
     fallback: str
     snapshot_generation: int
-    def __init__(self, exactness: _Optional[_Union[ExactnessClass, str]] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., support_digest: _Optional[str] = ..., frontier: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Iterable[str]] = ..., simulated: _Optional[bool] = ..., stall_seconds: _Optional[float] = ..., producer_digest: _Optional[str] = ..., estimated_omitted_mass: _Optional[float] = ..., fallback: _Optional[str] = ..., snapshot_generation: _Optional[int] = ...) -> None: ...
+    plan_kind: str
+    hidden_transfer_seconds: float
+    exposed_transfer_seconds: float
+    peak_buffer_bytes: int
+    promised_bytes: int
+    def __init__(self, exactness: _Optional[_Union[ExactnessClass, str]] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., support_digest: _Optional[str] = ..., frontier: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Iterable[str]] = ..., simulated: _Optional[bool] = ..., stall_seconds: _Optional[float] = ..., producer_digest: _Optional[str] = ..., estimated_omitted_mass: _Optional[float] = ..., fallback: _Optional[str] = ..., snapshot_generation: _Optional[int] = ..., plan_kind: _Optional[str] = ..., hidden_transfer_seconds: _Optional[float] = ..., exposed_transfer_seconds: _Optional[float] = ..., peak_buffer_bytes: _Optional[int] = ..., promised_bytes: _Optional[int] = ...) -> None: ...
 
 class AttendAnswer(_message.Message):
     __slots__ = ("sequence", "step", "layer", "out", "receipt", "error")

@@ -92,6 +92,8 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DUPLICATE_RECEIPT: _ClassVar[Reason]
     RECEIPT_COUNT: _ClassVar[Reason]
     UNDECLARED_APPROXIMATION: _ClassVar[Reason]
+    STATE_INVALID: _ClassVar[Reason]
+    SUPPORT_OUT_OF_RANGE: _ClassVar[Reason]
     MISS: _ClassVar[Reason]
     UNCOMMITTED_ROWS: _ClassVar[Reason]
     WRITE_TXN_BUSY: _ClassVar[Reason]
@@ -209,6 +211,8 @@ STATE_SHAPE: Reason
 DUPLICATE_RECEIPT: Reason
 RECEIPT_COUNT: Reason
 UNDECLARED_APPROXIMATION: Reason
+STATE_INVALID: Reason
+SUPPORT_OUT_OF_RANGE: Reason
 MISS: Reason
 UNCOMMITTED_ROWS: Reason
 WRITE_TXN_BUSY: Reason
