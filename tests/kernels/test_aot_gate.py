@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier_kernels.aot.compile import narrow_strides
 from kvtier_kernels.aot.gate import judge
 
 ROW = {
@@ -101,3 +102,19 @@ def test_gate_rules(change: dict[str, int], absent: list[str], fails: bool, text
 def test_gate_wants_the_same_variants_on_both_sides() -> None:
     assert [f.fails for f in judge("op", {"old": ROW}, {}, {})] == [True]
     assert [f.fails for f in judge("op", {}, {"new": ROW}, {})] == [True]
+
+
+TTIR = """
+  tt.func public @k(%x: !tt.ptr<f32> loc("x"), %stride_a: i32 {tt.divisibility = 16 : i32}, %stride_b: i32) {
+    %i = tt.get_program_id x : i32 loc(#loc1)
+    %a = arith.extsi %stride_a : i32 to i64 loc(#loc2)
+    %w = arith.extsi %i : i32 to i64 loc(#loc2)
+    %p = arith.muli %w, %a : i64 loc(#loc2)
+    %s = tt.splat %stride_b : i32 -> tensor<64xi32> loc(#loc3)
+    %t = arith.muli %r, %s : tensor<64xi32> loc(#loc4)
+"""
+
+
+def test_a_stride_multiplied_in_32_bits_is_named() -> None:
+    assert narrow_strides(TTIR) == ("stride_b",)
+    assert narrow_strides(TTIR.replace("tensor<64xi32>", "tensor<64xi64>")) == ()

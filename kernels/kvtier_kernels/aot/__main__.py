@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped"
-"""python -m kvtier_kernels.aot --check | --record [--op NAME]: the gate on compiled kernels, no GPU needed."""
+"""python -m kvtier_kernels.aot --check | --record [--op NAME]: the gate on compiled kernels, without GPU."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def _op(spec: KernelSpec, baseline: Path, version: str, record: bool) -> list[Fi
             baseline.parent.mkdir(exist_ok=True)
             baseline.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
         return broken
-    document: dict[str, Any] = {"triton": version, "variants": {}}
+    recorded: dict[str, Any] = {"triton": version, "variants": {}}
     if baseline.is_file():
-        document = json.loads(baseline.read_text())
-    if document["triton"] != version:
-        print(f"note: {spec.name} was recorded with triton {document['triton']}")
-    return judge(spec.name, document["variants"], measured, absent)
+        recorded = json.loads(baseline.read_text())
+    if recorded["triton"] != version:
+        print(f"note: {spec.name} was recorded with triton {recorded['triton']}")
+    return judge(spec.name, recorded["variants"], measured, absent)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ no driver and no GPU.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import re
@@ -27,7 +28,8 @@ _PTXAS_SECONDS = 120
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel uses. smem and spills in bytes; counts are occurrences in the PTX."""
+    """What one compiled kernel uses. smem and spills in bytes; counts are occurrences in the PTX;
+    narrow: strides that something is multiplied by in 32 bits."""
 
     registers: int
     spill_stores: int
@@ -36,9 +38,11 @@ class Resources:
     cp_async: int
     mma: int
     wgmma: int
+    narrow: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        """What a baseline records: all but `narrow`, which must be empty."""
+        return {name: value for name, value in asdict(self).items() if name != "narrow"}
 
 
 class AotError(RuntimeError):
@@ -73,19 +77,58 @@ def compile_variant(spec: KernelSpec, variant: AotVariant) -> Resources:
         cp_async=ptx.count("cp.async.c"),
         mma=len(re.findall(r"(?<!wg)mma\.sync", ptx)),
         wgmma=ptx.count("wgmma.mma_async"),
+        narrow=narrow_strides(str(kernel.asm["ttir"])),
     )
 
 
 def missing(variant: AotVariant, got: Resources) -> list[str]:
-    """Instructions that the variant must contain and does not."""
+    """Instructions that the variant must contain and does not, and offsets that are not 64 bits wide."""
     have = {"cp.async": got.cp_async, "mma": got.mma, "wgmma": got.wgmma}
-    return [name for name in variant.must_contain if not have[name]]
+    lost = [name for name in variant.must_contain if not have[name]]
+    return lost + [f"int64 {name}" for name in got.narrow]
+
+
+def narrow_strides(ttir: str) -> tuple[str, ...]:
+    """Arguments named stride_* that some 32-bit multiplication takes, followed through copies of a value.
+
+    An id times a stride passes 2^31 in any pool worth having, so kernels widen one side first.
+    """
+    source: dict[str, str] = {}
+    found: list[str] = []
+    for line in ttir.splitlines():
+        made = re.match(r"\s*(%\w+) = ([\w.]+) (.*)", line)
+        if made is None:
+            source |= {name: name[1:] for name in re.findall(r"(%stride_\w+): i32", line)}
+            continue
+        result, op, rest = made[1], made[2], re.sub(r"loc\(.*", "", made[3])
+        strides = [source[x] for x in re.findall(r"%\w+", rest) if x in source]
+        if op in ("tt.splat", "tt.broadcast", "tt.expand_dims") and strides:
+            source[result] = strides[0]
+        elif op == "arith.muli" and re.search(r"i32>?\s*$", rest):
+            found += strides
+    return tuple(sorted(set(found)))
 
 
 def _ptxas(ptx: str) -> tuple[int, int, int]:
+    """(registers, bytes of spill stores, of spill loads). Remembered in Triton's cache, by the text."""
     import triton
+    from triton.runtime.cache import get_cache_manager
 
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
+    stamp = f"{triton.__version__} {ptxas.stat().st_size} sm_90a\n"
+    cache: Any = get_cache_manager(hashlib.sha256((stamp + ptx).encode()).hexdigest())
+    kept = cache.get_file("ptxas.txt")
+    report = Path(kept).read_text() if kept else _run_ptxas(ptxas, ptx)
+    used = re.search(r"Used (\d+) registers", report)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    if used is None or spills is None:
+        raise AotError(f"ptxas said nothing about registers or spills: {report.strip()}")
+    if not kept:
+        cache.put(report, "ptxas.txt", binary=False)
+    return int(used[1]), int(spills[1]), int(spills[2])
+
+
+def _run_ptxas(ptxas: Path, ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
@@ -98,8 +141,4 @@ def _ptxas(ptx: str) -> tuple[int, int, int]:
         )
     if done.returncode:
         raise AotError(f"ptxas: {done.stderr.strip()}")
-    used = re.search(r"Used (\d+) registers", done.stderr)
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
-    if used is None or spills is None:
-        raise AotError(f"ptxas said nothing about registers or spills: {done.stderr.strip()}")
-    return int(used[1]), int(spills[1]), int(spills[2])
+    return done.stderr
