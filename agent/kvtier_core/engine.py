@@ -19,6 +19,8 @@ from kvtier_core.assembly import LiveConfiguration, LiveTier, Node, build_tiers,
 from kvtier_core.attend import Attention
 from kvtier_core.credits import PINNED, STAGING, CreditLedger
 from kvtier_core.directory import ChunkState
+from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
+from kvtier_core.edits.runner import Edits
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import source_binding
 from kvtier_core.layout import ChunkLayout
@@ -146,6 +148,7 @@ class CacheEngine:
         )
         self._attention = Attention(self._store, node.clock, reader, buffers)
         self._runner = StepRunner(self._store, self._attention, self._manifest.digest())
+        self._edits = Edits(self._store, node.clock, self._number)
         self._statistics = Statistics(
             live, self._store, self._all_credits, self._shared, staging, recoveries(tiers)
         )
@@ -192,6 +195,13 @@ class CacheEngine:
             self._contexts[session_id] = StepContext(session, source.digest(), family, indexes)
             return SessionHandle(session_id, number)
 
+    def _number(self) -> int:
+        """A number that no session had: it names lines and histories."""
+        if self._opened + 1 >= MAX_SESSIONS:
+            raise CoreError(Reason.NO_DESTINATION_CAPACITY, f"{MAX_SESSIONS} numbers of sessions are spent")
+        self._opened += 1
+        return self._opened
+
     def _check_fits(self, spec: SessionSpec, layers: int) -> None:
         if not 0.0 < spec.score_scale < float("inf") or spec.max_tokens < 0:
             raise CoreError(Reason.BAD_ARGUMENT, "score_scale must be positive, max_tokens not negative")
@@ -210,6 +220,39 @@ class CacheEngine:
             del self._sessions[session_id]
             del self._contexts[session_id]
             return self._store.drop(session)
+
+    # Edits.
+
+    def edit_session(self, request: EditRequest) -> EditAnswer:
+        """Changes a session's history, all or nothing; a frame sees before or after. See `Edits.apply`.
+        SESSION_UNKNOWN, GENERATION_STALE."""
+        with self._lock, torch.inference_mode():
+            self._check_running()
+            session = self._session(request.session_id, request.generation)
+            return self._edits.apply(self._contexts[session.session_id], request)
+
+    def fork_session(self, request: ForkRequest) -> SessionHandle:
+        """Another session of the same rows: sealed chunks are shared, the open one is copied. See
+        `Edits.fork`. SESSION_UNKNOWN, GENERATION_STALE, BAD_ARGUMENT when the child's id is taken."""
+        with self._lock, torch.inference_mode():
+            self._check_running()
+            parent = self._session(request.session_id, request.generation)
+            number = self._number()
+            session_id = request.child_id or self._name(number)
+            if session_id in self._sessions:
+                raise CoreError(Reason.BAD_ARGUMENT, f"session {session_id} exists already")
+            context = self._contexts[parent.session_id]
+            source = source_binding(
+                self._manifest,
+                tenant=parent.spec.tenant,
+                session_id=session_id,
+                request_generation=number,
+                cache_generation=self._store.transactions.cache_generation,
+            )
+            child, indexes = self._edits.fork(context, request, session_id, source, number)
+            self._sessions[session_id] = child
+            self._contexts[session_id] = StepContext(child, source.digest(), context.family, indexes)
+            return SessionHandle(session_id, number)
 
     def _session(self, session_id: str, generation: int) -> Session:
         session = self._sessions.get(session_id)
@@ -269,6 +312,25 @@ class CacheEngine:
             repeat = check_order(session, request)
             family = None if mode.selector is None else self._family(mode.selector)
             return self._runner.run(self._contexts[session.session_id], request, mode, family, repeat)
+
+    def step_many(
+        self, requests: Sequence[StepRequest], modes: Sequence[StepMode | None] | None = None
+    ) -> list[StepAnswer | CoreError]:
+        """Answers frames of any sessions, in order: each as `step` would after those before it, with the same
+        bits. What `step` would raise stands in the frame's place, and harms no other frame.
+
+        modes: one for each frame; None: all exact. BAD_ARGUMENT when they are not as many, for all."""
+        wanted = [None] * len(requests) if modes is None else list(modes)
+        if len(wanted) != len(requests):
+            raise CoreError(Reason.BAD_ARGUMENT, f"{len(wanted)} modes for {len(requests)} frames")
+        answers: list[StepAnswer | CoreError] = []
+        with self._lock:
+            for request, mode in zip(requests, wanted, strict=True):
+                try:
+                    answers.append(self.step(request, mode))
+                except CoreError as error:
+                    answers.append(error)
+        return answers
 
     # What runs.
 
