@@ -37,7 +37,9 @@ class LayerState:
 class Session:
     """producers: (first position, index of the producer's digest), ascending; the same in all layers.
     epoch: grows with each step of any session; what is sealed in one step is equally recent, by position.
-    step_first: position of the first query of the step that runs."""
+    step_first: position of the first query of the step that runs. number: names the lines that the session
+    makes; a truncation gives it another, since lines of before may live on in a fork. position_epoch: grows
+    with each edit of the history."""
 
     number: int
     session_id: str
@@ -53,6 +55,7 @@ class Session:
     committed: int = 0
     snapshot_generation: int = 0
     epoch: int = 0
+    position_epoch: int = 1
 
     def producer_at(self, position: int) -> int:
         found = self.producers[0][1]

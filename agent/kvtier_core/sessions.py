@@ -55,15 +55,19 @@ class RowStore:
         self.ledger = ledger
         self.directory = directory
         self.identities: dict[int, BlockIdentity] = {}
-        self._binding: dict[int, tuple[Session, int]] = {}
+        self._owners: dict[int, tuple[Session, ...]] = {}
         self._epochs = 0
         self.transactions = Transactions(directory, ledger, tiers, self.identity_of, self._published)
         self.placement: Placement
 
     @property
     def chunks(self) -> int:
-        """Chunks of all sessions, open ones included."""
-        return len(self._binding)
+        """Chunks of all sessions, open ones included; one that several sessions share counts once."""
+        return len(self._owners)
+
+    def owners(self, line: int) -> tuple[Session, ...]:
+        """Sessions that hold a line; it is freed when the last of them lets go."""
+        return self._owners[line]
 
     def identity_of(self, line: int, replica_generation: int) -> BlockIdentity:
         """What a sealed line's copy of that replica generation must be."""
@@ -81,8 +85,8 @@ class RowStore:
 
     def _published(self, line: int, identity: BlockIdentity) -> None:
         self.identities[line] = identity
-        session, _ = self._binding[line]
-        session.snapshot_generation += 1
+        for session in self._owners[line]:
+            session.snapshot_generation += 1
 
     def start_step(self, session: Session) -> None:
         """Names the recency of what the session seals from now on."""
@@ -157,7 +161,7 @@ class RowStore:
     def _logical(self, append: Append, chunk: int) -> int:
         return logical_id(append.session.number, append.layer, chunk)
 
-    def _pool(self, tier: int) -> PoolTier:
+    def pool(self, tier: int) -> PoolTier:
         found = self.tiers[tier]
         if not isinstance(found, PoolTier):
             raise CoreError(Reason.TIER_INCAPABLE, f"tier {found.name} cannot hold an open chunk")
@@ -170,7 +174,7 @@ class RowStore:
         at = append.first % size
         count = min(int(append.k.shape[0]), size - at)
         line = state.open_line
-        self._pool(state.open_tier).append(self.ref(line), at, append.k[:count], append.v[:count])
+        self.pool(state.open_tier).append(self.ref(line), at, append.k[:count], append.v[:count])
 
     def ref(self, line: int) -> SlotRef:
         return SlotRef(int(self.directory.slot[line]), int(self.directory.slot_generation[line]))
@@ -200,7 +204,7 @@ class RowStore:
 
     def _open_payload(self, append: Append) -> Tensor:
         state = append.session.layers[append.layer]
-        return self._pool(state.open_tier).view(self.ref(state.open_line))
+        return self.pool(state.open_tier).view(self.ref(state.open_line))
 
     def _seal_identity(self, append: Append, part: SealedPart, payload: Tensor) -> BlockIdentity:
         size = self.layout.chunk_tokens
@@ -242,7 +246,9 @@ class RowStore:
         line = part.line
         if line == NO_LINE:
             assert part.ref is not None
-            line = self._insert(append, part.chunk, part.tier, part.ref, identity.replica_generation)
+            line = self.insert(
+                append.session, append.layer, part.chunk, part.tier, part.ref, identity.replica_generation
+            )
         elif part.ref is not None:
             old = self.ref(line)
             directory.publish(
@@ -263,30 +269,36 @@ class RowStore:
         self.identities[line] = identity
         state.open_line = NO_LINE
 
-    def _insert(self, append: Append, chunk: int, tier: int, ref: SlotRef, generation: int) -> int:
+    def insert(
+        self, session: Session, layer: int, chunk: int, tier: int, ref: SlotRef, generation: int
+    ) -> int:
+        """A line of the session's own for a chunk whose rows lie in `ref`, after its other lines. The
+        metadata lock is held."""
         line = self.directory.insert(
-            self._logical(append, chunk),
+            logical_id(session.number, layer, chunk),
             tier=tier,
             slot=ref.slot,
             slot_generation=ref.generation,
             generation=generation,
             state=ChunkState.OPEN,
         )
-        append.session.layers[append.layer].lines.append(line)
-        self._binding[line] = (append.session, append.layer)
+        session.layers[layer].lines.append(line)
+        self._owners[line] = (session,)
         return line
 
     def _commit_open(self, append: Append, state: LayerState) -> None:
         size = self.layout.chunk_tokens
         if state.open_line == NO_LINE:
-            tier = self._pool(state.open_tier)
+            tier = self.pool(state.open_tier)
             ref = append.open_ref or tier.reserve(self._logical(append, append.open_chunk))
             append.open_ref = None
             tier.adopt(ref)
             rows = slice(append.open_from - append.first, append.end - append.first)
             tier.append(ref, append.open_from % size, append.k[rows], append.v[rows])
             generation = self.directory.issue_generation()
-            state.open_line = self._insert(append, append.open_chunk, state.open_tier, ref, generation)
+            state.open_line = self.insert(
+                append.session, append.layer, append.open_chunk, state.open_tier, ref, generation
+            )
         line = state.open_line
         self.directory.rows[line] = append.end - append.open_chunk * size
         self.directory.producer[line] = append.session.producer_at(append.end - 1)
@@ -306,18 +318,36 @@ class RowStore:
     # Ending.
 
     def drop(self, session: Session) -> int:
-        """Frees every chunk and credit of a session; returns the rows released (layer 0's frontier)."""
+        """Lets go of every chunk and credit of a session; returns its rows (layer 0's frontier)."""
         rows = session.layers[0].frontier if session.layers else 0
         for state in session.layers:
             # A layer at a time: a long session must not hold the lock for all of its chunks.
             with self.lock:
                 for line in state.lines:
-                    self._drop_line(line)
+                    self.let_go(session, line)
                 state.lines.clear()
                 state.open_line = NO_LINE
         with self.lock:
             self.ledger.release(session.open_grant)
         return rows
+
+    # Sharing.
+
+    def share(self, session: Session, line: int) -> None:
+        """One more owner of a sealed line, which is copied by nobody: its bytes never change. Its slot stays
+        paid by the credit that it has. The metadata lock is held."""
+        self._owners[line] = (*self._owners[line], session)
+
+    def let_go(self, session: Session, line: int) -> None:
+        """The session's hold of a line ends, and the line with its last owner; NO_LINE is held by nobody. The
+        metadata lock is held."""
+        if line == NO_LINE:
+            return
+        left = tuple(owner for owner in self._owners[line] if owner is not session)
+        if left:
+            self._owners[line] = left
+        else:
+            self._drop_line(line)
 
     def _drop_line(self, line: int) -> None:
         self.directory.state[line] = ChunkState.TOMBSTONED
@@ -327,7 +357,7 @@ class RowStore:
         if credit:
             self.ledger.release(credit)
         self.identities.pop(line, None)
-        self._binding.pop(line, None)
+        self._owners.pop(line, None)
         self.directory.remove(line)
 
     # Reading.

@@ -1,0 +1,1 @@
+"""Edits of what a session's history is: fork, truncate, drop, reposition."""

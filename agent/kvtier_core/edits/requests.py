@@ -1,0 +1,53 @@
+"""What an edit asks for and what it answers.
+
+Why it exists: edits cross the wire and are retried, so they are data. It must not know how they are done.
+Positions are those that the session's rows have now; operations: specification systems.md D.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """Rows at positions `to` and beyond are gone; the next row stands at `to`."""
+
+    to: int
+
+
+Operation = Truncate
+
+
+@dataclass(frozen=True, slots=True)
+class EditRequest:
+    """position_epoch: of the session as the caller knows it; 0: not stated. deadline: seconds on the engine's
+    clock; None: none."""
+
+    session_id: str
+    generation: int
+    operation: Operation
+    position_epoch: int = 0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EditAnswer:
+    """changed: False when the operation asked for nothing, and then nothing changed. position_epoch: of the
+    session from now on. next_position: where its next row stands. rows: rows that a query sees."""
+
+    changed: bool
+    position_epoch: int
+    next_position: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRequest:
+    """child_id empty: the engine names it. position_epoch and deadline as of an edit."""
+
+    session_id: str
+    generation: int
+    child_id: str = ""
+    position_epoch: int = 0
+    deadline: float | None = None

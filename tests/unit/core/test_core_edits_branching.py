@@ -1,0 +1,302 @@
+"""Fork and truncate: the same bits as sessions that never were edited, and every slot accounted for once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier_core.edits.requests import EditRequest, ForkRequest, Truncate
+from kvtier_core.engine import CacheEngine
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
+from tests.unit.core.builders import (
+    CANDIDATE,
+    CHUNK,
+    LAYERS,
+    Driver,
+    FakeClock,
+    Rows,
+    TierBudget,
+    cpu,
+    engine,
+    gpu,
+    nvme,
+    quest,
+)
+from tests.unit.core.editing import edit, fork, spliced
+
+TOKENS = 5 * CHUNK
+WIDE = [gpu(64)]
+# Two open chunks a layer; what is sealed goes down.
+NARROW = [gpu(2 * LAYERS), cpu(3), nvme(64)]
+
+
+def alone(folder: Path, rows: Rows, tokens: int) -> torch.Tensor:
+    with engine(folder, WIDE) as built:
+        return Driver.open(built, rows).forward(tokens)
+
+
+@pytest.mark.parametrize("tiers", [WIDE, NARROW], ids=["one-tier", "three-tiers"])
+@pytest.mark.parametrize("at", [3, CHUNK, 2 * CHUNK, 2 * CHUNK + 10], ids=lambda at: f"at-{at}")
+def test_a_fork_and_its_parent_answer_as_two_runs(tmp_path: Path, tiers: list[TierBudget], at: int) -> None:
+    first, second = Rows.random(TOKENS, 1), Rows.random(TOKENS, 2)
+    other = spliced(first, at, second)
+    with engine(tmp_path / "forked", tiers) as built:
+        parent = Driver.open(built, first)
+        parent.forward(at)
+        child = fork(parent, other)
+        outs = [torch.cat([driver.forward(1) for _ in range(CHUNK + 5)], dim=1) for driver in (parent, child)]
+        rest = TOKENS - parent.position
+        # Turn by turn, so that each seals chunks while the other has its own.
+        for driver in (child, parent):
+            outs.append(driver.forward(rest))
+    wanted = [alone(tmp_path / str(n), rows, TOKENS)[:, at:] for n, rows in enumerate((first, other))]
+    assert torch.equal(torch.cat((outs[0], outs[3]), dim=1), wanted[0])
+    assert torch.equal(torch.cat((outs[1], outs[2]), dim=1), wanted[1])
+
+
+def test_sealed_chunks_are_shared_and_the_open_one_is_copied(tmp_path: Path) -> None:
+    with engine(tmp_path, WIDE) as built:
+        parent = Driver.open(built, Rows.random(TOKENS))
+        parent.forward(2 * CHUNK + 10)
+        before = built.stats()
+        assert before.chunks == 3 * LAYERS
+        child = fork(parent)
+        after = built.stats()
+        assert after.chunks == before.chunks + LAYERS
+        # One open chunk a layer was reserved when the parent opened, and one for the child.
+        assert after.tiers[0].bytes.rows - before.tiers[0].bytes.rows == LAYERS * (
+            before.tiers[0].capacity_bytes // 64
+        )
+        grandchild = fork(child)
+        assert built.stats().chunks == 5 * LAYERS
+        parent.close()
+        assert built.stats().chunks == 4 * LAYERS
+        child.close()
+        assert built.stats().chunks == 3 * LAYERS
+        grandchild.forward(1)
+        grandchild.close()
+        assert built.stats().chunks == 0
+
+
+@pytest.mark.parametrize("first_to_go", ["parent", "child"])
+def test_closing_one_side_never_frees_the_others_rows(tmp_path: Path, first_to_go: str) -> None:
+    rows = Rows.random(TOKENS)
+    wanted = alone(tmp_path / "alone", rows, TOKENS)
+    with engine(tmp_path / "forked", NARROW) as built:
+        parent = Driver.open(built, rows)
+        parent.forward(2 * CHUNK + 1)
+        child = fork(parent)
+        gone, stays = (parent, child) if first_to_go == "parent" else (child, parent)
+        assert gone.close() == 2 * CHUNK + 1
+        # Somebody else's rows take every slot that may have come free.
+        other = Driver.open(built, Rows.random(TOKENS, 9))
+        other.forward(3 * CHUNK)
+        assert torch.equal(stays.forward(TOKENS - stays.position), wanted[:, 2 * CHUNK + 1 :])
+
+
+def test_a_shared_chunk_moves_for_all_its_owners(tmp_path: Path) -> None:
+    rows = Rows.random(TOKENS)
+    wanted = alone(tmp_path / "alone", rows, TOKENS)
+    with engine(tmp_path / "forked", [gpu(4 * LAYERS), nvme(64)]) as built:
+        parent = Driver.open(built, rows)
+        parent.forward(CHUNK + 1)
+        child = fork(parent)
+        other = Driver.open(built, Rows.random(TOKENS, 9))
+        other.forward(4 * CHUNK)
+        for driver in (parent, child):
+            driver.forward(1)
+            chunks = built.list_chunks(driver.handle.session_id, driver.handle.generation)
+            assert {info.tier_class for info in chunks} == {"flash"}
+            assert torch.equal(driver.forward(5), wanted[:, CHUNK + 2 : CHUNK + 7])
+
+
+@pytest.mark.parametrize("tiers", [WIDE, NARROW], ids=["one-tier", "three-tiers"])
+@pytest.mark.parametrize("have", [2 * CHUNK, 2 * CHUNK + 17], ids=lambda have: f"of-{have}")
+@pytest.mark.parametrize(
+    "to", [0, 1, CHUNK - 1, CHUNK, CHUNK + 9, 2 * CHUNK - 1, 2 * CHUNK], ids=lambda to: f"to-{to}"
+)
+def test_what_follows_a_cut_is_what_follows_the_prefix(
+    tmp_path: Path, tiers: list[TierBudget], have: int, to: int
+) -> None:
+    first, second = Rows.random(TOKENS, 1), Rows.random(TOKENS, 2)
+    rows = spliced(first, to, second)
+    with engine(tmp_path / "cut", tiers) as built:
+        driver = Driver.open(built, first)
+        driver.forward(have)
+        answer = edit(driver, Truncate(to))
+        assert (answer.changed, answer.next_position, answer.rows) == (have != to, to, to)
+        assert answer.position_epoch == (2 if have != to else 1)
+        assert built.stats().chunks == -(-to // CHUNK) * LAYERS
+        driver.rows = rows
+        out = torch.cat((driver.forward(1), driver.forward(TOKENS - to - 1)), dim=1)
+        assert driver.answers[-1].receipt.exactness is ExactnessClass.EXACT
+    assert torch.equal(out, alone(tmp_path / "alone", rows, TOKENS)[:, to:])
+
+
+def test_a_cut_inside_a_shared_chunk_leaves_it_to_the_other(tmp_path: Path) -> None:
+    rows = Rows.random(TOKENS)
+    changed = spliced(rows, 10, Rows.random(TOKENS, 3))
+    wanted, other = alone(tmp_path / "a", rows, TOKENS), alone(tmp_path / "b", changed, TOKENS)
+    with engine(tmp_path / "forked", NARROW) as built:
+        parent = Driver.open(built, rows)
+        parent.forward(2 * CHUNK + 5)
+        child = fork(parent, changed)
+        # The same chunks by number, sealed again with other bytes: on both sides.
+        edit(child, Truncate(10))
+        assert torch.equal(child.forward(TOKENS - 10), other[:, 10:])
+        edit(parent, Truncate(10))
+        assert torch.equal(parent.forward(TOKENS - 10), wanted[:, 10:])
+
+
+def test_a_cut_heals_a_step_that_stopped_half_way(tmp_path: Path) -> None:
+    rows = Rows.random(TOKENS)
+    with engine(tmp_path / "cut", WIDE) as built:
+        driver = Driver.open(built, rows)
+        driver.forward(20)
+        built.step(driver.request(0, 20, 40))
+        with pytest.raises(CoreError, match="between steps") as refused:
+            fork(driver)
+        assert refused.value.reason is Reason.STEP_ORDER
+        assert edit(driver, Truncate(20)).changed
+        driver.step += 1
+        assert torch.equal(driver.forward(30), alone(tmp_path / "alone", rows, 50)[:, 20:])
+
+
+CASES = [
+    pytest.param(-1, 0, Reason.BAD_ARGUMENT, "truncate.to -1 is not a position.*legal: 0 to 20", id="below"),
+    pytest.param(21, 0, Reason.BAD_ARGUMENT, "truncate.to 21", id="beyond"),
+    pytest.param(
+        5, 7, Reason.POSITION_CONTRACT_MISMATCH, "position_epoch 7 is not the session's 1", id="epoch"
+    ),
+]
+
+
+@pytest.mark.parametrize(("to", "epoch", "reason", "message"), CASES)
+def test_a_refused_cut_changes_nothing(
+    tmp_path: Path, to: int, epoch: int, reason: Reason, message: str
+) -> None:
+    with engine(tmp_path, WIDE) as built:
+        driver = Driver.open(built, Rows.random(40))
+        driver.forward(20)
+        with pytest.raises(CoreError, match=message) as refused:
+            edit(driver, Truncate(to), epoch)
+        assert refused.value.reason is reason
+        assert torch.equal(driver.forward(20), alone(tmp_path / "alone", driver.rows, 40)[:, 20:])
+
+
+def test_a_retry_with_the_epoch_of_before_is_refused(tmp_path: Path) -> None:
+    with engine(tmp_path, WIDE) as built:
+        driver = Driver.open(built, Rows.random(40))
+        driver.forward(20)
+        assert edit(driver, Truncate(10), epoch=1).position_epoch == 2
+        with pytest.raises(CoreError) as refused:
+            edit(driver, Truncate(5), epoch=1)
+        assert refused.value.reason is Reason.POSITION_CONTRACT_MISMATCH
+        assert refused.value.facts["position_epoch"] == "2"
+
+
+class _Late(FakeClock):
+    """Past every deadline from the `after`-th reading on."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def __call__(self) -> float:
+        self.left -= 1
+        return self.now if self.left >= 0 else self.now + 1e6
+
+
+def _held(built: CacheEngine) -> tuple[int, int, int]:
+    """Chunks, open ones and slots that rows pay for, wherever they are: room that was made stays made."""
+    stats = built.stats()
+    paid = sum(built._ledger.granted(tier) for tier in range(len(stats.tiers)))
+    return stats.chunks, stats.open_chunks, paid
+
+
+def _session(built: CacheEngine, have: int) -> Driver:
+    driver = Driver.open(built, Rows.random(TOKENS))
+    driver.forward(have)
+    return driver
+
+
+@pytest.mark.parametrize("after", [0, 1], ids=["before-the-first-layer", "between-layers"])
+def test_a_late_edit_leaves_all_as_it_was(tmp_path: Path, after: int) -> None:
+    clock = _Late(10**9)
+    wanted = alone(tmp_path / "alone", Rows.random(TOKENS), TOKENS)
+    with engine(tmp_path / "late", NARROW, clock=clock) as built:
+        driver = _session(built, 2 * CHUNK + 3)
+        before = _held(built)
+        name, generation = driver.handle.session_id, driver.handle.generation
+        clock.left = after
+        with pytest.raises(CoreError) as cut:
+            built.edit_session(EditRequest(name, generation, Truncate(CHUNK + 1), deadline=clock.now))
+        clock.left = after
+        with pytest.raises(CoreError) as forked:
+            built.fork_session(ForkRequest(name, generation, deadline=clock.now))
+        clock.left = 10**9
+        assert cut.value.reason is forked.value.reason is Reason.DEADLINE
+        assert _held(built) == before
+        assert torch.equal(driver.forward(TOKENS - driver.position), wanted[:, 2 * CHUNK + 3 :])
+
+
+def test_a_fork_without_room_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    with engine(tmp_path, [gpu(2 * LAYERS + 1)]) as built:
+        driver = Driver.open(built, Rows.random(2 * CHUNK))
+        driver.forward(CHUNK + 3)
+        before = built.stats()
+        with pytest.raises(CoreError, match="open chunks wanted") as refused:
+            fork(driver)
+        assert refused.value.reason is Reason.NO_DESTINATION_CAPACITY
+        assert built.stats() == before
+
+
+@pytest.mark.parametrize("kind", ["fork", "truncate"])
+def test_an_index_follows_the_history(tmp_path: Path, kind: str) -> None:
+    """Page boxes are built again from the rows: the approximate answers are those of a session that has only
+    these rows, and its exact ones stay exact."""
+    rows = Rows.random(TOKENS)
+    mode = StepMode(PublishArm.CANDIDATE, selector=quest(), candidate_digest=CANDIDATE)
+    at = CHUNK + 13
+
+    def run(built: CacheEngine, have: int) -> Driver:
+        driver = Driver.open(built, rows, quest())
+        driver.forward(have)
+        return driver
+
+    with engine(tmp_path / "edited", WIDE) as built:
+        driver = run(built, at if kind == "fork" else 2 * CHUNK)
+        if kind == "fork":
+            driver = fork(driver)
+        else:
+            edit(driver, Truncate(at))
+        driver.forward(1)
+        out = torch.cat([driver.forward(1, mode) for _ in range(20)], dim=1)
+        assert driver.answers[-1].receipt.exactness is ExactnessClass.APPROXIMATE
+    with engine(tmp_path / "plain", WIDE) as built:
+        plain = run(built, at)
+        plain.forward(1)
+        wanted = torch.cat([plain.forward(1, mode) for _ in range(20)], dim=1)
+        assert plain.answers[-1].receipt.exactness is ExactnessClass.APPROXIMATE
+    assert torch.equal(out, wanted)
+
+
+def test_a_cut_below_approximate_rows_gives_an_exact_history_back(tmp_path: Path) -> None:
+    mode = StepMode(PublishArm.CANDIDATE, selector=quest(), candidate_digest=CANDIDATE)
+    with engine(tmp_path, WIDE) as built:
+        driver = Driver.open(built, Rows.random(TOKENS), quest())
+        driver.forward(CHUNK)
+        driver.forward(3, None)
+        first = driver.position
+        driver.forward(1, mode)
+        assert driver.forward(1) is not None
+        assert driver.answers[-1].receipt.exactness is ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY
+        edit(driver, Truncate(first + 1))
+        driver.forward(1)
+        assert driver.answers[-1].receipt.exactness is ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY
+        edit(driver, Truncate(first))
+        driver.forward(1)
+        assert driver.answers[-1].receipt.exactness is ExactnessClass.EXACT
