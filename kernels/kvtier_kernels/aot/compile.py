@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 CAPABILITY = 90
 _PTXAS_SECONDS = 120
+_CACHED = "kvtier_resources.json"
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,37 @@ class Resources:
         """What a baseline records: all but `narrow`, which must be empty."""
         return {name: value for name, value in asdict(self).items() if name != "narrow"}
 
+    @staticmethod
+    def parse(text: str) -> Resources:
+        """Of what json.dumps wrote."""
+        fields = json.loads(text)
+        return Resources(**{**fields, "narrow": tuple(fields["narrow"])})
+
 
 class AotError(RuntimeError):
     """A kernel did not compile, or ptxas answered something unexpected."""
 
 
 def compile_variant(spec: KernelSpec, variant: AotVariant) -> Resources:
-    """Compiles one variant for sm_90a. Raises AotError."""
+    """Compiles one variant for sm_90a, or reads what compiling it gave, from Triton's cache, under a key
+    of all that shapes it: the kernel's source, the variant, Triton and this module. Raises AotError."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.runtime.cache import get_cache_manager
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise AotError("TRITON_INTERPRET=1 is set: kernels would be interpreted, not compiled")
     fn: Any = getattr(importlib.import_module(spec.aot_module), variant.kernel)
+    shape = asdict(variant) | {"divisible": sorted(variant.divisible)}
+    stamp = (fn.cache_key, shape, triton.__version__, CAPABILITY, Path(__file__).read_text())
+    key = hashlib.sha256(repr(stamp).encode()).hexdigest()
+    cache: Any = get_cache_manager(key)
+    if kept := cache.get_file(_CACHED):
+        return Resources.parse(Path(kept).read_text())
     names = list(variant.signature)
     signature = dict(variant.signature) | dict.fromkeys(variant.constants, "constexpr")
-    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in variant.divisible}
+    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in sorted(variant.divisible)}
     source: Any = ASTSource(fn, signature, dict(variant.constants), attrs)
     kernel: Any = triton.compile(
         source,
@@ -69,7 +85,7 @@ def compile_variant(spec: KernelSpec, variant: AotVariant) -> Resources:
     )
     ptx = str(kernel.asm["ptx"])
     registers, stores, loads = _ptxas(ptx)
-    return Resources(
+    got = Resources(
         registers=registers,
         spill_stores=stores,
         spill_loads=loads,
@@ -79,6 +95,8 @@ def compile_variant(spec: KernelSpec, variant: AotVariant) -> Resources:
         wgmma=ptx.count("wgmma.mma_async"),
         narrow=narrow_strides(str(kernel.asm["ttir"])),
     )
+    cache.put(json.dumps(asdict(got)), _CACHED, binary=False)
+    return got
 
 
 def missing(variant: AotVariant, got: Resources) -> list[str]:
@@ -110,25 +128,9 @@ def narrow_strides(ttir: str) -> tuple[str, ...]:
 
 
 def _ptxas(ptx: str) -> tuple[int, int, int]:
-    """(registers, bytes of spill stores, of spill loads). Remembered in Triton's cache, by the text."""
     import triton
-    from triton.runtime.cache import get_cache_manager
 
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
-    stamp = f"{triton.__version__} {ptxas.stat().st_size} sm_90a\n"
-    cache: Any = get_cache_manager(hashlib.sha256((stamp + ptx).encode()).hexdigest())
-    kept = cache.get_file("ptxas.txt")
-    report = Path(kept).read_text() if kept else _run_ptxas(ptxas, ptx)
-    used = re.search(r"Used (\d+) registers", report)
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    if used is None or spills is None:
-        raise AotError(f"ptxas said nothing about registers or spills: {report.strip()}")
-    if not kept:
-        cache.put(report, "ptxas.txt", binary=False)
-    return int(used[1]), int(spills[1]), int(spills[2])
-
-
-def _run_ptxas(ptxas: Path, ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
@@ -141,4 +143,8 @@ def _run_ptxas(ptxas: Path, ptx: str) -> str:
         )
     if done.returncode:
         raise AotError(f"ptxas: {done.stderr.strip()}")
-    return done.stderr
+    used = re.search(r"Used (\d+) registers", done.stderr)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    if used is None or spills is None:
+        raise AotError(f"ptxas said nothing about registers or spills: {done.stderr.strip()}")
+    return int(used[1]), int(spills[1]), int(spills[2])
