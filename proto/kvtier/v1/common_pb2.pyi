@@ -128,6 +128,60 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WRITE_BUDGET: _ClassVar[Reason]
     STORAGE_LOCKED: _ClassVar[Reason]
     KEY_UNAVAILABLE: _ClassVar[Reason]
+    SPARQ_DIMS: _ClassVar[Reason]
+    SPARQ_WINDOW: _ClassVar[Reason]
+    SPARQ_TEMPERATURE: _ClassVar[Reason]
+    SPARQ_MASS: _ClassVar[Reason]
+    MEAN_FRONTIER_MISMATCH: _ClassVar[Reason]
+    SELECTOR_STATE_MIXED: _ClassVar[Reason]
+    SELECTOR_GEOMETRY: _ClassVar[Reason]
+    VARIANT_UNKNOWN: _ClassVar[Reason]
+    PAGE_EXTREMA: _ClassVar[Reason]
+    PAGE_GEOMETRY: _ClassVar[Reason]
+    PAGE_BUDGET: _ClassVar[Reason]
+    PAGE_POLICY: _ClassVar[Reason]
+    BOUND_INVALID: _ClassVar[Reason]
+    NAMESPACE_MISMATCH: _ClassVar[Reason]
+    SKEW_NOT_ORTHOGONAL: _ClassVar[Reason]
+    LAYER_DISTANCE: _ClassVar[Reason]
+    THRESHOLD_INVALID: _ClassVar[Reason]
+    CAP_VIOLATION: _ClassVar[Reason]
+    RECEIPT_INCOMPLETE: _ClassVar[Reason]
+    POOL_STALE: _ClassVar[Reason]
+    ROW_MAP_STALE: _ClassVar[Reason]
+    DANGLING_ID: _ClassVar[Reason]
+    ROW_INCOMPLETE: _ClassVar[Reason]
+    COVERAGE_GAP: _ClassVar[Reason]
+    PARTIAL_INDEX: _ClassVar[Reason]
+    DEPENDENCY_UNPUBLISHED: _ClassVar[Reason]
+    INDEX_BUILD_CONTRACT: _ClassVar[Reason]
+    CONTEXT_HASH_MISMATCH: _ClassVar[Reason]
+    PQ_GEOMETRY: _ClassVar[Reason]
+    PQ_CODE_INVALID: _ClassVar[Reason]
+    CENTROID_MASS: _ClassVar[Reason]
+    CENTROID_INVALID: _ClassVar[Reason]
+    HIERARCHY_COVERAGE: _ClassVar[Reason]
+    COLLISION_RULE: _ClassVar[Reason]
+    ZERO_PROBABILITY: _ClassVar[Reason]
+    PROBABILITY_RANGE: _ClassVar[Reason]
+    ESTIMATOR_CONTRACT: _ClassVar[Reason]
+    UNIT_PARTITION: _ClassVar[Reason]
+    UNIT_BUDGET: _ClassVar[Reason]
+    REP_BUDGET: _ClassVar[Reason]
+    REP_MEMBERSHIP: _ClassVar[Reason]
+    ROLE_OVERLAP: _ClassVar[Reason]
+    EVENT_BOUNDARY: _ClassVar[Reason]
+    EVENT_WINDOW: _ClassVar[Reason]
+    EVENT_SIZE: _ClassVar[Reason]
+    EVENT_METRIC: _ClassVar[Reason]
+    EVENT_NEIGHBOUR: _ClassVar[Reason]
+    TOKEN_BUDGET: _ClassVar[Reason]
+    CLUSTER_ROLE: _ClassVar[Reason]
+    CLUSTER_EMPTY: _ClassVar[Reason]
+    CLUSTER_SIZES: _ClassVar[Reason]
+    CLUSTER_TRIM: _ClassVar[Reason]
+    CLASSIFICATION: _ClassVar[Reason]
+    RECORD_INCOMPLETE: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 FENCE_STALE: Reason
 FENCE_CONFLICT: Reason
@@ -247,6 +301,60 @@ READ_AMPLIFICATION: Reason
 WRITE_BUDGET: Reason
 STORAGE_LOCKED: Reason
 KEY_UNAVAILABLE: Reason
+SPARQ_DIMS: Reason
+SPARQ_WINDOW: Reason
+SPARQ_TEMPERATURE: Reason
+SPARQ_MASS: Reason
+MEAN_FRONTIER_MISMATCH: Reason
+SELECTOR_STATE_MIXED: Reason
+SELECTOR_GEOMETRY: Reason
+VARIANT_UNKNOWN: Reason
+PAGE_EXTREMA: Reason
+PAGE_GEOMETRY: Reason
+PAGE_BUDGET: Reason
+PAGE_POLICY: Reason
+BOUND_INVALID: Reason
+NAMESPACE_MISMATCH: Reason
+SKEW_NOT_ORTHOGONAL: Reason
+LAYER_DISTANCE: Reason
+THRESHOLD_INVALID: Reason
+CAP_VIOLATION: Reason
+RECEIPT_INCOMPLETE: Reason
+POOL_STALE: Reason
+ROW_MAP_STALE: Reason
+DANGLING_ID: Reason
+ROW_INCOMPLETE: Reason
+COVERAGE_GAP: Reason
+PARTIAL_INDEX: Reason
+DEPENDENCY_UNPUBLISHED: Reason
+INDEX_BUILD_CONTRACT: Reason
+CONTEXT_HASH_MISMATCH: Reason
+PQ_GEOMETRY: Reason
+PQ_CODE_INVALID: Reason
+CENTROID_MASS: Reason
+CENTROID_INVALID: Reason
+HIERARCHY_COVERAGE: Reason
+COLLISION_RULE: Reason
+ZERO_PROBABILITY: Reason
+PROBABILITY_RANGE: Reason
+ESTIMATOR_CONTRACT: Reason
+UNIT_PARTITION: Reason
+UNIT_BUDGET: Reason
+REP_BUDGET: Reason
+REP_MEMBERSHIP: Reason
+ROLE_OVERLAP: Reason
+EVENT_BOUNDARY: Reason
+EVENT_WINDOW: Reason
+EVENT_SIZE: Reason
+EVENT_METRIC: Reason
+EVENT_NEIGHBOUR: Reason
+TOKEN_BUDGET: Reason
+CLUSTER_ROLE: Reason
+CLUSTER_EMPTY: Reason
+CLUSTER_SIZES: Reason
+CLUSTER_TRIM: Reason
+CLASSIFICATION: Reason
+RECORD_INCOMPLETE: Reason
 
 class CacheRef(_message.Message):
     __slots__ = ("namespace", "name", "uid")
