@@ -26,8 +26,8 @@ STATE_SCHEMA = "fp32-m-l-u-v1"
 @dataclass(frozen=True, slots=True)
 class PartialReceipt:
     """One producer's state over `support` (sorted original positions): m, l float32, u float32 [value_dim].
-    merge_revision: of the algebra; checksum: `state_checksum`. completed: seconds on the operation's clock.
-    None is a field that is not there."""
+    merge_revision: of the algebra; checksum: `state_checksum`. completed: seconds on the operation's clock,
+    None while no event orders the state before its use. None is a field that is not there."""
 
     tenant_namespace: str
     request_id: str
@@ -52,7 +52,7 @@ class PartialReceipt:
     producer_generation: int
     merge_revision: str | None
     checksum: int
-    completed: float
+    completed: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,9 @@ def state_checksum(m: float | None, l: float | None, u: NDArray[np.float32]) -> 
 
 def check_partial(terms: MergeTerms, receipt: PartialReceipt) -> None:
     """One receipt: PARTIAL_RECEIPT_INCOMPLETE, STATE_SCHEMA_MISMATCH, CHECKSUM_MISMATCH; TENANT_MISMATCH,
-    REQUEST_STALE, MODEL_MISMATCH; HEAD_AMBIGUOUS, QUERY_IDENTITY_MISMATCH; MASK_MISMATCH,
-    POSITION_CONTRACT_MISMATCH, SCORE_SCALE_MISMATCH; SUPPORT_DIGEST_MISMATCH, NO_NORMALISATION_MASS,
+    QUERY_IDENTITY_MISMATCH (another request), REQUEST_STALE, MODEL_MISMATCH; HEAD_AMBIGUOUS,
+    QUERY_IDENTITY_MISMATCH, HEAD_MAPPING_MISMATCH; MASK_MISMATCH, POSITION_CONTRACT_MISMATCH,
+    SCORE_SCALE_MISMATCH; SUPPORT_DIGEST_MISMATCH; NO_NORMALISATION_MASS, EMPTY_SUPPORT, STATE_INVALID;
     STATE_SHAPE, PARTIAL_RECEIPT_STALE."""
     operation = terms.operation
     binding, contract = operation.binding, operation.contract
@@ -90,12 +91,10 @@ def check_partial(terms: MergeTerms, receipt: PartialReceipt) -> None:
         raise CoreError(Reason.PARTIAL_RECEIPT_INCOMPLETE, "a state without the revision of its algebra")
     if receipt.query_head is None or receipt.kv_head is None:
         check_heads(contract, receipt.query_head, receipt.kv_head)
-    request = (receipt.request_id, receipt.request_generation)
     query = (
         receipt.layer,
         receipt.query_head,
         receipt.kv_head,
-        receipt.query_to_kv,
         receipt.query_position,
         receipt.query_sha256,
     )
@@ -103,7 +102,6 @@ def check_partial(terms: MergeTerms, receipt: PartialReceipt) -> None:
         operation.layer,
         operation.query_head,
         operation.kv_head,
-        operation.query_to_kv,
         operation.position,
         operation.query_sha256,
     )
@@ -117,9 +115,11 @@ def check_partial(terms: MergeTerms, receipt: PartialReceipt) -> None:
             Reason.CHECKSUM_MISMATCH,
         ),
         (receipt.tenant_namespace != binding.tenant_namespace, Reason.TENANT_MISMATCH),
-        (request != (terms.request_id, binding.request_generation), Reason.REQUEST_STALE),
+        (receipt.request_id != terms.request_id, Reason.QUERY_IDENTITY_MISMATCH),
+        (receipt.request_generation != binding.request_generation, Reason.REQUEST_STALE),
         (receipt.checkpoint_generation != binding.checkpoint_generation, Reason.MODEL_MISMATCH),
         (query != asked, Reason.QUERY_IDENTITY_MISMATCH),
+        (receipt.query_to_kv != operation.query_to_kv, Reason.HEAD_MAPPING_MISMATCH),
         (receipt.mask_sha256 != operation.mask_sha256, Reason.MASK_MISMATCH),
         (
             receipt.position_contract_sha256 != binding.position_contract_sha256,
@@ -127,7 +127,9 @@ def check_partial(terms: MergeTerms, receipt: PartialReceipt) -> None:
         ),
         (receipt.score_scale != terms.score_scale, Reason.SCORE_SCALE_MISMATCH),
         (receipt.support_sha256 != support_digest(receipt.support), Reason.SUPPORT_DIGEST_MISMATCH),
-        (not _has_mass(receipt), Reason.NO_NORMALISATION_MASS),
+        (receipt.m is None or receipt.l is None, Reason.NO_NORMALISATION_MASS),
+        (len(receipt.support) > 0 and receipt.l == 0.0, Reason.EMPTY_SUPPORT),
+        (not _is_state(receipt), Reason.STATE_INVALID),
         (receipt.u.shape != (contract.value_dim,), Reason.STATE_SHAPE),
         (
             receipt.merge_revision != terms.merge_revision
@@ -140,9 +142,10 @@ def check_partial(terms: MergeTerms, receipt: PartialReceipt) -> None:
             raise CoreError(reason, f"the state of producer {receipt.producer} is refused")
 
 
-def _has_mass(receipt: PartialReceipt) -> bool:
-    """An empty support is declared as (-inf, 0, 0); any other has a finite m and a positive l."""
-    if receipt.m is None or receipt.l is None or not bool(np.isfinite(receipt.u).all()):
+def _is_state(receipt: PartialReceipt) -> bool:
+    """An empty support is declared as (-inf, 0, 0); any other has a finite m and a positive l. u may hold
+    what V held."""
+    if receipt.m is None or receipt.l is None:
         return False
     if not len(receipt.support):
         return receipt.m == -math.inf and receipt.l == 0.0 and not receipt.u.any()
@@ -151,8 +154,8 @@ def _has_mass(receipt: PartialReceipt) -> bool:
 
 def check_merge(terms: MergeTerms, receipts: Sequence[PartialReceipt], returned_bytes: int) -> None:
     """All receipts of one merge: each by `check_partial`, then DUPLICATE_RECEIPT, SUPPORT_OVERLAP,
-    SUPPORT_GAP, EMPTY_SUPPORT, RECEIPT_COUNT, TRAFFIC_MISMATCH (P states of (2 + value_dim) float32, F29),
-    LATE_RECEIPT.
+    SUPPORT_OUT_OF_RANGE, SUPPORT_GAP, EMPTY_SUPPORT, RECEIPT_COUNT, TRAFFIC_MISMATCH (P states of
+    (2 + value_dim) float32, F29), NOT_VISIBLE, LATE_RECEIPT.
 
     A duplicate is looked for before an overlap, which it always is too.
     """
@@ -164,7 +167,10 @@ def check_merge(terms: MergeTerms, receipts: Sequence[PartialReceipt], returned_
     union = np.unique(rows)
     if len(union) != len(rows):
         raise CoreError(Reason.SUPPORT_OVERLAP, f"{len(rows) - len(union)} rows are in two supports")
-    if not np.array_equal(union, terms.required):
+    foreign = np.setdiff1d(union, terms.required, assume_unique=True)
+    if len(foreign):
+        raise CoreError(Reason.SUPPORT_OUT_OF_RANGE, f"row {int(foreign[0])} is not of the support")
+    if len(union) != len(terms.required):
         missing = len(np.setdiff1d(terms.required, union))
         raise CoreError(
             Reason.SUPPORT_GAP, f"{missing} required rows are in no support", {"missing": missing}
@@ -178,6 +184,9 @@ def check_merge(terms: MergeTerms, receipts: Sequence[PartialReceipt], returned_
         raise CoreError(
             Reason.TRAFFIC_MISMATCH, f"{len(receipts)} states of {state_bytes} bytes, not {returned_bytes}"
         )
-    late = [one.producer for one in receipts if one.completed > terms.operation.deadline.seconds]
+    ends = [(one.producer, one.completed) for one in receipts]
+    if any(end is None for _, end in ends):
+        raise CoreError(Reason.NOT_VISIBLE, "no event orders a state before its use")
+    late = [name for name, end in ends if end is not None and end > terms.operation.deadline.seconds]
     if late or terms.answered:
         raise CoreError(Reason.LATE_RECEIPT, f"after the deadline or the answer: {', '.join(late) or 'all'}")
