@@ -105,3 +105,27 @@ def both(folder: str, op: str) -> dict[str, Callable[[], Implementation]]:
     """The torch and Triton loaders of an op in ops/<folder>."""
     home = f"kvtier_kernels.ops.{folder}"
     return {b: loader(f"{home}.{b}_impl", f"{op}_{b}") for b in ("torch", "triton")}
+
+
+def far_requests(x: Tensor) -> Tensor:
+    """The same [3, ...] with requests 2^31 - 16 elements apart: the third lies past 2^31, and int32 wraps it
+    to 32 elements before the first, where other values are. Virtual memory; the gaps are never touched."""
+    step, lead = 2**31 - 16, 64
+    inner = x[0].contiguous()
+    pool = torch.empty(lead + 2 * step + inner.numel(), dtype=x.dtype)
+    pool[:lead] = 1
+    view = pool.as_strided((3, *inner.shape), (step, *inner.stride()), lead)
+    view.copy_(x)
+    return view
+
+
+def far_case(dtype: str, **more: int) -> Case:
+    """Three requests, for ops whose only large offsets are a request's."""
+    return case("far-requests", (20, 20, 20), Hazard.FAR, hq=2, hk=1, dtype=dtype, more=more)
+
+
+def bench_cases(dtype: str, *lengths: int, hq: int, hk: int, d: int, **more: int) -> tuple[Case, ...]:
+    """One request of each length."""
+    return tuple(
+        case(f"g{hq // hk}-d{d}-{n}", (n,), hq=hq, hk=hk, d=d, dtype=dtype, more=more) for n in lengths
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def tile_lse(s):
     """(m, l) [BM] of a tile s [BM, BN] of logits in base 2: l = sum 2^(s - m)."""
     m = tl.max(s, 1)
