@@ -1,0 +1,401 @@
+"""What every selector family states, is given and answers.
+
+Why it exists: families differ in their unit, evidence, build, guarantee and rule for grouped queries. Those
+differences are data here, never hidden behind one formula. A selection names rows and the evidence for them,
+never K/V and never slots. Rows that every query reads (sink, recent, what no index covers) are the caller's
+and count as nobody's success. It must not know tiers, requests' content or any one family.
+
+Namespaces: a unit (page, cluster, event) is not a row; `Selection.positions` holds rows, `units` holds units.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_kernels.state import AttentionState
+
+Rows = NDArray[np.int64]
+
+
+class Unit(StrEnum):
+    """What a family chooses."""
+
+    ROW = "row"
+    PAGE = "page"
+    CLUSTER = "cluster"
+    UNIT = "unit"
+    EVENT = "event"
+
+
+class Scope(StrEnum):
+    """Who shares one list of rows."""
+
+    QUERY_HEAD = "queryHead"
+    KV_HEAD = "kvHead"
+    LAYER = "layer"
+
+
+class Need(StrEnum):
+    """What a family must see to build or to select, besides the rows."""
+
+    QUERY = "query"
+    PREFILL_QUERIES = "prefillQueries"
+    PREVIOUS_HIDDEN_STATE = "previousHiddenState"
+    WEIGHTS = "weights"
+    SURPRISAL = "surprisal"
+
+
+class Guarantee(StrEnum):
+    """What is promised of the rows that are left out."""
+
+    EXACT = "exact"
+    UPPER_BOUND = "upperBound"
+    ESTIMATE = "estimate"
+    SAMPLED = "sampled"
+    HEURISTIC = "heuristic"
+
+
+class EditCost(StrEnum):
+    """What a change of indexed rows costs: the units that hold them, all of it, or it is illegal."""
+
+    UNIT = "unit"
+    REBUILD = "rebuild"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyFacts:
+    """What a family is, whatever its parameters. variant: "" for the published algorithm. fixed_size: a query
+    of a given budget reads as many units whatever it asks (threshold methods do not). key_frame: what is
+    indexed: "rope" (as attended), "preRope" or "centred"."""
+
+    family: str
+    unit: Unit
+    scope: Scope
+    needs: frozenset[Need]
+    guarantee: Guarantee
+    appendable: bool
+    edit: EditCost
+    variant: str = ""
+    order_sensitive: bool = False
+    randomised: bool = False
+    fixed_size: bool = True
+    key_frame: str = "rope"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One layer's geometry. scale: on q.k, as in the attention that follows."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.query_heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """What a rehearsal of this layer needs: q = (h @ query) + bias, before RoPE. query float32
+    [d_model, Hq * d]; bias float32 [Hq * d] or None; norm_weight float32 [d_model] and norm_eps: the RMS norm
+    that stands before the projection."""
+
+    query: Tensor
+    bias: Tensor | None
+    norm_weight: Tensor
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the engine gives with rows, one entry a row where not said otherwise; None: it cannot.
+
+    queries: float32 [n, Hq, d], as attended (after RoPE), of the rows themselves. hidden: float32
+    [n, d_model], the input of the previous layer. surprisal: float64 [n], nats, -log P(token | before).
+    weights: of this layer."""
+
+    queries: Tensor | None = None
+    hidden: Tensor | None = None
+    surprisal: NDArray[np.float64] | None = None
+    weights: LayerWeights | None = None
+
+    def has(self) -> frozenset[Need]:
+        given = {
+            Need.PREFILL_QUERIES: self.queries,
+            Need.PREVIOUS_HIDDEN_STATE: self.hidden,
+            Need.SURPRISAL: self.surprisal,
+            Need.WEIGHTS: self.weights,
+        }
+        return frozenset([Need.QUERY, *(need for need, value in given.items() if value is not None)])
+
+
+NO_EVIDENCE = Evidence()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an index was made of and for. digest: of the source binding. position_epoch grows with each edit
+    of positions. layer: that the index serves."""
+
+    digest: bytes
+    layer: int
+    position_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One decode query. q: float32 [1, Hq, d], unscaled, as attended. rows: it sees rows [0, rows). hidden:
+    float32 [1, d_model], the input of the previous layer, for families that rehearse. seed: of this draw, for
+    families that sample per query."""
+
+    q: Tensor
+    rows: int
+    source: Source
+    hidden: Tensor | None = None
+    seed: int = 0
+
+
+class CapPolicy(StrEnum):
+    """What happens to a selection over the budget."""
+
+    TRUNCATE = "truncate"
+    ERROR = "error"
+    DENSE = "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one query may read beyond the persistent rows; exactly one of tokens, bytes, units. Bytes are of K
+    and V of all KV heads, float32."""
+
+    tokens: int | None = None
+    bytes: int | None = None
+    units: int | None = None
+    cap_policy: CapPolicy = CapPolicy.TRUNCATE
+
+    def rows(self, shape: Shape) -> int | None:
+        """The rows of one KV head that it pays for; None when it counts units."""
+        if self.tokens is not None:
+            return self.tokens
+        if self.bytes is not None:
+            return self.bytes // (2 * shape.kv_heads * shape.head_dim * 4)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexFacts:
+    """What names an index. Rows [0, covered) are in it. epoch grows with every publication of it; digest:
+    SHA-256 over all of this and `parts`, the digests or counters of its arrays, so that no part of another
+    epoch goes unseen."""
+
+    selector_digest: str
+    source: Source
+    epoch: int
+    covered: int
+    seed: int = 0
+    parts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def digest(self) -> str:
+        body = repr(
+            (
+                self.selector_digest,
+                self.source.digest,
+                self.source.layer,
+                self.source.position_epoch,
+                self.epoch,
+                self.covered,
+                self.seed,
+                self.parts,
+            )
+        )
+        return "sha256:" + hashlib.sha256(body.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionReceipt:
+    """The evidence for a selection (specification A.12, D.0). One entry a list of `Selection.positions` in
+    every tuple.
+
+    asked: the budget. got_units, got_rows: beyond the persistent rows. uncapped: units before the cap.
+    dropped_by_cap: units that the cap took. scanned_units: that were scored. index_bytes: read of the index
+    (analytic, not timed). threshold: worst score chosen; runner_up: best not chosen (-inf: none). ties: units
+    at the cut that lost by id. unindexed: rows [covered, rows), all read. omitted_mass: estimated mass left
+    out, one a query head, None without an estimator; never the dense one. certified_mass: sound lower bound
+    on the mass kept, one a query head; None where the family has no sound bound. confidence: of the estimate.
+    detail: what only this family states, as text."""
+
+    family: str
+    variant: str
+    selector_digest: str
+    index_digest: str
+    index_epoch: int
+    source: Source
+    guarantee: Guarantee
+    scope: Scope
+    asked: Budget
+    got_units: tuple[int, ...]
+    got_rows: tuple[int, ...]
+    uncapped: tuple[int, ...]
+    dropped_by_cap: tuple[int, ...]
+    scanned_units: int
+    index_bytes: int
+    threshold: tuple[float, ...]
+    runner_up: tuple[float, ...]
+    ties: tuple[int, ...]
+    unindexed: int
+    seed: int | None = None
+    omitted_mass: tuple[float, ...] | None = None
+    confidence: float | None = None
+    certified_mass: tuple[float, ...] | None = None
+    detail: Mapping[str, str] = field(default_factory=dict)
+
+
+class Remainder(Protocol):
+    """What stands for rows that nobody read."""
+
+    def complete(self, exact: AttentionState) -> AttentionState:
+        """The answer's state from that of the rows read, m, l [1, Hq], u [1, Hq, d]. Marked estimated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """positions: rows to read, ascending and without repeats, persistent ones included: one array a query
+    head, a KV head, or one for all, as `scope` says. units: what was chosen by score, ascending, likewise.
+    log_weight: added to the logit of each row of `positions` (importance correction), None for none.
+    remainder: completes the state of the rows read; None: that state is the answer."""
+
+    scope: Scope
+    positions: tuple[Rows, ...]
+    units: tuple[Rows, ...]
+    receipt: SelectionReceipt
+    log_weight: tuple[NDArray[np.float32], ...] | None = None
+    remainder: Remainder | None = None
+
+    def rows_of_kv_head(self, head: int, shape: Shape) -> Rows:
+        """The rows that some query head of KV head `head` reads, ascending: what must be fetched."""
+        if self.scope is Scope.LAYER:
+            return self.positions[0]
+        if self.scope is Scope.KV_HEAD:
+            return self.positions[head]
+        group = self.positions[head * shape.group : (head + 1) * shape.group]
+        return np.unique(np.concatenate(group))
+
+
+class Index(Protocol):
+    """One layer's index of one session, immutable: `append` and `edit` return another."""
+
+    @property
+    def facts(self) -> IndexFacts: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A change of rows that an index may cover: rows [first, covered) are gone or have moved. truncated: they
+    are gone and nothing else changed. epoch: position epoch after it."""
+
+    first: int
+    epoch: int
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsRebuild:
+    """The index cannot follow an edit; `why` says what depends on all rows."""
+
+    why: str
+
+
+class Family(Protocol):
+    """A family with its parameters, budget and seed. Pure: the same calls give the same selections."""
+
+    @property
+    def facts(self) -> FamilyFacts: ...
+
+    @property
+    def digest(self) -> str:
+        """Names family, variant, parameters, budget, persistent rows and seed."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dense_layers(self) -> frozenset[int]: ...
+
+    def omits(self, rows: int) -> bool:
+        """Whether a query over `rows` rows would leave some unread; the same for all layers. A threshold
+        family answers whether it could."""
+
+    def build(self, source: Source, k: Tensor, v: Tensor, evidence: Evidence) -> Index:
+        """Over rows k, v float32 [n, Hk, d] at [0, n); n may be 0. Refuses evidence that lacks a need
+        (UNSUPPORTED names it)."""
+
+    def append(self, index: Index, k: Tensor, v: Tensor, evidence: Evidence) -> Index:
+        """Rows [covered, covered + n) added. CONTEXT_HASH_MISMATCH for a family of fixed contexts."""
+
+    def edit(self, index: Index, edit: Edit) -> Index | NeedsRebuild: ...
+
+    def select(self, index: Index, query: Query) -> Selection:
+        """Rows for one query. SUPPORT_GAP, UNSUPPORTED, SELECTOR_STALE, INDEX_STALE, INDEX_FRONTIER_LAG and
+        the family's own."""
+
+
+def check_index(index: Index, family: Family, query: Query, *, tail: int) -> int:
+    """Whether `index` may answer `query`; returns how many rows it does not cover, at most `tail`.
+
+    SELECTOR_STALE: built for other parameters. LAYER_DISTANCE: of another layer. IDENTITY_MISMATCH: of
+    another source. POSITION_CONTRACT_MISMATCH: of another position epoch. INDEX_STALE: it covers rows that
+    are gone. INDEX_FRONTIER_LAG: it ends too early."""
+    facts = index.facts
+    if facts.selector_digest != family.digest:
+        raise CoreError(
+            Reason.SELECTOR_STALE,
+            "the index was built for another selector",
+            {"index": facts.selector_digest, "asked": family.digest},
+        )
+    if facts.source.digest != query.source.digest:
+        raise CoreError(Reason.IDENTITY_MISMATCH, "the index belongs to another source of rows")
+    if facts.source.layer != query.source.layer:
+        raise CoreError(
+            Reason.LAYER_DISTANCE, f"the index is of layer {facts.source.layer}, not {query.source.layer}"
+        )
+    if facts.source.position_epoch != query.source.position_epoch:
+        raise CoreError(
+            Reason.POSITION_CONTRACT_MISMATCH,
+            f"the index is of position epoch {facts.source.position_epoch}, the query of "
+            f"{query.source.position_epoch}",
+        )
+    if facts.covered > query.rows:
+        raise CoreError(Reason.INDEX_STALE, f"the index covers {facts.covered} rows, there are {query.rows}")
+    lag = query.rows - facts.covered
+    if lag > tail:
+        raise CoreError(
+            Reason.INDEX_FRONTIER_LAG,
+            f"the index ends at row {facts.covered} of {query.rows}; at most {tail} may be outside",
+            {"covered": facts.covered, "rows": query.rows, "tail": tail},
+        )
+    return lag
+
+
+def check_needs(family: Family, evidence: Evidence) -> None:
+    """UNSUPPORTED names what the engine does not give and the family needs."""
+    missing = sorted(family.facts.needs - evidence.has())
+    if missing:
+        raise CoreError(
+            Reason.UNSUPPORTED,
+            f"{family.facts.family} needs {', '.join(missing)}, which this engine does not give",
+            {"missing": ",".join(missing)},
+        )
