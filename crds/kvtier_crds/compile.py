@@ -19,7 +19,8 @@ from kvtier_crds.models.kvcache import CacheTier, KVCache
 from kvtier_crds.models.kvcache import Model as ModelSpec
 from kvtier_crds.models.kvselector import KVSelector, SelectorGate
 from kvtier_crds.models.tierclass import TierClass
-from kvtier_crds.quantity import QuantityError, parse_bytes, parse_fraction
+from kvtier_crds.placement_parameters import placement_parameters
+from kvtier_crds.quantity import parse_bytes, parse_fraction
 
 CPU_DEVICE_KIND = "simulated"
 """The numerics class of a cache without a gpu tier: it computes where a simulated one does."""
@@ -78,7 +79,8 @@ def compile_manifest(
             chunk_tokens=spec.chunk_tokens,
             tiers=tuple(_tier(tier, classes[tier.tier_class_name]) for tier in spec.tiers),
             placement=m.Placement(
-                policy=spec.placement.policy.value, parameters=Parameters(spec.placement.parameters)
+                policy=spec.placement.policy.value,
+                parameters=Parameters(placement_parameters(spec.placement)),
             ),
             selector=None if selector is None else _selector(cache, selector),
             contract=m.Contract(
@@ -87,7 +89,9 @@ def compile_manifest(
                 tolerance=spec.contract.tolerance,
             ),
         )
-    except (ValidationError, QuantityError) as error:
+    except CompileError:
+        raise
+    except ValueError as error:
         raise CompileError(
             CompileReason.SPEC_INVALID,
             f"KVCache {cache.metadata.name}",
@@ -245,8 +249,8 @@ def _gate(gate: SelectorGate) -> m.SelectorGate:
     )
 
 
-def _first(error: ValidationError | QuantityError) -> str:
-    if isinstance(error, QuantityError):
+def _first(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

@@ -38,11 +38,8 @@ from kvtier_crds.models.common import (
     rules,
     struct_config,
 )
+from kvtier_crds.models.placements import Parameters, Placement
 from kvtier_crds.models.stages import BlastRadius
-
-Parameters = Annotated[
-    dict[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=253)]], Field(max_length=16)
-]
 
 
 class Adapter(Struct):
@@ -124,17 +121,6 @@ CacheTiers = Annotated[
     ),
 ]
 """Atomic, since its order counts: a merge by key may keep an old order."""
-
-
-class PlacementPolicy(StrEnum):
-    """recency: the newest chunks in the fastest tier that has room, older ones further down."""
-
-    RECENCY = "recency"
-
-
-class Placement(Struct):
-    policy: PlacementPolicy = PlacementPolicy.RECENCY
-    parameters: Parameters = Field(default={})
 
 
 class Contract(Struct):
@@ -226,6 +212,11 @@ class KVCacheSpec(Struct):
             "spec.deletion.cryptoErase needs spec.keySecretRef: erasing destroys that key",
         ),
         cel(
+            "!has(self.placement.headGroups) || !has(self.placement.headGroups.groupHeads) || "
+            "self.placement.headGroups.groupHeads <= self.model.geometry.kvHeads",
+            "spec.placement.headGroups.groupHeads must be at most spec.model.geometry.kvHeads",
+        ),
+        cel(
             "has(self.keySecretRef) == has(oldSelf.keySecretRef) && "
             "(!has(self.keySecretRef) || self.keySecretRef.name == oldSelf.keySecretRef.name)",
             "spec.keySecretRef is immutable: rotate keys by the entry CURRENT of the Secret",
@@ -282,6 +273,15 @@ class LedgerTier(Struct):
     pinned: Int64 = 0
 
 
+class PlanAlternative(Struct):
+    """What was weighed beside the plan: seconds as the policy predicts them, absent where nothing could be
+    priced; lost: why it is not the plan."""
+
+    name: Annotated[str, Field(max_length=63)]
+    lost: Annotated[str, Field(max_length=63)] = ""
+    seconds: Number | None = None
+
+
 class Plan(Struct):
     """What arithmetic says of the spec, from what the nodes measured: of a session that fills the tiers, on
     the node where a token waits longest; inputs name it. Written when a number moves by more than 5 % or the
@@ -295,6 +295,11 @@ class Plan(Struct):
     schedule: Annotated[str, Field(max_length=63)] | None = None
     """Name of the schedule chosen for rows that lie away from where they are attended; absent when none do or
     no schedule is legal, which inputs give the reason of."""
+    policy: Annotated[str, Field(max_length=63)] | None = None
+    """The placement policy that decided."""
+    considered: Annotated[
+        tuple[PlanAlternative, ...], Field(max_length=12, json_schema_extra=ATOMIC_LIST)
+    ] = ()
     inputs: Annotated[
         dict[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=63)]], Field(max_length=16)
     ] = Field(default={})

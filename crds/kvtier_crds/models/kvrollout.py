@@ -25,7 +25,8 @@ from kvtier_crds.models.common import (
     struct_config,
 )
 from kvtier_crds.models.gates import Gate, Metric, number
-from kvtier_crds.models.kvcache import Admission, CacheTiers, Placement
+from kvtier_crds.models.kvcache import Admission, CacheTiers
+from kvtier_crds.models.placements import Placement
 from kvtier_crds.models.rolloutstatus import KVRolloutStatus
 from kvtier_crds.models.stages import BlastRadius, StageName, StatusStage
 
