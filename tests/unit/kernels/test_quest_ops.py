@@ -1,8 +1,6 @@
-"""Quest's boxes, scores and the choice of units against their references and their bound."""
+"""Quest's boxes and scores against their references and their bound."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_kernels.ops.quest import quest_boxes, quest_boxes_ref, quest_score, quest_score_ref
-from kvtier_kernels.ops.topk import topk_units
 
 
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 256], ids=str)
@@ -61,28 +58,8 @@ def test_a_mean_over_the_group_would_lose_the_bound() -> None:
     assert float(quest_score(q, *quest_boxes(k, 16))) == 5.0
 
 
-def test_topk_ties_go_to_the_lowest_id_and_ids_ascend() -> None:
-    scores = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0, 9.0], [5.0, 4.0, 3.0, 2.0, 1.0]])
-    assert topk_units(scores, 2).tolist() == [[1, 2], [0, 4], [0, 1]]
-    assert topk_units(scores, 0).shape == (3, 0)
-    assert topk_units(scores, 9).tolist() == [[0, 1, 2, 3, 4]] * 3
-
-
-def test_topk_keeps_a_unit_whose_score_is_nan() -> None:
-    assert topk_units(torch.tensor([[1.0, 2.0, math.nan, 3.0]]), 2).tolist() == [[2, 3]]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(-3, 3), min_size=1, max_size=200), st.integers(0, 40))
-def test_topk_equals_sorting_by_hand(values: list[int], k: int) -> None:
-    want = sorted(sorted(range(len(values)), key=lambda i: (-values[i], i))[:k])
-    assert topk_units(torch.tensor([values], dtype=torch.float32), k)[0].tolist() == want
-
-
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="page_tokens"):
         quest_boxes(torch.zeros(4, 1, 8), 0)
     with pytest.raises(ValueError, match="do not divide"):
         quest_score(torch.zeros(3, 8), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))
-    with pytest.raises(ValueError, match="k >= 0"):
-        topk_units(torch.zeros(1, 2), -1)
