@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Linux's MAP_NORESERVE, which Python names from 3.13 on.
+_NORESERVE = 0x4000
 
 
 def fresh(inputs: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -47,6 +51,15 @@ def to_device(inputs: Mapping[str, Any], device: torch.device | str) -> dict[str
     return out
 
 
+def reserved(elements: int, dtype: torch.dtype) -> Tensor:
+    """Zeros in memory that is reserved and not backed until it is touched, however much it is. 2^31
+    elements lie before and behind its start, so that an offset which int32 wraps is wrong without a fault.
+    """
+    size = (2**31 + max(elements, 2**31)) * torch.empty(0, dtype=dtype).element_size()
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    return torch.frombuffer(memory, dtype=dtype)[2**31 :]
+
+
 def far_rows(rows: Tensor, ids: Tensor, *, stride: int) -> Tensor:
     """A pool in which row `i` of `rows` [N, ...] lies `ids[i]` times `stride` elements in.
 
@@ -57,7 +70,7 @@ def far_rows(rows: Tensor, ids: Tensor, *, stride: int) -> Tensor:
     inner = rows[0].numel()
     if inner > stride or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < len(rows):
         raise ValueError(f"rows of {inner} elements every {stride}, ids {ids.tolist()}")
-    pool = torch.empty((int(ids[-1]) + 1) * stride, dtype=rows.dtype)
+    pool = reserved((int(ids[-1]) + 1) * stride, rows.dtype)
     strides = (stride, *rows[0].contiguous().stride())
     view = pool.as_strided((int(ids[-1]) + 1, *rows.shape[1:]), strides)
     view[: len(rows)] = 1
