@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-untyped,no-untyped-def"
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 """Small pieces that the scoring kernels share. It must not know what a logit is of.
 
 Hazard: -inf - (-inf) is NaN, so an exponent's reference point is 0 while the maximum is still -inf.
@@ -27,7 +27,7 @@ def tile_lse(s):
     return m, tl.sum(tl.exp2(s - anchor[:, None]), 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def lse_kernel(m_ptr, l_ptr, out_ptr, blocks, BLOCK: tl.constexpr):
     """out [R]: natural lse of partial (m in base 2, l) [R, blocks]; one program a row, ascending."""
     r = tl.program_id(0).to(tl.int64)

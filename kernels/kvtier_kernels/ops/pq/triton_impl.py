@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-untyped,no-untyped-def"
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 """Product-quantised scores on a GPU: a table by dots, then two passes over the codes (lse, then scores).
 
 The codes lie part by part, so that a block of rows reads whole lines of each. The second pass reads them
@@ -23,7 +23,7 @@ BLOCK_N = 256
 NUM_WARPS = 4
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def lut_kernel(
     q_ptr,
     cent_ptr,
@@ -66,7 +66,7 @@ def lut_kernel(
         tl.store(at, product, mask=live[:, None] & (entry < C)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _logits(table, code_row, tokens, there, scale, stride_m, G: tl.constexpr, M: tl.constexpr,
             C: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """[BG, BN] scaled logits; 0 in rows past G."""
@@ -81,7 +81,7 @@ def _logits(table, code_row, tokens, there, scale, stride_m, G: tl.constexpr, M:
     return s * scale
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def part_kernel(
     lut_ptr,
     codes_ptr,
@@ -116,7 +116,7 @@ def part_kernel(
     tl.store(l_ptr + at, l, mask=heads < G)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def score_kernel(
     lut_ptr,
     codes_ptr,

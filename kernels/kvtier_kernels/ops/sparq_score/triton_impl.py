@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-untyped,no-untyped-def"
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 """SparQ on a GPU: one program per request, KV head and block of rows; the share of a selection by segment.
 
 The keys lie channel by channel, so the chosen channels are read in whole lines. Hazards: channel ids times
@@ -22,7 +22,7 @@ BLOCK_IDS = 64
 NUM_WARPS = 4
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _few(q_ptr, dims_ptr, heads, live, D: tl.constexpr, BD: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
          BM: tl.constexpr, stride_h):  # fmt: skip
     """(q on the chosen channels [BM, BR] as loaded, factor [BM], channels int64 [BR], which are real)."""
@@ -40,7 +40,7 @@ def _few(q_ptr, dims_ptr, heads, live, D: tl.constexpr, BD: tl.constexpr, R: tl.
     return few, factor, at, real
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def score_kernel(
     q_ptr,
     k_ptr,
@@ -93,7 +93,7 @@ def score_kernel(
     tl.store(l_ptr + part, l, mask=live)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def alpha_kernel(
     q_ptr,
     k_ptr,
