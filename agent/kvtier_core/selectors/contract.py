@@ -276,7 +276,9 @@ class Selection:
     """positions: rows to read, ascending and without repeats, persistent ones included: one array a query
     head, a KV head, or one for all, as `scope` says. units: what was chosen by score, ascending, likewise.
     log_weight: added to the logit of each row of `positions` (importance correction), None for none.
-    remainder: completes the state of the rows read; None: that state is the answer."""
+    remainder: completes the state of the rows read; None: that state is the answer. left_out: float64 [Hq],
+    an upper bound of ln of the sum of e^logit over the rows that are not read, where the family has a sound
+    one."""
 
     scope: Scope
     positions: tuple[Rows, ...]
@@ -284,6 +286,17 @@ class Selection:
     receipt: SelectionReceipt
     log_weight: tuple[NDArray[np.float32], ...] | None = None
     remainder: Remainder | None = None
+    left_out: NDArray[np.float64] | None = None
+
+    def certified(self, read: AttentionState) -> tuple[float, ...] | None:
+        """A sound lower bound on the share of the attention that was read, one a query head, from the state
+        m, l [1, Hq] of the rows read: l e^m / (l e^m + the bound of the others). None without a bound."""
+        if self.left_out is None:
+            return None
+        # The state's own sum is rounded in float32, a few parts in 2^23 for each level of its tree.
+        kept = (read.m[0].double() + read.l[0].double().log()).numpy() - 2.0**-16
+        with np.errstate(over="ignore"):
+            return tuple(float(share) for share in 1.0 / (1.0 + np.exp(self.left_out - kept)))
 
     def rows_of_kv_head(self, head: int, shape: Shape) -> Rows:
         """The rows that some query head of KV head `head` reads, ascending: what must be fetched."""
