@@ -12,7 +12,9 @@ from kvtier.v1 import control_pb2
 from kvtier_core.computeprobe import ComputeFigures, measure_compute
 from kvtier_core.engine import STAGING_BUFFERS
 from kvtier_core.layout import ChunkLayout
-from kvtier_core.nodeplan import NodePlan, TierFigures, node_plan
+from kvtier_core.nodeplan import NodePlan, TierFigures
+from kvtier_core.placements.policy import policy_of
+from kvtier_core.policyplan import policy_plan
 from kvtier_core.receipts import TierStats
 from kvtier_core.tiers.base import slot_stride, slots_for
 from kvtier_core.tiers.staging import block_bytes
@@ -28,16 +30,18 @@ class PlanReporter:
         self._geometry = geometry = manifest.model.geometry
         self._layout = ChunkLayout(geometry.kv_heads, manifest.chunk_tokens, geometry.head_dim)
         self._roles = {tier.tier_class_name: tier.role for tier in manifest.tiers}
+        self._policy = policy_of(manifest.placement)
         self._compute = compute
         self._known: tuple[Sequence[TierFigures], NodePlan | None] | None = None
 
     def of(self, tiers: Sequence[TierStats]) -> NodePlan | None:
-        """The plan over the engine's tiers, in the manifest's order. None: nothing can be said, see
-        `node_plan`."""
+        """The plan of the manifest's policy over the engine's tiers, in the manifest's order. None: nothing
+        can be said, see `node_plan`."""
         figures = [tier_figures(tier, self._roles[tier.class_name], self._layout) for tier in tiers]
         if self._known is None or self._known[0] != figures:
             geometry = self._geometry
-            plan = node_plan(
+            plan = policy_plan(
+                self._policy,
                 geometry.layers,
                 geometry.query_heads,
                 self._layout,
@@ -60,13 +64,15 @@ def tier_figures(stats: TierStats, role: TierRole, layout: ChunkLayout) -> TierF
     """A gpu tier is read in place only where it is simulated: the host forms all states in this version."""
     storage = stats.medium == Medium.NVME
     in_place = stats.medium == Medium.CPU or (stats.medium == Medium.GPU and stats.simulated)
-    read = stats.read_bytes_per_second
+    read, write = stats.read_bytes_per_second, stats.write_bytes_per_second
     return TierFigures(
         name=stats.class_name,
         in_place=in_place,
         slots=slots_for(stats.capacity_bytes, block_bytes(layout) if storage else slot_stride(layout)),
         rows=role is not TierRole.STAGING,
         read=BytesPerSecond(read) if read > 0.0 else None,
+        medium=stats.medium,
+        write=BytesPerSecond(write) if write > 0.0 else None,
     )
 
 
@@ -79,4 +85,9 @@ def plan_message(plan: NodePlan) -> control_pb2.PlanState:
         compute_flop_per_second=0.0 if plan.compute is None else plan.compute.value,
         bytes_per_token=plan.bytes_per_token,
         inputs=dict(plan.inputs),
+        policy=plan.policy,
+        considered=[
+            control_pb2.PlanAlternative(name=item.name, lost=item.lost, seconds=item.seconds)
+            for item in plan.considered
+        ],
     )

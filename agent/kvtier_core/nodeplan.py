@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier_core.cacheplan import PlanInputs, plan_cache
+from kvtier_core.cacheplan import CachePlan, PlanInputs, plan_cache
 from kvtier_core.computeprobe import ComputeFigures
 from kvtier_core.cost import KvGeometry
 from kvtier_core.layout import FLOAT_BYTES, ChunkLayout
+from kvtier_core.placements.preference import RECENCY, PlacementPreference
 from kvtier_core.units import BytesPerSecond, FlopPerSecond
 
 TEXT = 63
@@ -27,13 +28,26 @@ TEXT = 63
 class TierFigures:
     """in_place: attention reads its memory without a copy. slots: whole chunks of one layer that its budget
     pays. rows: whether rows may stay (a tier of role staging is nobody's home). read: measured, of whole,
-    verified chunks into host memory, what it takes to begin one included; None: not measured."""
+    verified chunks into host memory, what it takes to begin one included; write: the other way; None: not
+    measured. medium: gpu, cpu, nvme or remote."""
 
     name: str
     in_place: bool
     slots: int
     rows: bool
     read: BytesPerSecond | None
+    medium: str = "cpu"
+    write: BytesPerSecond | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """What was weighed beside the plan. lost: why it is not the plan. seconds: of a token, as predicted;
+    None: it could not be priced."""
+
+    name: str
+    lost: str
+    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +55,7 @@ class NodePlan:
     """stall: seconds per token, None when no schedule is legal. schedule: of rows that lie away, None when
     none is legal or no row does. kappa: None when an operand is unknown here; link, compute and
     bytes_per_token are the others. inputs: the numbers it was made of, for people, each with its unit in its
-    name."""
+    name. policy: whose plan it is; considered: what it was chosen from; preference: what it asks of steps."""
 
     stall: float | None
     schedule: str | None
@@ -50,6 +64,9 @@ class NodePlan:
     compute: FlopPerSecond | None
     bytes_per_token: int
     inputs: Mapping[str, str]
+    policy: str = RECENCY.policy
+    considered: tuple[Alternative, ...] = ()
+    preference: PlacementPreference = RECENCY
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +133,18 @@ def node_plan(
         compute=compute.flops,
         bytes_per_token=given.geometry.token.value,
         inputs=stated,
+        considered=_considered(plan) if split.away else (),
+    )
+
+
+def _considered(plan: CachePlan) -> tuple[Alternative, ...]:
+    """The other schedules. One that could not be priced has no seconds."""
+    if plan.choice is None:
+        return tuple(Alternative(name, lost, None) for name, lost in plan.refused.items())
+    return tuple(
+        Alternative(item.schedule.value, item.rejected.value, item.service or None)
+        for item in plan.choice.considered
+        if item.rejected is not None
     )
 
 

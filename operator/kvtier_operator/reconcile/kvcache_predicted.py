@@ -18,6 +18,7 @@ CHANGE = 0.05
 # Less of a token's time is no news, however large a part of the last figure it is.
 CHANGE_SECONDS = 1e-6
 MAX_INPUTS = 14
+MAX_CONSIDERED = 12
 TEXT = 63
 PREFILL = "prefillFlopPerToken"
 # What follows from the spec alone: equal on every node, so a difference is a change of the spec.
@@ -27,7 +28,8 @@ OF_SPEC = ("contextTokens", "coldTokens", PREFILL)
 @dataclass(frozen=True)
 class NodePlan:
     """One node's. stall: seconds per token, None when no schedule is legal there. link: bytes per second,
-    flops: per second, token: bytes; None or 0: not known. schedule: empty when no row lies away."""
+    flops: per second, token: bytes; None or 0: not known. schedule: empty when no row lies away. policy: of
+    the placement, empty from an agent that knows none; considered: (name, why it lost, seconds)."""
 
     stall: float | None
     schedule: str
@@ -36,6 +38,8 @@ class NodePlan:
     flops: float | None
     token: int
     inputs: Mapping[str, str]
+    policy: str = ""
+    considered: tuple[tuple[str, str, float | None], ...] = ()
 
 
 def node_plan(held: control.CacheState | None) -> NodePlan | None:
@@ -55,6 +59,10 @@ def node_plan(held: control.CacheState | None) -> NodePlan | None:
         flops=plan.compute_flop_per_second if _is_positive(plan.compute_flop_per_second) else None,
         token=plan.bytes_per_token,
         inputs={name[:TEXT]: value[:TEXT] for name, value in inputs},
+        policy=plan.policy[:TEXT],
+        considered=tuple(
+            (item.name[:TEXT], item.lost[:TEXT], _seconds(item)) for item in plan.considered[:MAX_CONSIDERED]
+        ),
     )
 
 
@@ -77,7 +85,19 @@ def plan_of(plans: Mapping[str, NodePlan], prefill: str | None) -> JsonObject | 
         found["predictedStall"] = f"{worst.stall:.5g}"
     if worst.schedule:
         found["schedule"] = worst.schedule
+    if worst.policy:
+        found["policy"] = worst.policy
+    if worst.considered:
+        found["considered"] = [
+            {"name": name, "lost": lost} | ({} if seconds is None else {"seconds": f"{seconds:.5g}"})
+            for name, lost, seconds in worst.considered
+        ]
     return found
+
+
+def _seconds(item: control.PlanAlternative) -> float | None:
+    seconds = item.seconds if item.HasField("seconds") else None
+    return seconds if _is_number(seconds) else None
 
 
 def _kappa(prefill: str, plan: NodePlan) -> float | None:
@@ -90,10 +110,12 @@ def _kappa(prefill: str, plan: NodePlan) -> float | None:
 
 
 def plan_moved(before: JsonObject, after: JsonObject, nodes: Sequence[str]) -> bool:
-    """Whether it is news: another schedule, another spec, a number that moved by more than 5 % or came or
-    went, or a plan of a node that is none of `nodes` any more."""
+    """Whether it is news: another schedule or policy, another spec, a number that moved by more than 5 % or came
+    or went, or a plan of a node that is none of `nodes` any more."""
     old, new = before.get("inputs") or {}, after["inputs"]
-    if before.get("schedule") != after.get("schedule") or any(old.get(k) != new.get(k) for k in OF_SPEC):
+    if any(before.get(name) != after.get(name) for name in ("schedule", "policy")):
+        return True
+    if any(old.get(k) != new.get(k) for k in OF_SPEC):
         return True
     if old.get("node") not in [name[:TEXT] for name in nodes]:
         return True

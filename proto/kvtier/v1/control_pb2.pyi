@@ -73,7 +73,7 @@ class CacheState(_message.Message):
     def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ..., used_by_tier: _Optional[_Mapping[str, int]] = ..., pinned_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Union[PlanState, _Mapping]] = ...) -> None: ...
 
 class PlanState(_message.Message):
-    __slots__ = ("predicted_stall_seconds", "schedule", "kappa_crit", "link_bytes_per_second", "compute_flop_per_second", "bytes_per_token", "inputs")
+    __slots__ = ("predicted_stall_seconds", "schedule", "kappa_crit", "link_bytes_per_second", "compute_flop_per_second", "bytes_per_token", "inputs", "policy", "considered")
     class InputsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,8 @@ class PlanState(_message.Message):
     COMPUTE_FLOP_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    CONSIDERED_FIELD_NUMBER: _ClassVar[int]
     predicted_stall_seconds: float
     schedule: str
     kappa_crit: float
@@ -95,7 +97,19 @@ class PlanState(_message.Message):
     compute_flop_per_second: float
     bytes_per_token: int
     inputs: _containers.ScalarMap[str, str]
-    def __init__(self, predicted_stall_seconds: _Optional[float] = ..., schedule: _Optional[str] = ..., kappa_crit: _Optional[float] = ..., link_bytes_per_second: _Optional[float] = ..., compute_flop_per_second: _Optional[float] = ..., bytes_per_token: _Optional[int] = ..., inputs: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    policy: str
+    considered: _containers.RepeatedCompositeFieldContainer[PlanAlternative]
+    def __init__(self, predicted_stall_seconds: _Optional[float] = ..., schedule: _Optional[str] = ..., kappa_crit: _Optional[float] = ..., link_bytes_per_second: _Optional[float] = ..., compute_flop_per_second: _Optional[float] = ..., bytes_per_token: _Optional[int] = ..., inputs: _Optional[_Mapping[str, str]] = ..., policy: _Optional[str] = ..., considered: _Optional[_Iterable[_Union[PlanAlternative, _Mapping]]] = ...) -> None: ...
+
+class PlanAlternative(_message.Message):
+    __slots__ = ("name", "lost", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    lost: str
+    seconds: float
+    def __init__(self, name: _Optional[str] = ..., lost: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class CandidateState(_message.Message):
     __slots__ = ("digest", "fence", "remaining_ms")
