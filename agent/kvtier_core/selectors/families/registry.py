@@ -1,0 +1,33 @@
+"""From a manifest's selector to its family.
+
+Why it exists: the one place that knows all families. It must not know what any of them does.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.selectors.contract import Family, Shape
+from kvtier_core.selectors.families.certified_scan import CertifiedScan
+from kvtier_crds.manifest import Selector
+
+
+class _Maker(Protocol):
+    def __call__(self, selector: Selector, shape: Shape, page_tokens: int) -> Family: ...
+
+
+FAMILIES: dict[str, _Maker] = {
+    "certifiedScan": CertifiedScan.from_manifest,
+}
+
+
+def make_family(selector: Selector, shape: Shape, page_tokens: int) -> Family:
+    """The family that a manifest names. MANIFEST_INVALID names the field and what is legal."""
+    maker = FAMILIES.get(selector.family)
+    if maker is None:
+        raise CoreError(
+            Reason.MANIFEST_INVALID,
+            f"selector family {selector.family!r} cannot run here; legal: {', '.join(sorted(FAMILIES))}",
+        )
+    return maker(selector, shape, page_tokens)
