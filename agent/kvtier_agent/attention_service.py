@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 
 from kvtier.v1 import attention_pb2, attention_pb2_grpc
-from kvtier_agent import convert
+from kvtier_agent import attendframes, convert
+from kvtier_agent.attendframes import FrameCount, FrameDesk
 from kvtier_agent.cachehost import CacheHost, FrameAnswer, Session
 from kvtier_agent.errors import to_detail
+from kvtier_agent.localchannel.listener import ChannelServer
 from kvtier_agent.node import Node, check_owner
 from kvtier_agent.rpc import RpcScope, ServicerContext, abort
 from kvtier_agent.telemetry import Metrics, Telemetry
@@ -23,9 +25,6 @@ from kvtier_crds.manifest import RuntimeManifest
 
 QUERY_BLOCK_TOKENS = 256
 _MAX_NAME = 253
-_TAKEOVER_SECONDS = 1.0
-# An engine looks at a frame's deadline itself, between chunks; only one that hangs is later than this.
-_ENGINE_GRACE_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -38,42 +37,25 @@ class _Received:
     refusal: CoreError | None
 
 
-class FrameCount:
-    """Attention frames of this agent that are queued or running; bounded, and looked at by a drain."""
-
-    def __init__(self, bound: int, metrics: Metrics) -> None:
-        self._bound = bound
-        self._metrics = metrics
-        self.count = 0
-
-    def enter(self) -> CoreError | None:
-        """Takes one place, or says why there is none."""
-        if self.count >= self._bound:
-            return CoreError(
-                Reason.QUEUE_FULL,
-                f"{self.count} frames are in flight on this agent",
-                {"bound": str(self._bound)},
-            )
-        self.count += 1
-        self._metrics.frames_in_flight.set(self.count)
-        return None
-
-    def leave(self) -> None:
-        self.count -= 1
-        self._metrics.frames_in_flight.set(self.count)
-
-
 class AttentionService(attention_pb2_grpc.AttentionServicer):
     """Engine to agent."""
 
     def __init__(
-        self, node: Node, scope: RpcScope, telemetry: Telemetry, metrics: Metrics, frames: FrameCount
+        self,
+        node: Node,
+        scope: RpcScope,
+        telemetry: Telemetry,
+        metrics: Metrics,
+        frames: FrameCount,
+        channels: ChannelServer | None = None,
     ) -> None:
+        """channels: offered to sessions that want one."""
         self._node = node
         self._scope = scope
-        self._telemetry = telemetry
         self._metrics = metrics
         self._frames = frames
+        self._channels = channels
+        self._desk = FrameDesk(node, telemetry, metrics, frames)
 
     async def DescribeCache(
         self, request: attention_pb2.DescribeCacheRequest, context: ServicerContext
@@ -148,25 +130,16 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         finally:
             reader.cancel()
             if owned is not None:
-                owned.streaming = False
-                owned.stream_ended.set()
+                self._desk.release(owned)
             while not queue.empty():
                 left = queue.get_nowait()
                 if left is not None and left.refusal is None:
                     self._frames.leave()
 
     async def _claim(self, frame: attention_pb2.AttendFrame) -> Session:
-        """The session that the first frame of a stream names; one stream at a time. A client that lost its
-        stream comes with another before this end has noticed, so the old one is given a moment."""
+        """The session that the first frame of a stream names."""
         session = self._node.session(frame.session_id, frame.generation, frame.tenant)
-        try:
-            async with asyncio.timeout(_TAKEOVER_SECONDS):
-                while session.streaming:
-                    session.stream_ended.clear()
-                    await session.stream_ended.wait()
-        except TimeoutError:
-            raise CoreError(Reason.BAD_ARGUMENT, "the session has another open stream") from None
-        session.streaming = True
+        await self._desk.claim(session)
         return session
 
     async def _answer(self, received: _Received, owned: Session | None) -> attention_pb2.AttendAnswer:
@@ -177,11 +150,11 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
             if received.refusal is not None:
                 raise received.refusal
             session = self._checked(frame, owned)
-            deadline = self._deadline(received)
+            deadline = self._desk.deadline(received.at, frame.deadline_ms)
             converted, queries = convert.frame_input(frame, session.host.manifest, deadline)
             answer = await _in_time(session.host.attend(session, converted, queries), deadline)
             arm = answer.arm
-            self._observe(session, frame, answer, started_ns)
+            self._desk.observe(session, frame.step, answer, started_ns)
             return convert.answer_message(frame, answer)
         except CoreError as error:
             code = error.reason.name
@@ -199,42 +172,6 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         if session is not owned:
             raise CoreError(Reason.BAD_ARGUMENT, "one stream carries one session")
         return session
-
-    def _deadline(self, received: _Received) -> float:
-        """When the engine stops, on time.monotonic; a frame that waited past it is refused right here."""
-        allowed = self._node.limits.frame_deadline_seconds
-        if received.frame.deadline_ms:
-            allowed = min(allowed, received.frame.deadline_ms / 1000)
-        waited = time.monotonic() - received.at
-        if waited > allowed:
-            message = f"the frame waited {waited:.3f} s, its deadline was {allowed:.3f} s"
-            raise CoreError(Reason.DEADLINE, message)
-        return received.at + allowed
-
-    def _observe(
-        self, session: Session, frame: attention_pb2.AttendFrame, answer: FrameAnswer, started_ns: int
-    ) -> None:
-        receipt = answer.result.receipt
-        self._metrics.stall_seconds.inc(receipt.stall_seconds)
-        for tier, size in receipt.bytes_by_tier.items():
-            self._metrics.tier_read_bytes[tier,].inc(size)
-        if answer.compared_error is None:
-            return
-        self._metrics.compared_steps.inc()
-        self._telemetry.step(
-            session_traceparent=session.traceparent,
-            rollout_traceparent=session.host.rollout_traceparent,
-            start_ns=started_ns,
-            attributes={
-                "kvtier.step": frame.step,
-                "kvtier.arm": answer.arm.value,
-                "kvtier.exactness": receipt.exactness.value,
-                "kvtier.rows_attended": receipt.rows_attended,
-                "kvtier.step_error": answer.compared_error,
-            },
-            bytes_by_tier=receipt.bytes_by_tier,
-            stall_seconds=receipt.stall_seconds,
-        )
 
     async def _describe(
         self, request: attention_pb2.DescribeCacheRequest
@@ -284,7 +221,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         digest = host.baseline_digest
         if assignment.arm is ServedArm.CANDIDATE and assignment.terms is not None:
             digest = assignment.terms.candidate_digest
-        return attention_pb2.OpenSessionResponse(
+        opened = attention_pb2.OpenSessionResponse(
             session_id=session.handle.session_id,
             generation=session.handle.generation,
             boot_id=node.boot_id,
@@ -297,6 +234,18 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
             query_block_tokens=QUERY_BLOCK_TOKENS,
             cache=convert.cache_ref(host.name),
         )
+        if request.local_channel_version:
+            self._offer(session, request.local_channel_version, opened)
+        return opened
+
+    def _offer(self, session: Session, version: int, opened: attention_pb2.OpenSessionResponse) -> None:
+        """A local channel, or why there is none: the session is open all the same."""
+        try:
+            if self._channels is None:
+                raise CoreError(Reason.UNSUPPORTED, "this agent has no local channels")
+            opened.local_channel.CopyFrom(self._channels.offer(session, version))
+        except CoreError as error:
+            opened.local_channel_refused = f"{error.reason}: {error.message}"
 
     async def _close(self, request: attention_pb2.CloseSessionRequest) -> attention_pb2.CloseSessionResponse:
         session = self._node.session(request.session_id, request.generation, request.tenant)
@@ -318,11 +267,10 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
 
 async def _in_time(attending: Awaitable[FrameAnswer], deadline: float) -> FrameAnswer:
     try:
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + _ENGINE_GRACE_SECONDS):
+        async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + attendframes.ENGINE_GRACE_SECONDS):
             return await attending
     except TimeoutError:
-        message = "the engine does not answer; it may still take the frame's rows, so send it again unchanged"
-        raise CoreError(Reason.DEADLINE, message) from None
+        raise CoreError(Reason.DEADLINE, attendframes.HANGS) from None
 
 
 async def _next(

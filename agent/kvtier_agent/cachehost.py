@@ -314,13 +314,13 @@ class CacheHost:
     def _attend_now(self, one: _Prepared, evidence: FrameEvidence) -> FrameAnswer | CoreError:
         with self.enforcement.candidate_step():
             result = self._computed(one)
-            if isinstance(result, FrameResult) and result.from_candidate:
-                if not self.enforcement.may_publish(one.session.assignment):
-                    # Permission ended after the engine asked for it. The rows are in, so this is a repeat.
-                    repeated = self._computed(replace(one, mode=one.exact()))
-                    if isinstance(repeated, FrameResult):
-                        repeated = replace(repeated, comparison=result.comparison)
-                    result = repeated
+            published = isinstance(result, FrameResult) and result.from_candidate
+            if published and not self.enforcement.may_publish(one.session.assignment):
+                # Permission ended after the engine asked for it. The rows are in, so this is a repeat.
+                repeated = self._computed(replace(one, mode=one.exact()))
+                if isinstance(repeated, FrameResult) and isinstance(result, FrameResult):
+                    repeated = replace(repeated, comparison=result.comparison)
+                result = repeated
         return self._settled(one, result, evidence)
 
     def _computed(self, one: _Prepared) -> FrameResult | CoreError:

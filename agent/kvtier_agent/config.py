@@ -172,6 +172,11 @@ class AgentConfig:
     def socket_path(self) -> Path:
         return self.run_dir / self.node_name / "engine.sock"
 
+    @property
+    def channels_path(self) -> Path:
+        """The folder of local channels, one folder in it for each namespace."""
+        return self.run_dir / self.node_name / "channels"
+
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> AgentConfig:
         """Raises ConfigError naming the flag."""

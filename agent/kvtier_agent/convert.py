@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
+from typing import Protocol
 
 from google.protobuf.message import Message
 
+from kvtier.local.receipts import ReceiptFacts
 from kvtier.v1 import attention_pb2, common_pb2, control_pb2, evidence_pb2
 from kvtier_agent.cachehost import CacheName, FrameAnswer
-from kvtier_agent.engine_port import FrameInput, TierReport
+from kvtier_agent.engine_port import ExactnessClass, FrameInput, TierReport
 from kvtier_agent.evidence_port import GateTerms, Outcome, ProbeResult, WindowTerms
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm
@@ -21,6 +23,12 @@ from kvtier_evidence.window import WindowKey
 _STAGES = frozenset({"Off", "Shadow", "Canary", "Ramp", "Full", "ExactBaseline"})
 # Left out of a command's content: they may differ between repeats of one command (release.md).
 _NOT_CONTENT = ("nonce", "boot_id")
+
+_EXACTNESS_NUMBER = {kind: attention_pb2.ExactnessClass.Value(kind.value) for kind in ExactnessClass}
+_NOT_NEGATIVE = (
+    *("step", "first_row_position", "first_query_position"),
+    *("committed_frontier", "deadline_ms"),
+)
 
 ARM_TO_WIRE = {
     ServedArm.BASELINE: attention_pb2.ARM_BASELINE,
@@ -160,17 +168,40 @@ def tier_state(report: TierReport) -> control_pb2.TierState:
     )
 
 
+class FrameNumbers(Protocol):
+    """What every form of a frame has."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def first_row_position(self) -> int: ...
+    @property
+    def first_query_position(self) -> int: ...
+    @property
+    def committed_frontier(self) -> int: ...
+    @property
+    def deadline_ms(self) -> int: ...
+
+
+def check_frame_numbers(frame: FrameNumbers, manifest: RuntimeManifest) -> None:
+    """Raises FRAME_INVALID naming the field that is out of range."""
+    layers = manifest.model.geometry.layers
+    if not 0 <= frame.layer < layers:
+        raise CoreError(Reason.FRAME_INVALID, f"layer {frame.layer} must be in [0, {layers})")
+    for name in _NOT_NEGATIVE:
+        if getattr(frame, name) < 0:
+            raise CoreError(Reason.FRAME_INVALID, f"{name} must not be negative")
+
+
 def frame_input(
     frame: attention_pb2.AttendFrame, manifest: RuntimeManifest, deadline: float | None = None
 ) -> tuple[FrameInput, int]:
     """The frame and its number of queries; raises FRAME_INVALID naming the field whose length is wrong.
     `deadline`: seconds on the engine's clock, since the frame's own counts from its receipt."""
     geometry = manifest.model.geometry
-    if not 0 <= frame.layer < geometry.layers:
-        raise CoreError(Reason.FRAME_INVALID, f"layer {frame.layer} must be in [0, {geometry.layers})")
-    for name in ("step", "first_row_position", "first_query_position", "committed_frontier", "deadline_ms"):
-        if getattr(frame, name) < 0:
-            raise CoreError(Reason.FRAME_INVALID, f"{name} must not be negative")
+    check_frame_numbers(frame, manifest)
     row_bytes = geometry.kv_heads * geometry.head_dim * 4
     query_bytes = geometry.query_heads * geometry.head_dim * 4
     # Each reading of a bytes field copies it, up to megabytes in a prefill.
@@ -220,6 +251,27 @@ def answer_message(frame: attention_pb2.AttendFrame, answer: FrameAnswer) -> att
             fallback=answer.fallback,
             snapshot_generation=receipt.snapshot_generation,
         ),
+    )
+
+
+def receipt_facts(answer: FrameAnswer) -> ReceiptFacts:
+    """The receipt for a local channel; it says the same as `answer_message`'s."""
+    receipt = answer.result.receipt
+    return ReceiptFacts(
+        exactness=_EXACTNESS_NUMBER[receipt.exactness],
+        arm=ARM_TO_WIRE[answer.arm],
+        manifest_digest=receipt.manifest_digest,
+        support_digest=receipt.support_digest,
+        producer_digest=receipt.producer_digest,
+        frontier=receipt.frontier,
+        rows_attended=receipt.rows_attended,
+        tiers=tuple(receipt.bytes_by_tier.items()),
+        plan=tuple(receipt.plan),
+        simulated=receipt.simulated,
+        stall_seconds=receipt.stall_seconds,
+        estimated_omitted_mass=receipt.estimated_omitted_mass,
+        fallback=answer.fallback,
+        snapshot_generation=receipt.snapshot_generation,
     )
 
 

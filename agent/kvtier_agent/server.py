@@ -18,7 +18,8 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvtier.v1 import attention_pb2_grpc, blocks_pb2_grpc, control_pb2_grpc
-from kvtier_agent.attention_service import AttentionService, FrameCount
+from kvtier_agent.attendframes import FrameCount, FrameDesk
+from kvtier_agent.attention_service import AttentionService
 from kvtier_agent.blockcalls import BlockCalls
 from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.blockmetrics import BlockMetrics, StoreCollector
@@ -28,6 +29,7 @@ from kvtier_agent.caller import OperatorOnly
 from kvtier_agent.config import AgentConfig, ConfigError, TlsFiles
 from kvtier_agent.control_service import AGENT_VERSION, ControlService
 from kvtier_agent.evidence_port import EvidencePort
+from kvtier_agent.localchannel.listener import ChannelServer
 from kvtier_agent.metricshttp import MetricsHttp
 from kvtier_agent.node import BlocksOf, EngineFactory, Node
 from kvtier_agent.rpc import RpcScope
@@ -97,6 +99,8 @@ class AgentServer:
         self._metrics = Metrics(CollectorRegistry())
         self._metrics.build_info.labels(AGENT_VERSION).set(1)
         self._frames = FrameCount(config.limits.agent_in_flight, self._metrics)
+        desk = FrameDesk(self.node, self._telemetry, self._metrics, self._frames)
+        self._channels = ChannelServer(desk, config.channels_path)
         self._block_metrics = BlockMetrics(self._metrics.registry)
         StoreCollector(self._metrics.registry, self._block_hosts, time.monotonic)
         WriteBudgetCollector(self._metrics.registry, self.node.tiers)
@@ -132,8 +136,8 @@ class AgentServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(control.stop(1.0), engine.stop(1.0))
-        left = await self._end()
+        _, _, hanging = await asyncio.gather(control.stop(1.0), engine.stop(1.0), self._channels.close(1.0))
+        left = [*hanging, *await self._end()]
         with contextlib.suppress(FileNotFoundError):
             self._config.socket_path.unlink()
         self._socket_lock.release()
@@ -239,7 +243,9 @@ class AgentServer:
         server = grpc.aio.server(options=self._options())
         scope = RpcScope(self._telemetry, self._metrics, self._config.limits.control_deadline_seconds)
         self._scopes.append(scope)
-        attention = AttentionService(self.node, scope, self._telemetry, self._metrics, self._frames)
+        attention = AttentionService(
+            self.node, scope, self._telemetry, self._metrics, self._frames, self._channels
+        )
         attention_pb2_grpc.add_AttentionServicer_to_server(attention, server)  # type: ignore[no-untyped-call]
         blocks = BlocksService(self.node, scope, BlockCalls(self.node, self._block_metrics))
         blocks_pb2_grpc.add_BlocksServicer_to_server(blocks, server)  # type: ignore[no-untyped-call]

@@ -14,18 +14,18 @@ import grpc
 
 from kvtier.v1 import attention_pb2, attention_pb2_grpc, common_pb2
 from kvtier_client.errors import KvtierError, from_rpc
-from kvtier_client.stream import AttendStream
+from kvtier_client.pipe import Transport
+from kvtier_client.stream import AttendManyStream, AttendStream
 from kvtier_core.errors import Reason
-
-# gRPC's own default for a message; frames are cut to stay below it.
-MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
 class AttentionClient:
     """Calls one agent's engine socket. Every call has a deadline; failures are KvtierError.
 
     socket_path: absolute path of `<run dir>/<node>/engine.sock`. timeout: seconds of a unary call.
-    metadata: text pairs for every call, e.g. ("traceparent", ...).
+    metadata: text pairs for every call, e.g. ("traceparent", ...). transport: of frames. "auto" takes the
+    agent's local channel where there is one and says so where there is none, "local" demands it, "grpc"
+    never asks for it.
     """
 
     def __init__(
@@ -34,10 +34,12 @@ class AttentionClient:
         *,
         timeout: float = 10.0,
         metadata: Sequence[tuple[str, str]] = (),
+        transport: Transport = "auto",
     ) -> None:
         self.socket_path = Path(socket_path)
         if not self.socket_path.is_absolute():
             raise KvtierError(Reason.BAD_ARGUMENT, f"socket_path {socket_path} is not absolute")
+        self.transport: Transport = transport
         self._timeout = timeout
         self._metadata = tuple(metadata)
         self._closed = False
@@ -74,6 +76,11 @@ class AttentionClient:
         """A new stream; one per session."""
         self._check_open()
         return AttendStream(self._stub, self._metadata)
+
+    def attend_many(self) -> AttendManyStream:
+        """A new stream of several sessions' frames."""
+        self._check_open()
+        return AttendManyStream(self._stub, self._metadata)
 
     def close(self) -> None:
         """Ends the channel and every stream on it. Idempotent."""

@@ -1,7 +1,7 @@
 """A session: rows and queries of one request go out as frames, outputs and receipts come back.
 
-It exists between the wire and a model adapter: tensors to bytes, blocks of queries, deadlines, times of
-the first and last token. It keeps no row and knows no model.
+It exists between the wire and a model adapter: identity, deadlines, receipts, times of the first and last
+token. It keeps no row and knows no model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -18,10 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvtier.local.frames import VERSION as LOCAL_VERSION
 from kvtier.v1 import attention_pb2, common_pb2, evidence_pb2
-from kvtier_client.client import MAX_MESSAGE_BYTES, AttentionClient
+from kvtier_client.client import AttentionClient
 from kvtier_client.errors import KvtierError
-from kvtier_client.stream import MAX_OUTSTANDING
+from kvtier_client.grpcwire import FRAME_OVERHEAD, MAX_MESSAGE_BYTES
+from kvtier_client.pipe import AttendPipe, Part
+from kvtier_client.wire import Answer, WireName
 from kvtier_core.errors import Reason
 
 Arm = Literal["baseline", "candidate"]
@@ -29,10 +32,7 @@ _ARMS: dict[str, attention_pb2.Arm] = {
     "baseline": attention_pb2.ARM_BASELINE,
     "candidate": attention_pb2.ARM_CANDIDATE,
 }
-_FRAME_OVERHEAD = 64 * 1024
 _MAX_RECEIPTS = 65_536
-# How often one attend goes on over a new stream when its own is lost.
-RECONNECTS = 2
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class AttentionSession:
         deadline_seconds: float = 30.0,
         grace_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        piped: bool = True,
     ) -> None:
+        """piped: with a pipe of its own; without, a batch carries its frames."""
         self._client = client
         self.request = request
         if deadline_seconds <= 0 or grace_seconds < 0:
@@ -133,6 +135,7 @@ class AttentionSession:
                 forced_arm=_ARMS[request.forced_arm] if request.forced_arm else attention_pb2.ARM_UNSPECIFIED,
                 max_tokens=request.max_tokens,
                 traceparent=request.traceparent,
+                local_channel_version=0 if client.transport == "grpc" else LOCAL_VERSION,
             )
         )
         self._assigned_at = clock()
@@ -141,11 +144,12 @@ class AttentionSession:
         self.output_tokens = 0
         self.failure: KvtierError | None = None
         self._closed = False
-        self._reconnects_left = 0
-        self._receipts: deque[StepReceipt] = deque(maxlen=_MAX_RECEIPTS)
+        self._receipts: deque[Answer] = deque(maxlen=_MAX_RECEIPTS)
         try:
             self.block = self._block_tokens()
-            self._stream = client.attend()
+            self._pipe: AttendPipe | None = None
+            if piped:
+                self._pipe = AttendPipe(client, (self,), client.transport, self.block_bytes)
         except BaseException:
             # Nobody else knows it: the agent would keep its chunks until it has been idle for long.
             with contextlib.suppress(KvtierError):
@@ -155,6 +159,32 @@ class AttentionSession:
     @property
     def opened(self) -> attention_pb2.OpenSessionResponse:
         return self._opened
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def transport(self) -> WireName:
+        """What carries its frames now; a batch has the answer for its own."""
+        return self.pipe.transport
+
+    @property
+    def why_grpc(self) -> str:
+        """Why it is not the local channel; empty when it is."""
+        return self.pipe.why_grpc
+
+    @property
+    def pipe(self) -> AttendPipe:
+        if self._pipe is None:
+            raise KvtierError(Reason.BAD_ARGUMENT, "a batch carries this session's frames")
+        return self._pipe
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the tensors of a full block."""
+        g = self.request.geometry
+        return 4 * self.block * (g.query_heads + 2 * g.kv_heads) * g.head_dim
 
     @property
     def arm(self) -> Arm:
@@ -168,28 +198,35 @@ class AttentionSession:
         q [N, Hq, d], k, v [N, Hk, d] float32, of positions [position, position + N). Rows below
         `committed` are final. Returns [N, Hq, d]. Raises KvtierError.
         """
+        part = self.part(step, layer, position, q, k, v, committed)
+        try:
+            self.pipe.attend((part,), self._deadline, self._grace, note)
+        except KvtierError as error:
+            self.failure = error
+            raise
+        if part.failure is not None:
+            self.failure = part.failure
+            raise part.failure
+        assert part.out is not None
+        return part.out
+
+    def part(
+        self, step: int, layer: int, position: int, q: Tensor, k: Tensor, v: Tensor, committed: int
+    ) -> Part:
+        """What `attend` sends, for a pipe that several sessions share. Raises what ended the session."""
         if self.failure is not None:
             raise self.failure
         if self._closed:
             raise KvtierError(Reason.SESSION_UNKNOWN, "the session is closed")
-        n = q.shape[0]
-        out = torch.empty(q.shape, dtype=torch.float32)
-        blocks = [(lo, min(n, lo + self.block)) for lo in range(0, n, self.block)]
-        waiting: deque[tuple[int, int, attention_pb2.AttendFrame]] = deque()
-        self._reconnects_left = RECONNECTS
-        try:
-            for lo, hi in blocks:
-                if len(waiting) == MAX_OUTSTANDING:
-                    self._collect(out, waiting)
-                frame = self._frame(step, layer, position + lo, q[lo:hi], k[lo:hi], v[lo:hi], committed)
-                self._stream.send(frame)
-                waiting.append((lo, hi, frame))
-            while waiting:
-                self._collect(out, waiting)
-        except KvtierError as error:
-            self.failure = error
-            raise
-        return out
+        if not q.dtype == k.dtype == v.dtype == torch.float32:
+            raise KvtierError(Reason.UNSUPPORTED, f"{q.dtype} queries and {k.dtype} rows: float32 is held")
+        if not q.shape[0]:
+            raise KvtierError(Reason.FRAME_INVALID, "no query")
+        return Part(self, step, layer, position, q, k, v, committed, self.block)
+
+    def note(self, answer: Answer) -> None:
+        """Keeps the receipt of an answer, undecoded."""
+        self._receipts.append(answer)
 
     def token_done(self) -> None:
         """Called once per forward pass, when its last layer is answered: one output token each."""
@@ -202,7 +239,7 @@ class AttentionSession:
         """Receipts since the last call, oldest first; only the newest 65,536 are kept."""
         taken = list(self._receipts)
         self._receipts.clear()
-        return taken
+        return [_step_receipt(answer) for answer in taken]
 
     def report_outcome(
         self,
@@ -242,7 +279,8 @@ class AttentionSession:
         if self._closed:
             return 0
         self._closed = True
-        self._stream.close()
+        if self._pipe is not None:
+            self._pipe.close()
         try:
             o = self._opened
             return self._client.close_session(o.session_id, o.generation, self.request.tenant).rows_released
@@ -272,7 +310,7 @@ class AttentionSession:
         ends changes no bit of an answer."""
         g = self.request.geometry
         heads = max(g.query_heads + 2 * g.kv_heads, 1)
-        fits = (MAX_MESSAGE_BYTES - _FRAME_OVERHEAD) // (heads * g.head_dim * 4)
+        fits = (MAX_MESSAGE_BYTES - FRAME_OVERHEAD) // (heads * g.head_dim * 4)
         wanted = self._opened.query_block_tokens or fits
         if fits < 1:
             raise KvtierError(
@@ -280,78 +318,35 @@ class AttentionSession:
             )
         return min(wanted, fits)
 
-    def _frame(
-        self, step: int, layer: int, position: int, q: Tensor, k: Tensor, v: Tensor, committed: int
-    ) -> attention_pb2.AttendFrame:
-        o = self._opened
-        return attention_pb2.AttendFrame(
-            session_id=o.session_id,
-            generation=o.generation,
-            boot_id=o.boot_id,
-            tenant=self.request.tenant,
-            step=step,
-            layer=layer,
-            first_row_position=position,
-            k=_to_bytes(k),
-            v=_to_bytes(v),
-            first_query_position=position,
-            q=_to_bytes(q),
-            committed_frontier=committed,
-            deadline_ms=max(1, int(self._deadline * 1000)),
-        )
 
-    def _receive(self, frames: Sequence[attention_pb2.AttendFrame]) -> attention_pb2.AttendAnswer:
-        """The answer to the first of the frames that wait. When the stream is lost they are asked again on
-        another one: the agent knows rows that it has by their bytes, and takes each once."""
-        while True:
-            try:
-                return self._stream.receive(self._deadline + self._grace)
-            except KvtierError:
-                if not self._stream.lost or self._reconnects_left == 0:
-                    raise
-                self._reconnects_left -= 1
-                self._stream.close()
-                self._stream = self._client.attend()
-                for frame in frames:
-                    again = attention_pb2.AttendFrame()
-                    again.CopyFrom(frame)
-                    self._stream.send(again)
+def note(part: Part, answer: Answer) -> None:
+    """Hands an answer to its part's session."""
+    sender = part.sender
+    assert isinstance(sender, AttentionSession)
+    sender.note(answer)
 
-    def _collect(self, out: Tensor, waiting: deque[tuple[int, int, attention_pb2.AttendFrame]]) -> None:
-        answer = self._receive([frame for _, _, frame in waiting])
-        lo, hi, _ = waiting.popleft()
-        part = out[lo:hi]
-        if len(answer.out) != part.numel() * 4:
-            raise KvtierError(
-                Reason.FRAME_INVALID, f"{len(answer.out)} bytes of output, {part.numel() * 4} were due"
-            )
-        part.copy_(torch.frombuffer(bytearray(answer.out), dtype=torch.float32).view(part.shape))
-        r = answer.receipt
-        self._receipts.append(
-            StepReceipt(
-                step=answer.step,
-                layer=answer.layer,
-                exactness=attention_pb2.ExactnessClass.Name(r.exactness),
-                arm="candidate" if r.arm == attention_pb2.ARM_CANDIDATE else "baseline",
-                manifest_digest=r.manifest_digest,
-                support_digest=r.support_digest,
-                frontier=r.frontier,
-                rows_attended=r.rows_attended,
-                bytes_by_tier=dict(r.bytes_by_tier),
-                plan=tuple(r.plan),
-                simulated=r.simulated,
-                stall_seconds=r.stall_seconds,
-                producer_digest=r.producer_digest,
-                estimated_omitted_mass=r.estimated_omitted_mass,
-                fallback=r.fallback,
-            )
-        )
+
+def _step_receipt(answer: Answer) -> StepReceipt:
+    r = answer.receipt()
+    return StepReceipt(
+        step=answer.step,
+        layer=answer.layer,
+        exactness=attention_pb2.ExactnessClass.Name(r.exactness),
+        arm="candidate" if r.arm == attention_pb2.ARM_CANDIDATE else "baseline",
+        manifest_digest=r.manifest_digest,
+        support_digest=r.support_digest,
+        frontier=r.frontier,
+        rows_attended=r.rows_attended,
+        bytes_by_tier=dict(r.bytes_by_tier),
+        plan=tuple(r.plan),
+        simulated=r.simulated,
+        stall_seconds=r.stall_seconds,
+        producer_digest=r.producer_digest,
+        estimated_omitted_mass=r.estimated_omitted_mass,
+        fallback=r.fallback,
+    )
 
 
 def new_session_root() -> str:
     """A random root id, for a request that continues no other."""
     return uuid.uuid4().hex
-
-
-def _to_bytes(x: Tensor) -> bytes:
-    return x.contiguous().numpy().tobytes()

@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from kvtier.v1 import attention_pb2, attention_pb2_grpc
-from kvtier_client.errors import KvtierError, from_detail, from_rpc
+from kvtier_client.errors import KvtierError, from_rpc
+from kvtier_client.wire import MAX_OUTSTANDING
 from kvtier_core.errors import Reason
 
-MAX_OUTSTANDING = 4
 _CLOSE_SECONDS = 2.0
 # How a call ends whose connection, not whose frame, was the trouble.
 _LOST = ("UNAVAILABLE", "CANCELLED")
 T = TypeVar("T")
+Sent = TypeVar("Sent")
+Got = TypeVar("Got")
 
 
 def put_for_sure(into: queue.Queue[T], item: T) -> None:
@@ -37,24 +39,22 @@ def put_for_sure(into: queue.Queue[T], item: T) -> None:
                 into.get_nowait()
 
 
-class AttendStream:
-    """Sends at most MAX_OUTSTANDING frames ahead of their answers, which come in the order of the frames.
+class _Stream(Generic[Sent, Got]):
+    """Messages of at most MAX_OUTSTANDING ahead of their answers, which come in their order.
 
     Not thread-safe: one engine thread drives it. After a DEADLINE or a failed call it is `broken`; `lost`
     says that the connection went away, so that another stream may ask again what was not answered.
     """
 
-    def __init__(self, stub: attention_pb2_grpc.AttentionStub, metadata: Sequence[tuple[str, str]]) -> None:
-        self._frames: queue.Queue[attention_pb2.AttendFrame | None] = queue.Queue(MAX_OUTSTANDING + 1)
-        self._answers: queue.Queue[attention_pb2.AttendAnswer | KvtierError] = queue.Queue(
-            MAX_OUTSTANDING + 1
-        )
-        self._expected: list[int] = []
+    def __init__(self, method: Callable[..., Any], metadata: Sequence[tuple[str, str]]) -> None:
+        self._frames: queue.Queue[Sent | None] = queue.Queue(MAX_OUTSTANDING + 1)
+        self._answers: queue.Queue[Got | KvtierError] = queue.Queue(MAX_OUTSTANDING + 1)
+        self._expected: list[tuple[int, ...]] = []
         self._sequence = 0
         self.broken: KvtierError | None = None
         self._end: KvtierError | None = None
         self._was_lost = False
-        self._call = stub.Attend(self._outgoing(), metadata=tuple(metadata))
+        self._call = method(self._outgoing(), metadata=tuple(metadata))
         self._reader = threading.Thread(target=self._read, name="kvtier-attend", daemon=True)
         self._reader.start()
 
@@ -66,20 +66,18 @@ class AttendStream:
     def outstanding(self) -> int:
         return len(self._expected)
 
-    def send(self, frame: attention_pb2.AttendFrame) -> None:
-        """Numbers the frame and hands it over. Raises what broke the stream, or QUEUE_FULL."""
+    def _check(self) -> None:
         if self.broken is not None:
             raise self.broken
         if self.outstanding >= MAX_OUTSTANDING:
-            raise KvtierError(Reason.QUEUE_FULL, f"{MAX_OUTSTANDING} frames wait for their answers")
-        self._sequence += 1
-        frame.sequence = self._sequence
-        self._expected.append(self._sequence)
-        self._frames.put_nowait(frame)
+            raise KvtierError(Reason.QUEUE_FULL, f"{MAX_OUTSTANDING} messages wait for their answers")
 
-    def receive(self, timeout: float) -> attention_pb2.AttendAnswer:
-        """The answer to the oldest frame. A refused frame raises its KvtierError and leaves the stream
-        usable; a wait over `timeout` seconds raises DEADLINE and breaks it."""
+    def _number(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    def _take(self, timeout: float) -> tuple[Got, tuple[int, ...]]:
+        """The oldest answer with the numbers that it must have. Raises what broke the stream, DEADLINE."""
         if self.broken is not None:
             raise self.broken
         if not self._expected:
@@ -92,15 +90,13 @@ class AttendStream:
         if isinstance(got, KvtierError):
             self._break(got)
             raise got
-        wanted = self._expected.pop(0)
-        if got.sequence != wanted:
-            self._break(
-                KvtierError(Reason.IDENTITY_MISMATCH, f"answer {got.sequence} came where {wanted} was due")
-            )
+        return got, self._expected.pop(0)
+
+    def _check_numbers(self, got: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if got != wanted:
+            came, due = (", ".join(map(str, numbers)) for numbers in (got, wanted))
+            self._break(KvtierError(Reason.IDENTITY_MISMATCH, f"answer {came} came where {due} was due"))
             raise self.broken  # type: ignore[misc]
-        if got.HasField("error"):
-            raise from_detail(got.error)
-        return got
 
     def close(self) -> None:
         """Ends the stream; never raises, waits at most two seconds."""
@@ -114,7 +110,7 @@ class AttendStream:
             self._call.cancel()
             self._reader.join(_CLOSE_SECONDS)
 
-    def _outgoing(self) -> Iterator[attention_pb2.AttendFrame]:
+    def _outgoing(self) -> Iterator[Sent]:
         """Runs in gRPC's own thread, which waits here: `close` and `_break` always wake it with None."""
         while (frame := self._frames.get()) is not None:
             yield frame
@@ -137,3 +133,46 @@ class AttendStream:
         self.broken = error
         self._call.cancel()
         put_for_sure(self._frames, None)
+
+
+class AttendStream(_Stream[attention_pb2.AttendFrame, attention_pb2.AttendAnswer]):
+    """One session's frames, one a message."""
+
+    def __init__(self, stub: attention_pb2_grpc.AttentionStub, metadata: Sequence[tuple[str, str]]) -> None:
+        super().__init__(stub.Attend, metadata)
+
+    def send(self, frame: attention_pb2.AttendFrame) -> None:
+        """Numbers the frame and hands it over. Raises what broke the stream, or QUEUE_FULL."""
+        self._check()
+        frame.sequence = self._number()
+        self._expected.append((frame.sequence,))
+        self._frames.put_nowait(frame)
+
+    def receive(self, timeout: float) -> attention_pb2.AttendAnswer:
+        """The answer to the oldest frame, which may be a refusal and then leaves the stream usable; a wait
+        over `timeout` seconds raises DEADLINE and breaks it."""
+        got, wanted = self._take(timeout)
+        self._check_numbers((got.sequence,), wanted)
+        return got
+
+
+class AttendManyStream(_Stream[attention_pb2.AttendFrames, attention_pb2.AttendAnswers]):
+    """Frames of several sessions a message."""
+
+    def __init__(self, stub: attention_pb2_grpc.AttentionStub, metadata: Sequence[tuple[str, str]]) -> None:
+        super().__init__(stub.AttendMany, metadata)
+
+    def send(self, frames: Sequence[attention_pb2.AttendFrame]) -> None:
+        """As AttendStream.send, for one message."""
+        self._check()
+        for frame in frames:
+            frame.sequence = self._number()
+        self._expected.append(tuple(frame.sequence for frame in frames))
+        self._frames.put_nowait(attention_pb2.AttendFrames(frames=frames))
+
+    def receive(self, timeout: float) -> list[attention_pb2.AttendAnswer]:
+        """As AttendStream.receive, for one message."""
+        got, wanted = self._take(timeout)
+        answers = list(got.answers)
+        self._check_numbers(tuple(answer.sequence for answer in answers), wanted)
+        return answers

@@ -22,7 +22,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from kvtier.v1 import attention_pb2_grpc, blocks_pb2, blocks_pb2_grpc
-from kvtier_agent.attention_service import AttentionService, FrameCount
+from kvtier_agent.attendframes import FrameCount
+from kvtier_agent.attention_service import AttentionService
 from kvtier_agent.blockcalls import BlockCalls
 from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.blockmetrics import BlockMetrics, StoreCollector

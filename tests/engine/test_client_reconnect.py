@@ -13,8 +13,11 @@ from kvtier_client import stream as stream_module
 from kvtier_client.client import AttentionClient
 from kvtier_client.errors import KvtierError
 from kvtier_client.hf import KvtierCache, attach
-from kvtier_client.session import RECONNECTS, AttentionSession, Geometry, SessionRequest
-from kvtier_client.stream import MAX_OUTSTANDING, AttendStream
+from kvtier_client.grpcwire import GrpcWire, frame_message
+from kvtier_client.pipe import RECONNECTS
+from kvtier_client.session import AttentionSession, Geometry, SessionRequest
+from kvtier_client.stream import AttendStream
+from kvtier_client.wire import MAX_OUTSTANDING, Frame
 from kvtier_core.errors import Reason
 from tests.engine.agent_process import CACHE, baseline_manifest, running_agent, tiny_geometry
 from tests.engine.fake_agent import FINGERPRINT, FakeAgent, Refusal
@@ -114,9 +117,11 @@ def test_the_end_of_a_stream_arrives_though_the_queue_empties_meanwhile(
     monkeypatch.setattr(stream_module.queue, "Queue", RacingQueue)
     agent.lost = frozenset({1})
     session = AttentionSession(client, REQUEST)
-    stream = session._stream
-    frame = session._frame(1, 0, 0, *rows(1), 0)
-    stream.send(frame)
+    wire = session.pipe.wire
+    assert isinstance(wire, GrpcWire)
+    stream = wire.stream
+    assert isinstance(stream, AttendStream)
+    stream.send(frame_message(Frame(session, 1, 0, 0, *rows(1), 0, 10_000)))
     with pytest.raises(KvtierError) as caught:
         stream.receive(10)
     assert caught.value.status == "UNAVAILABLE"
@@ -140,7 +145,7 @@ def test_a_real_agent_answers_what_was_lost_in_prefill_and_decode_with_the_same_
         if sent % 13 == 0:
             self._call.cancel()
 
-    with running_agent() as started, AttentionClient(started.socket_path) as real:
+    with running_agent() as started, AttentionClient(started.socket_path, transport="grpc") as real:
         started.apply_baseline(baseline_manifest(tiny_geometry(layers=3)))
         fingerprint = real.describe_cache(CACHE.namespace, CACHE.name).model_fingerprint
         cache = KvtierCache(

@@ -7,6 +7,7 @@ docs/reference/wire.md.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -40,8 +41,8 @@ class Kind(IntEnum):
 # magic, version, kind, bytes of the whole message, records, clock: nanoseconds of the sender's
 # CLOCK_MONOTONIC.
 HEADER = struct.Struct("<4sHHIIq")
-# token, bytes of each ring, bytes of a row of K (as of V), bytes of a query.
-_HELLO = struct.Struct("<32sQII")
+# token, bytes of each ring.
+_HELLO = struct.Struct("<32sQ")
 # token.
 _ATTACH = struct.Struct("<32s")
 # attachment, the token of the session's next attachment, bytes of each ring.
@@ -63,8 +64,6 @@ class Hello:
 
     token: bytes
     ring_bytes: int
-    row_bytes: int
-    query_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,9 @@ class Attached:
 
 @dataclass(slots=True)
 class FrameRecord:
-    """AttendFrame without its tensors: k, v and q lie at `offset` of the staging ring, in this order, rows *
-    row_bytes, again, and queries * query_bytes; the output goes to `offset` of the answers' ring. `extra`:
-    a serialized AttendFrame of the fields that the record has no place for."""
+    """AttendFrame without its tensors: k, v and q of `rows` and `queries` lie at `offset` of the staging
+    ring, in this order and C-contiguous; the output goes to `offset` of the answers' ring. `extra`: a
+    serialized AttendFrame of the fields that the record has no place for."""
 
     attachment: int
     layer: int
@@ -121,7 +120,7 @@ def read_header(message: bytes | bytearray | memoryview, size: int) -> tuple[Kin
 
 
 def pack_hello(hello: Hello, clock_ns: int) -> bytes:
-    body = _HELLO.pack(hello.token, hello.ring_bytes, hello.row_bytes, hello.query_bytes)
+    body = _HELLO.pack(hello.token, hello.ring_bytes)
     return header(Kind.HELLO, len(body), 1, clock_ns) + body
 
 
@@ -210,6 +209,11 @@ def unpack_frames(message: bytes | bytearray | memoryview, size: int, count: int
     if extra_at != size:
         raise MalformedError(f"length: {size - extra_at} bytes after the last frame")
     return found
+
+
+def tag(text: str) -> bytes:
+    """The 16 bytes that stand for a session's or a boot's name in frames."""
+    return hashlib.sha256(text.encode()).digest()[:TAG_BYTES]
 
 
 def spans_overlap(spans: Iterable[tuple[int, int]]) -> bool:

@@ -1,7 +1,7 @@
 """Sealed memory files: made by one end, checked by the other before it maps them.
 
-A file that may shrink kills whoever reads its mapping (SIGBUS), and one that others may write changes what was
-checked. It must not know what lies in the file.
+A file that may shrink kills whoever reads its mapping (SIGBUS), and one that others may write changes what
+was checked. It must not know what lies in the file.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from kvtier.local.frames import HEADER, Kind, MalformedError, header
 from kvtier.v1 import attention_pb2, common_pb2
 
 # tail bytes, layer, kind of the tail, exactness, arm, flags, sequence, step, output bytes, frontier, rows
-# attended, snapshot generation, stall seconds, estimated omitted mass, digests of manifest, support, producer.
+# attended, snapshot generation, stall seconds, estimated omitted mass, digests: manifest, support, producer.
 ANSWER = struct.Struct("<IiBBBB6qdd32s32s32s")
 _RECEIPT, _ERROR = 0, 1
 _SIMULATED, _MANIFEST, _SUPPORT, _PRODUCER = 1, 2, 4, 8
@@ -36,7 +36,7 @@ FIXED_FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ReceiptFacts:
-    """Receipt's fixed fields. tiers: names with bytes read; extra: a serialized Receipt of all other fields."""
+    """Receipt's fixed fields. tiers: names with bytes read; extra: a serialized Receipt of all others."""
 
     exactness: int
     arm: int

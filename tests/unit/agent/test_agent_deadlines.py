@@ -13,7 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.v1 import attention_pb2
-from kvtier_agent.attention_service import AttentionService, FrameCount
+from kvtier_agent.attendframes import FrameCount
+from kvtier_agent.attention_service import AttentionService
 from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.config import TierConfig
 from kvtier_agent.core_engine import CoreEngine

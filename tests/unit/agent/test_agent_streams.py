@@ -13,7 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier.v1 import attention_pb2, blocks_pb2, common_pb2
-from kvtier_agent.attention_service import AttentionService, FrameCount
+from kvtier_agent.attendframes import FrameCount
+from kvtier_agent.attention_service import AttentionService
 from kvtier_agent.blockcalls import BlockCalls
 from kvtier_agent.blockmetrics import BlockMetrics
 from kvtier_agent.blocks_service import BlocksService
@@ -124,7 +125,7 @@ async def test_a_stream_without_frames_ends_and_says_why(bench: Bench) -> None:
 async def test_a_frame_of_an_engine_that_hangs_is_answered_and_its_session_goes_on(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_agent.attention_service._ENGINE_GRACE_SECONDS", 0.01)
+    monkeypatch.setattr("kvtier_agent.attendframes.ENGINE_GRACE_SECONDS", 0.01)
     host: CacheHost = next(iter(bench.node.caches.values()))
     session = await host.open_session(SessionFacts("beta", "", "root", "root"), 0.125, 100, "")
     metrics = Metrics(CollectorRegistry())

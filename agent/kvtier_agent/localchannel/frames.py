@@ -1,0 +1,230 @@
+"""One message of frames: checked, computed in the calling thread, answered. It knows no socket.
+
+The same checks in the same order as on a gRPC stream, with the same reasons. What no honest engine sends ends
+the channel: BrokenChannelError.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from google.protobuf.message import DecodeError
+
+from kvtier.local.frames import FrameRecord, spans_overlap, tag
+from kvtier.local.receipts import AnswerPacker, refusal
+from kvtier.v1 import attention_pb2
+from kvtier_agent.attendframes import FrameDesk
+from kvtier_agent.cachehost import CacheHost, FrameAnswer, FrameWork, Session
+from kvtier_agent.convert import check_frame_numbers, receipt_facts
+from kvtier_agent.engine_port import FrameInput
+from kvtier_agent.errors import to_detail
+from kvtier_agent.evidence_port import FrameEvidence, Progress
+from kvtier_agent.localchannel.rings import FLOAT_BYTES, Rings
+from kvtier_agent.localchannel.tokens import is_open
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.enforcement import ServedArm
+from kvtier_evidence.window import WindowKey
+
+log = logging.getLogger(__name__)
+_Post = Callable[[Callable[[], None]], None]
+_EvidenceOf = Callable[[CacheHost], FrameEvidence]
+
+
+class BrokenChannelError(Exception):
+    """The peer is none of ours or has lost its mind; the channel ends with this refusal."""
+
+    def __init__(self, refused: CoreError) -> None:
+        super().__init__(str(refused))
+        self.refused = refused
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A session of a channel, with what each of its frames needs. Floats of a row of K and of a query."""
+
+    session: Session
+    session_tag: bytes
+    boot_tag: bytes
+    row_floats: int
+    query_floats: int
+
+    @classmethod
+    def of(cls, session: Session, boot_id: str) -> Attachment:
+        g = session.host.manifest.model.geometry
+        return cls(
+            session=session,
+            session_tag=tag(session.handle.session_id),
+            boot_tag=tag(boot_id),
+            row_floats=g.kv_heads * g.head_dim,
+            query_floats=g.query_heads * g.head_dim,
+        )
+
+
+@dataclass(slots=True)
+class Turn:
+    """A frame on its way: where its tensors lie, what became of it. Floats of all its rows of K."""
+
+    record: FrameRecord
+    attachment: Attachment
+    start: int
+    end: int
+    rows_floats: int
+    entered: bool = False
+    refused: CoreError | None = None
+    answer: FrameAnswer | None = None
+
+
+class FrameServer:
+    """Answers the messages of one channel, one after the other."""
+
+    def __init__(self, desk: FrameDesk, evidence_of: _EvidenceOf) -> None:
+        """evidence_of: where what is seen of a cache's frames is told from the channel's thread."""
+        self._desk = desk
+        self._evidence_of = evidence_of
+        self._packer = AnswerPacker()
+
+    def turns(
+        self, records: Sequence[FrameRecord], attachments: Sequence[Attachment], rings: Rings
+    ) -> list[Turn]:
+        """The frames of a message with their places in the rings; BrokenChannelError when a place is none."""
+        found = []
+        for record in records:
+            if record.attachment >= len(attachments):
+                message = f"attachment {record.attachment} of {len(attachments)}"
+                raise BrokenChannelError(CoreError(Reason.FRAME_INVALID, message))
+            attachment = attachments[record.attachment]
+            rows_floats = record.rows * attachment.row_floats
+            size = FLOAT_BYTES * (2 * rows_floats + record.queries * attachment.query_floats)
+            try:
+                start, end = rings.span(record.offset, size)
+            except CoreError as error:
+                raise BrokenChannelError(error) from None
+            found.append(Turn(record, attachment, start, end, rows_floats))
+        if len(found) > 1 and spans_overlap((turn.start, turn.end) for turn in found):
+            message = "offset: frames of one message overlap"
+            raise BrokenChannelError(CoreError(Reason.FRAME_INVALID, message))
+        return found
+
+    def compute(self, turns: Sequence[Turn], rings: Rings, received_at: float) -> None:
+        """Sets the answer or the refusal of each. Never raises: a defect is an INTERNAL of its frames."""
+        works: dict[CacheHost, list[tuple[Turn, FrameWork]]] = {}
+        sessions: set[str] = set()
+        for turn in turns:
+            try:
+                work = self._work(turn, rings, received_at, sessions)
+            except CoreError as error:
+                turn.refused = error
+                continue
+            works.setdefault(work.session.host, []).append((turn, work))
+        for host, of_host in works.items():
+            answers: Sequence[FrameAnswer | CoreError]
+            try:
+                answers = host.attend_now([work for _, work in of_host], self._evidence_of(host))
+            except Exception:
+                log.exception("frames failed")
+                internal = CoreError(Reason.INTERNAL, "internal failure; see the agent's log")
+                answers = [internal] * len(of_host)
+            for (turn, _), answer in zip(of_host, answers, strict=True):
+                if isinstance(answer, CoreError):
+                    turn.refused = answer
+                else:
+                    turn.answer = answer
+
+    def _work(self, turn: Turn, rings: Rings, received_at: float, sessions: set[str]) -> FrameWork:
+        desk, record, attachment = self._desk, turn.record, turn.attachment
+        refused = desk.frames.enter()
+        if refused is not None:
+            raise refused
+        turn.entered = True
+        # First of all: from here on the engine's process cannot change what is checked.
+        tensors = rings.copy_out(turn.start, turn.end)
+        session = attachment.session
+        name = session.handle.session_id
+        if record.boot_tag != attachment.boot_tag:
+            desk.node.check_boot("of another boot")
+        if record.session_tag != attachment.session_tag or not is_open(session):
+            raise CoreError(Reason.SESSION_UNKNOWN, "this agent holds no such session")
+        if record.generation != session.handle.generation:
+            message = f"generation {record.generation} is not {session.handle.generation}"
+            raise CoreError(Reason.GENERATION_STALE, message)
+        if name in sessions:
+            raise CoreError(Reason.BAD_ARGUMENT, "one message carries one frame of a session")
+        sessions.add(name)
+        deadline = desk.deadline(received_at, record.deadline_ms)
+        check_frame_numbers(record, session.host.manifest)
+        if record.extra:
+            _read_extra(record.extra)
+        if not record.queries:
+            raise CoreError(Reason.FRAME_INVALID, "q is empty")
+        rows = turn.rows_floats
+        frame = FrameInput(
+            session_id=name,
+            generation=record.generation,
+            step=record.step,
+            layer=record.layer,
+            first_row_position=record.first_row_position,
+            k=tensors[:rows],
+            v=tensors[rows : 2 * rows],
+            first_query_position=record.first_query_position,
+            q=tensors[2 * rows :],
+            committed_frontier=record.committed_frontier,
+            deadline=deadline,
+        )
+        return FrameWork(session, frame, record.queries)
+
+    def answer(self, turn: Turn, rings: Rings) -> bytes:
+        """Writes the output to its ring and returns the record."""
+        record = turn.record
+        if turn.answer is None:
+            assert turn.refused is not None
+            return refusal(record.sequence, record.step, record.layer, to_detail(turn.refused))
+        out = turn.answer.result.out
+        rings.write(turn.start, out)
+        facts = receipt_facts(turn.answer)
+        return self._packer.answer(record.sequence, record.step, record.layer, len(out), facts)
+
+    def observe(self, turn: Turn, received_at: float, started_ns: int) -> None:
+        """After the answer has left: gives the frame's place back and measures."""
+        if turn.entered:
+            turn.entered = False
+            self._desk.frames.leave()
+        code, arm = "OK", ServedArm.BASELINE
+        if turn.answer is not None:
+            arm = turn.answer.arm
+            self._desk.observe(turn.attachment.session, turn.record.step, turn.answer, started_ns)
+        elif turn.refused is not None:
+            code = turn.refused.reason.name
+        self._desk.metrics.frame_seconds[arm.value, code].observe(time.monotonic() - received_at)
+
+
+class LoopEvidence:
+    """Tells a cache's evidence of frames from another thread, in order: on the event loop, where it lives."""
+
+    def __init__(self, evidence: FrameEvidence, post: _Post) -> None:
+        """post: calls a function on the event loop, soon and without waiting; never raises."""
+        self._evidence = evidence
+        self._post = post
+
+    def step_error(self, key: WindowKey, unit: str, step: int, error: float) -> None:
+        self._post(partial(self._evidence.step_error, key, unit, step, error))
+
+    def progress(self, key: WindowKey, unit: str, progress: Progress) -> None:
+        self._post(partial(self._evidence.progress, key, unit, progress))
+
+    def stall(self, key: WindowKey, unit: str, seconds: float) -> None:
+        self._post(partial(self._evidence.stall, key, unit, seconds))
+
+    def zero_tolerance(self, key: WindowKey, counter: str) -> None:
+        self._post(partial(self._evidence.zero_tolerance, key, counter))
+
+
+def _read_extra(extra: bytes) -> attention_pb2.AttendFrame:
+    """Fields of AttendFrame that the record has no place for; FRAME_INVALID."""
+    try:
+        return attention_pb2.AttendFrame.FromString(extra)
+    except DecodeError:
+        raise CoreError(Reason.FRAME_INVALID, "extra bytes are no frame") from None

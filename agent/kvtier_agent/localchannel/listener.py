@@ -1,0 +1,271 @@
+"""Where engines find local channels: one socket in a folder of its own for each namespace, on the event loop.
+
+It offers a channel to a session that asks, accepts who may attach, and ends all channels in an orderly way.
+It must not know what a frame is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from kvtier.local import frames as wire
+from kvtier.local.receipts import pack_ended
+from kvtier.v1 import attention_pb2
+from kvtier_agent.attendframes import FrameDesk
+from kvtier_agent.cachehost import CacheHost, Session
+from kvtier_agent.errors import to_detail
+from kvtier_agent.localchannel.channel import Channel
+from kvtier_agent.localchannel.frames import FrameServer, LoopEvidence
+from kvtier_agent.localchannel.tokens import TokenBook
+from kvtier_core.errors import CoreError, Reason
+
+log = logging.getLogger(__name__)
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_BACKLOG = 16
+# Connections that have not attached yet are counted as channels, so there is room for a few above sessions.
+_SPARE_CHANNELS = 16
+WATCH_SECONDS = 0.5
+_PEER = struct.Struct("3i")
+
+
+class ChannelServer:
+    """All local channels of one agent. Methods run on the event loop unless they say otherwise."""
+
+    def __init__(
+        self, desk: FrameDesk, folder: Path, allowed_uids: Callable[[], frozenset[int]] | None = None
+    ) -> None:
+        """folder: made private. allowed_uids: who may attach; by default this process's user and root, who
+        could read our memory anyway."""
+        self._desk = desk
+        self._folder = folder
+        self._allowed = allowed_uids or (lambda: frozenset({0, os.geteuid()}))
+        self._tokens = TokenBook()
+        self._listeners: dict[str, _Listener] = {}
+        self._channels: dict[Channel, threading.Thread] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._numbered = 0
+        self._closed = False
+
+    @property
+    def open_channels(self) -> int:
+        return len(self._channels)
+
+    def offer(self, session: Session, version: int) -> attention_pb2.LocalChannel:
+        """A way to attach the session; CoreError says why there is none."""
+        if self._closed:
+            raise CoreError(Reason.DRAINING, "the agent is ending")
+        if version < wire.VERSION:
+            message = f"version {version} is not spoken here, {wire.VERSION} is"
+            raise CoreError(Reason.UNSUPPORTED, message)
+        namespace = session.host.name.namespace
+        listener = self._listeners.get(namespace)
+        if listener is None:
+            listener = self._listeners[namespace] = self._listen(namespace)
+        return attention_pb2.LocalChannel(
+            socket=str(listener.path),
+            token=self._tokens.mint(session),
+            version=wire.VERSION,
+            max_ring_bytes=self._desk.node.limits.max_message_bytes,
+            max_frames=wire.MAX_FRAMES,
+        )
+
+    async def close(self, seconds: float) -> Sequence[str]:
+        """Ends every channel after the message that it computes; what does not end in time is named."""
+        self._closed = True
+        for listener in self._listeners.values():
+            listener.close()
+        self._listeners.clear()
+        why = CoreError(Reason.DRAINING, "the agent ends")
+        for channel in list(self._channels):
+            channel.end(why)
+        deadline = time.monotonic() + seconds
+        # A thread's end is told on this loop; nothing else wakes it.
+        while self._channels and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+            self._watch = None
+        return [channel.name for channel in self._channels]
+
+    def _listen(self, namespace: str) -> _Listener:
+        if not _NAMESPACE.fullmatch(namespace):
+            raise CoreError(Reason.BAD_ARGUMENT, f"namespace {namespace[:80]!r} names no folder")
+        try:
+            listener = _Listener(self._folder, namespace, lambda one: self._accepted(namespace, one))
+        except OSError as error:
+            raise CoreError(
+                Reason.STORAGE_UNAVAILABLE, f"no local channels in {self._folder}: {error.strerror}"
+            ) from None
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().create_task(self._watching())
+        return listener
+
+    def _accepted(self, namespace: str, connection: socket.socket) -> None:
+        refused = self._refusal(connection)
+        if refused is not None:
+            with connection, contextlib.suppress(OSError):
+                ended = pack_ended(to_detail(refused), time.monotonic_ns())
+                connection.send(ended, socket.MSG_DONTWAIT)
+            log.warning("local channel in %s refused: %s", namespace, refused)
+            return
+        loop = asyncio.get_running_loop()
+        self._numbered += 1
+
+        def post(call: Callable[[], None]) -> None:
+            # A loop that has ended needs to be told nothing.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(call)
+
+        def evidence_of(host: CacheHost) -> LoopEvidence:
+            return LoopEvidence(host.evidence, post)
+
+        office = _Office(self._desk, self._tokens, namespace, loop, post)
+        name = f"local-channel-{self._numbered}"
+        channel = Channel(connection, office, FrameServer(self._desk, evidence_of), name)
+
+        def live() -> None:
+            try:
+                channel.run()
+            finally:
+                post(lambda: self._ended(channel))
+
+        thread = threading.Thread(target=live, name=name, daemon=True)
+        self._channels[channel] = thread
+        thread.start()
+
+    def _ended(self, channel: Channel) -> None:
+        self._channels.pop(channel, None)
+
+    def _refusal(self, connection: socket.socket) -> CoreError | None:
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        _, uid, _ = _PEER.unpack(raw)
+        if uid not in self._allowed():
+            return CoreError(Reason.TENANT_MISMATCH, f"uid {uid} may not attach here")
+        bound = self._desk.node.limits.max_sessions + _SPARE_CHANNELS
+        if len(self._channels) >= bound:
+            return CoreError(Reason.QUEUE_FULL, f"{bound} channels are open", {"bound": str(bound)})
+        return None
+
+    async def _watching(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            for channel in list(self._channels):
+                channel.answer_hung(now)
+
+
+class _Office:
+    """Implements ChannelOffice for the channels of one namespace."""
+
+    def __init__(
+        self,
+        desk: FrameDesk,
+        tokens: TokenBook,
+        namespace: str,
+        loop: asyncio.AbstractEventLoop,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._desk = desk
+        self._tokens = tokens
+        self._namespace = namespace
+        self._loop = loop
+        self._post = post
+
+    @property
+    def boot_id(self) -> str:
+        return self._desk.node.boot_id
+
+    @property
+    def idle_seconds(self) -> float:
+        return self._desk.node.limits.session_idle_seconds
+
+    @property
+    def frame_seconds(self) -> float:
+        return self._desk.node.limits.frame_deadline_seconds
+
+    @property
+    def max_ring_bytes(self) -> int:
+        return self._desk.node.limits.max_message_bytes
+
+    def attach(self, token: bytes) -> Future[tuple[Session, bytes]]:
+        claim = self._claim(token)
+        try:
+            return asyncio.run_coroutine_threadsafe(claim, self._loop)
+        except RuntimeError:
+            claim.close()
+            raise ConnectionError("the agent has ended") from None
+
+    async def _claim(self, token: bytes) -> tuple[Session, bytes]:
+        session = self._tokens.redeem(token, self._namespace)
+        try:
+            await self._desk.claim(session)
+        finally:
+            # Also of a claim that came too early: its engine comes again with this one.
+            next_token = self._tokens.mint(session)
+        return session, next_token
+
+    def release(self, session: Session) -> None:
+        self._post(lambda: self._desk.release(session))
+
+
+class _Listener:
+    """A listening socket in a private folder. A path of any length: it is bound by way of its folder."""
+
+    def __init__(self, parent: Path, namespace: str, accepted: Callable[[socket.socket], None]) -> None:
+        """OSError, and then nothing is left behind but folders."""
+        folder = parent / namespace
+        for one in (parent, folder):
+            one.mkdir(mode=0o700, exist_ok=True)
+            one.chmod(0o700)
+        self.path = folder / wire.SOCKET_NAME
+        self._accepted = accepted
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.setblocking(False)
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISSOCK(self.path.lstat().st_mode):
+                    self.path.unlink()
+            descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._socket.bind(f"/proc/self/fd/{descriptor}/{wire.SOCKET_NAME}")
+            finally:
+                os.close(descriptor)
+            self.path.chmod(0o600)
+            self._socket.listen(_BACKLOG)
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.fileno(), self._accept)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            log.warning("no connection can be accepted: %s", error)
+            return
+        connection.setblocking(True)
+        self._accepted(connection)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        with contextlib.suppress(OSError):
+            self.path.parent.rmdir()

@@ -1,0 +1,317 @@
+"""The local wire: small fixed messages over a Unix socket, tensors in shared memory.
+
+It exists because on one node gRPC costs more than a layer's attention. It must not know blocks, steps or how
+a lost connection is replaced.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import functools
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvtier.local import frames as wire
+from kvtier.local import memory
+from kvtier.local.receipts import AnswerRecord, unpack_answers, unpack_ended
+from kvtier.v1 import attention_pb2
+from kvtier_client.errors import KvtierError, from_detail
+from kvtier_client.localring import FLOAT_BYTES, AnswerRing, StagingRing, ring_bytes
+from kvtier_client.wire import MAX_OUTSTANDING, Answer, Frame, Sender, WireName
+from kvtier_core.errors import Reason
+
+_GONE = "UNAVAILABLE"
+_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A frame that was sent: its number, where its output will lie, and its shape."""
+
+    sequence: int
+    offset: int
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    index: int
+    session_tag: bytes
+    boot_tag: bytes
+
+
+class LocalWire:
+    """One connection with its two rings, and the sessions attached to it. One engine thread drives it.
+
+    `tokens` holds, by session id, what attaches each session again elsewhere.
+    """
+
+    name: WireName = "local"
+
+    def __init__(
+        self, offers: Sequence[tuple[Sender, bytes]], offer: attention_pb2.LocalChannel, wanted: int
+    ) -> None:
+        """offers: the sessions to attach with their tokens; offer: where. wanted: bytes of tensors of a
+        message. Raises KvtierError: typed as the agent says it, DRAINING when nobody is there."""
+        self.tokens: dict[str, bytes] = {}
+        self.broken: KvtierError | None = None
+        self.lost = False
+        self.max_frames = min(wire.MAX_FRAMES, offer.max_frames or wire.MAX_FRAMES)
+        self._attached: dict[str, _Attached] = {}
+        self._waiting: deque[list[_Waiting]] = deque()
+        self._sequence = 0
+        self._buffer = bytearray(wire.MAX_ANSWER_BYTES)
+        self._timeout = 0.0
+        self._answers: AnswerRing | None = None
+        size = ring_bytes(MAX_OUTSTANDING * wire.aligned(wanted), offer.max_ring_bytes)
+        self.max_message_bytes = size
+        try:
+            self._ring = StagingRing(size)
+        except OSError as error:
+            raise KvtierError(Reason.NO_STAGING, f"no staging ring of {size} bytes: {error}") from None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._connect(offer.socket)
+            (first, token), *others = offers
+            self._hello(first, token, size)
+            for sender, token in others:
+                self._attach(sender, token)
+        except OSError as error:
+            failure = self._fail(_gone(f"{offer.socket}: {error}"), lost=True)
+            self.close()
+            raise failure from None
+        except BaseException:
+            self.close()
+            raise
+
+    def has_room(self, frames: Sequence[Frame]) -> bool:
+        if len(self._waiting) >= MAX_OUTSTANDING:
+            return False
+        return self._ring.place(sum(wire.aligned(frame.size) for frame in frames)) is not None
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        if self.broken is not None:
+            raise self.broken
+        size = sum(wire.aligned(frame.size) for frame in frames)
+        start = self._ring.place(size)
+        if start is None or len(self._waiting) >= MAX_OUTSTANDING:
+            raise KvtierError(Reason.QUEUE_FULL, f"{len(self._waiting)} messages wait for their answers")
+        records, waiting, offset = [], [], start
+        for frame in frames:
+            self._sequence += 1
+            self._write(frame, offset)
+            attached = self._attached[frame.sender.opened.session_id]
+            records.append(
+                wire.FrameRecord(
+                    attachment=attached.index,
+                    layer=frame.layer,
+                    rows=frame.k.shape[0],
+                    queries=frame.q.shape[0],
+                    generation=frame.sender.opened.generation,
+                    step=frame.step,
+                    first_row_position=frame.position,
+                    first_query_position=frame.position,
+                    committed_frontier=frame.committed,
+                    deadline_ms=frame.deadline_ms,
+                    sequence=self._sequence,
+                    offset=offset,
+                    session_tag=attached.session_tag,
+                    boot_tag=attached.boot_tag,
+                )
+            )
+            waiting.append(_Waiting(self._sequence, offset, frame.q.shape))
+            offset += wire.aligned(frame.size)
+        try:
+            self._socket.send(wire.pack_frames(records, time.monotonic_ns()))
+        except wire.MalformedError as error:
+            raise KvtierError(Reason.FRAME_INVALID, str(error)) from None
+        except BlockingIOError:
+            raise self._fail(KvtierError(Reason.DEADLINE, "the agent does not read"), lost=False) from None
+        except OSError as error:
+            raise self._fail(self._why_gone(error), lost=True) from None
+        self._ring.take(start, size)
+        self._waiting.append(waiting)
+
+    def receive(self, timeout: float) -> list[Answer | KvtierError]:
+        if self.broken is not None:
+            raise self.broken
+        if not self._waiting:
+            raise KvtierError(Reason.STEP_ORDER, "no frame waits for an answer")
+        if timeout != self._timeout:
+            self._set_timeout(timeout)
+        records = self._read_answers(timeout)
+        waiting = self._waiting.popleft()
+        if [record.sequence for record in records] != [one.sequence for one in waiting]:
+            numbers = [record.sequence for record in records], [one.sequence for one in waiting]
+            message = "answer {} came where {} was due".format(*numbers)
+            raise self._fail(KvtierError(Reason.IDENTITY_MISMATCH, message), lost=False)
+        answers = [self._answer(record, one) for record, one in zip(records, waiting, strict=True)]
+        # Only now: the outputs were copied from the places that the next frames will take.
+        self._ring.give_back()
+        return answers
+
+    def close(self) -> None:
+        self.broken = self.broken or KvtierError(Reason.SESSION_UNKNOWN, "the channel is closed")
+        self._socket.close()
+        self._ring.close()
+        if self._answers is not None:
+            self._answers.close()
+
+    # --- parts -----------------------------------------------------------------------------------------
+
+    def _write(self, frame: Frame, offset: int) -> None:
+        floats, at = self._ring.floats, offset // FLOAT_BYTES
+        for tensor in (frame.k, frame.v, frame.q):
+            array_of = tensor.numpy()
+            end = at + array_of.size
+            np.copyto(floats[at:end].reshape(array_of.shape), array_of, casting="no")
+            at = end
+
+    def _answer(self, record: AnswerRecord, one: _Waiting) -> Answer | KvtierError:
+        if record.error is not None:
+            return from_detail(record.error)
+        floats = one.shape.numel()
+        if record.out_bytes != FLOAT_BYTES * floats:
+            message = f"{record.out_bytes} bytes of output, {FLOAT_BYTES * floats} were due"
+            return KvtierError(Reason.FRAME_INVALID, message)
+        assert self._answers is not None
+        out = torch.from_numpy(self._answers.copy(one.offset, floats)).view(one.shape)
+        return Answer(record.step, record.layer, out, functools.partial(_receipt, record))
+
+    def _read_answers(self, timeout: float) -> list[AnswerRecord]:
+        try:
+            size = self._socket.recv_into(self._buffer, 0, socket.MSG_TRUNC)
+        except BlockingIOError:
+            raise self._fail(
+                KvtierError(Reason.DEADLINE, f"no answer within {timeout:.3f} s"), lost=False
+            ) from None
+        except OSError as error:
+            raise self._fail(self._why_gone(error), lost=True) from None
+        kind, count = self._header(size)
+        if kind is not wire.Kind.ANSWERS:
+            raise self._fail(KvtierError(Reason.FRAME_INVALID, f"{kind.name} came for an answer"), lost=False)
+        try:
+            return unpack_answers(self._buffer, size, count)
+        except wire.MalformedError as error:
+            raise self._fail(KvtierError(Reason.FRAME_INVALID, str(error)), lost=False) from None
+
+    def _header(self, size: int) -> tuple[wire.Kind, int]:
+        """Of a message that came; raises what the agent ended the channel with."""
+        if size == 0:
+            raise self._fail(_gone("the agent closed the channel"), lost=True)
+        try:
+            kind, count, _ = wire.read_header(self._buffer, size)
+            ended = unpack_ended(self._buffer, size) if kind is wire.Kind.ENDED else None
+        except wire.MalformedError as error:
+            raise self._fail(KvtierError(Reason.FRAME_INVALID, str(error)), lost=False) from None
+        if ended is not None:
+            raise self._fail(from_detail(ended), lost=False)
+        return kind, count
+
+    def _why_gone(self, error: OSError) -> KvtierError:
+        """An agent that ends a channel with messages unread resets it, and still has said why."""
+        with contextlib.suppress(OSError, wire.MalformedError):
+            size = self._socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+            if size and wire.read_header(self._buffer, size)[0] is wire.Kind.ENDED:
+                return from_detail(unpack_ended(self._buffer, size))
+        return _gone(str(error))
+
+    def _connect(self, path: str) -> None:
+        """By way of the folder: a Unix socket's own path may hold about 100 bytes."""
+        self._set_timeout(_SECONDS)
+        seconds = struct.pack("@qq", int(_SECONDS), 0)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        folder, _, name = path.rpartition("/")
+        descriptor = os.open(folder or "/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._socket.connect(f"/proc/self/fd/{descriptor}/{name}")
+        finally:
+            os.close(descriptor)
+
+    def _hello(self, sender: Sender, token: bytes, size: int) -> None:
+        hello = wire.pack_hello(wire.Hello(token, size), time.monotonic_ns())
+        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._ring.descriptor]))]
+        self._socket.sendmsg([hello], passed)
+        self._ring.passed()
+        answered, descriptors = self._receive_welcome()
+        try:
+            if answered.ring_bytes != size or len(descriptors) != 1:
+                message = f"{answered.ring_bytes} bytes and {len(descriptors)} descriptors for answers"
+                raise KvtierError(Reason.FRAME_INVALID, message)
+            self._answers = AnswerRing(descriptors[0], size)
+        except memory.UnsafeMemoryError as error:
+            raise KvtierError(Reason.FRAME_INVALID, f"the answers' ring: {error}") from None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._note(sender, answered)
+
+    def _attach(self, sender: Sender, token: bytes) -> None:
+        self._socket.send(wire.pack_attach(token, time.monotonic_ns()))
+        size = self._socket.recv_into(self._buffer, 0, socket.MSG_TRUNC)
+        kind, _ = self._header(size)
+        self._note(sender, self._unpack_attached(kind, wire.Kind.ATTACHED, size))
+
+    def _receive_welcome(self) -> tuple[wire.Attached, list[int]]:
+        room = socket.CMSG_SPACE(4)
+        size, control, _, _ = self._socket.recvmsg_into([self._buffer], room, socket.MSG_CMSG_CLOEXEC)
+        descriptors: list[int] = []
+        for level, kind, data in control:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                found = array.array("i")
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+                descriptors.extend(found)
+        try:
+            kind_of, _ = self._header(size)
+            return self._unpack_attached(kind_of, wire.Kind.WELCOME, size), descriptors
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+
+    def _unpack_attached(self, kind: wire.Kind, due: wire.Kind, size: int) -> wire.Attached:
+        if kind is not due:
+            raise KvtierError(Reason.FRAME_INVALID, f"{kind.name} came where {due.name} was due")
+        try:
+            return wire.unpack_attached(self._buffer, size)
+        except wire.MalformedError as error:
+            raise KvtierError(Reason.FRAME_INVALID, str(error)) from None
+
+    def _note(self, sender: Sender, answered: wire.Attached) -> None:
+        opened = sender.opened
+        self._attached[opened.session_id] = _Attached(
+            answered.attachment, wire.tag(opened.session_id), wire.tag(opened.boot_id)
+        )
+        self.tokens[opened.session_id] = answered.next_token
+
+    def _set_timeout(self, seconds: float) -> None:
+        whole = int(seconds)
+        value = struct.pack("@qq", whole, max(1, int((seconds - whole) * 1_000_000)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._timeout = seconds
+
+    def _fail(self, error: KvtierError, *, lost: bool) -> KvtierError:
+        """An error that the agent typed is its answer: no other connection would get another."""
+        self.broken = error
+        self.lost = lost and not error.typed
+        return error
+
+
+def _gone(message: str) -> KvtierError:
+    return KvtierError(Reason.DRAINING, message, status=_GONE)
+
+
+def _receipt(record: AnswerRecord) -> attention_pb2.Receipt:
+    try:
+        return record.receipt()
+    except wire.MalformedError as error:
+        raise KvtierError(Reason.FRAME_INVALID, str(error)) from None
