@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 
 from kvtier.v1 import attention_pb2, attention_pb2_grpc
-from kvtier_agent import attendframes, convert
+from kvtier_agent import convert
 from kvtier_agent.attendframes import FrameCount, FrameDesk
-from kvtier_agent.cachehost import CacheHost, FrameAnswer, Session
-from kvtier_agent.errors import to_detail
+from kvtier_agent.attendstreams import FrameStream
+from kvtier_agent.cachehost import CacheHost, Session
 from kvtier_agent.localchannel.listener import ChannelServer
 from kvtier_agent.node import Node, check_owner
-from kvtier_agent.rpc import RpcScope, ServicerContext, abort
+from kvtier_agent.rpc import RpcScope, ServicerContext
 from kvtier_agent.telemetry import Metrics, Telemetry
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm, SessionFacts
@@ -26,15 +24,6 @@ from kvtier_crds.manifest import RuntimeManifest
 QUERY_BLOCK_TOKENS = 256
 _MAX_NAME = 253
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Received:
-    """A frame with its time of receipt, or why it is refused without being looked at."""
-
-    frame: attention_pb2.AttendFrame
-    at: float
-    refusal: CoreError | None
 
 
 class AttentionService(attention_pb2_grpc.AttentionServicer):
@@ -80,98 +69,20 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
     async def Attend(
         self, request_iterator: AsyncIterator[attention_pb2.AttendFrame], context: ServicerContext
     ) -> AsyncIterator[attention_pb2.AttendAnswer]:
-        """Answers in the order of the frames. A frame beyond the stream's bound is refused in its place;
-        beyond twice the bound the stream is not read until answers leave (HTTP/2 holds the sender). A stream
-        without a frame for the idle time ends with SESSION_UNKNOWN: its session is closed then."""
-        limits = self._node.limits
-        queue: asyncio.Queue[_Received | None] = asyncio.Queue(2 * limits.stream_in_flight)
-        accepted = 0
-        owned: Session | None = None
-
-        async def read() -> None:
-            nonlocal accepted
-            try:
-                async for frame in request_iterator:
-                    refusal = None
-                    if accepted >= limits.stream_in_flight:
-                        refusal = CoreError(
-                            Reason.QUEUE_FULL,
-                            f"{accepted} frames of this stream wait",
-                            {"bound": str(limits.stream_in_flight)},
-                        )
-                    else:
-                        refusal = self._frames.enter()
-                    if refusal is None:
-                        accepted += 1
-                    try:
-                        await queue.put(_Received(frame, time.monotonic(), refusal))
-                    except asyncio.CancelledError:
-                        # It is not in the queue, so nobody else gives its place back.
-                        if refusal is None:
-                            self._frames.leave()
-                        raise
-            finally:
-                await queue.put(None)
-
-        reader = asyncio.create_task(read())
-        try:
-            while (received := await _next(queue, limits.session_idle_seconds, context)) is not None:
-                try:
-                    if received.refusal is None and owned is None:
-                        owned = await self._claim(received.frame)
-                    answer = await self._answer(received, owned)
-                except CoreError as error:
-                    answer = _refused(received.frame, error)
-                finally:
-                    if received.refusal is None:
-                        accepted -= 1
-                        self._frames.leave()
+        """One session's frames; see FrameStream."""
+        messages = FrameStream(self._desk, many=False).answers(_each(request_iterator), context)
+        async with aclosing(messages):
+            async for (answer,) in messages:
                 yield answer
-        finally:
-            reader.cancel()
-            if owned is not None:
-                self._desk.release(owned)
-            while not queue.empty():
-                left = queue.get_nowait()
-                if left is not None and left.refusal is None:
-                    self._frames.leave()
 
-    async def _claim(self, frame: attention_pb2.AttendFrame) -> Session:
-        """The session that the first frame of a stream names."""
-        session = self._node.session(frame.session_id, frame.generation, frame.tenant)
-        await self._desk.claim(session)
-        return session
-
-    async def _answer(self, received: _Received, owned: Session | None) -> attention_pb2.AttendAnswer:
-        frame = received.frame
-        started_ns = time.time_ns()
-        code, arm = "OK", ServedArm.BASELINE
-        try:
-            if received.refusal is not None:
-                raise received.refusal
-            session = self._checked(frame, owned)
-            deadline = self._desk.deadline(received.at, frame.deadline_ms)
-            converted, queries = convert.frame_input(frame, session.host.manifest, deadline)
-            answer = await _in_time(session.host.attend(session, converted, queries), deadline)
-            arm = answer.arm
-            self._desk.observe(session, frame.step, answer, started_ns)
-            return convert.answer_message(frame, answer)
-        except CoreError as error:
-            code = error.reason.name
-            return _refused(frame, error)
-        except Exception:
-            log.exception("frame failed")
-            code = Reason.INTERNAL.name
-            return _refused(frame, CoreError(Reason.INTERNAL, "internal failure; see the agent's log"))
-        finally:
-            self._metrics.frame_seconds[arm.value, code].observe(time.monotonic() - received.at)
-
-    def _checked(self, frame: attention_pb2.AttendFrame, owned: Session | None) -> Session:
-        self._node.check_boot(frame.boot_id)
-        session = self._node.session(frame.session_id, frame.generation, frame.tenant)
-        if session is not owned:
-            raise CoreError(Reason.BAD_ARGUMENT, "one stream carries one session")
-        return session
+    async def AttendMany(
+        self, request_iterator: AsyncIterator[attention_pb2.AttendFrames], context: ServicerContext
+    ) -> AsyncIterator[attention_pb2.AttendAnswers]:
+        """As Attend, with frames of several sessions in each message."""
+        messages = FrameStream(self._desk, many=True).answers(_several(request_iterator), context)
+        async with aclosing(messages):
+            async for answers in messages:
+                yield attention_pb2.AttendAnswers(answers=answers)
 
     async def _describe(
         self, request: attention_pb2.DescribeCacheRequest
@@ -265,23 +176,18 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         raise CoreError(Reason.SESSION_UNKNOWN, "this agent holds no such session")
 
 
-async def _in_time(attending: Awaitable[FrameAnswer], deadline: float) -> FrameAnswer:
-    try:
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + attendframes.ENGINE_GRACE_SECONDS):
-            return await attending
-    except TimeoutError:
-        raise CoreError(Reason.DEADLINE, attendframes.HANGS) from None
+async def _each(
+    frames: AsyncIterator[attention_pb2.AttendFrame],
+) -> AsyncIterator[Sequence[attention_pb2.AttendFrame]]:
+    async for frame in frames:
+        yield (frame,)
 
 
-async def _next(
-    queue: asyncio.Queue[_Received | None], seconds: float, context: ServicerContext
-) -> _Received | None:
-    try:
-        async with asyncio.timeout(seconds):
-            return await queue.get()
-    except TimeoutError:
-        message = f"no frame came for {seconds:g} s, so the session is closed"
-        await abort(context, CoreError(Reason.SESSION_UNKNOWN, message))
+async def _several(
+    messages: AsyncIterator[attention_pb2.AttendFrames],
+) -> AsyncIterator[Sequence[attention_pb2.AttendFrame]]:
+    async for message in messages:
+        yield message.frames
 
 
 def _check_identity(request: attention_pb2.OpenSessionRequest, host: CacheHost) -> None:
@@ -311,9 +217,3 @@ def _check_geometry(asked: attention_pb2.Geometry, manifest: RuntimeManifest) ->
                 f"geometry.{field} {getattr(asked, field)!r} is not this cache's {getattr(own, field)!r}"
             )
             raise CoreError(Reason.GEOMETRY_MISMATCH, message)
-
-
-def _refused(frame: attention_pb2.AttendFrame, error: CoreError) -> attention_pb2.AttendAnswer:
-    return attention_pb2.AttendAnswer(
-        sequence=frame.sequence, step=frame.step, layer=frame.layer, error=to_detail(error)
-    )
