@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvtier_core.cost import KvGeometry, blocks, kappa_crit
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.placements.traffic import AttentionShape
 from kvtier_core.schedules import Choice, LayerWork, Machine, choose
 from kvtier_core.units import BytesPerSecond, FlopPerSecond, FlopPerToken
 
@@ -65,8 +66,7 @@ def plan_cache(given: PlanInputs) -> CachePlan:
     cold = given.context - given.resident
     count = blocks(cold, given.block_tokens)
     near = None if given.near_seconds is None else cold * given.near_seconds
-    # (m, l, u) of each query head in fp32 (F29).
-    state = geometry.query_heads * (2 + geometry.head_dim) * 4
+    state = AttentionShape(geometry, 1, given.context, geometry.k_bytes).state
     layer = LayerWork(
         cold_bytes=count * given.block_tokens * geometry.row.value,
         blocks=count,
