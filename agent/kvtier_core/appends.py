@@ -15,7 +15,9 @@ from torch import Tensor
 from kvtier_core.directory import Directory
 from kvtier_core.identity import SourceBinding
 from kvtier_core.layout import ChunkLayout
-from kvtier_core.receipts import SessionSpec
+from kvtier_core.positions import UNEDITED, PositionView
+from kvtier_core.receipts import ExactnessClass, SessionSpec
+from kvtier_core.rope import RopeTable
 from kvtier_core.tiers.base import BlockIdentity, SlotRef, Tier
 from kvtier_core.tiers.staging import StagingBuffer
 
@@ -25,12 +27,22 @@ NO_LINE = -1
 @dataclass(slots=True)
 class LayerState:
     """frontier: rows [0, frontier) exist. lines: directory lines of all chunks, ascending, the open one last
-    while `open_line` is set."""
+    while `open_line` is set; NO_LINE where a whole chunk was dropped from the session's view."""
 
     open_tier: int
     frontier: int = 0
     lines: list[int] = field(default_factory=list)
     open_line: int = NO_LINE
+
+
+@dataclass(frozen=True, slots=True)
+class EditPoint:
+    """An edit that took effect before `row`. before: the view until then, None when it is not known whether
+    rows were computed over it. producer: index of the digest of what was computed since."""
+
+    row: int
+    before: PositionView | None
+    producer: int
 
 
 @dataclass(slots=True)
@@ -39,7 +51,9 @@ class Session:
     epoch: grows with each step of any session; what is sealed in one step is equally recent, by position.
     step_first: position of the first query of the step that runs. number: names the lines that the session
     makes; a truncation gives it another, since lines of before may live on in a fork. position_epoch: grows
-    with each edit of the history."""
+    with each edit of the history; positions: what is seen of the rows, and where; edits: points at which that
+    changed, ascending; turning: how keys turn, once some were moved. last_edit: what was asked last and the
+    frontier then."""
 
     number: int
     session_id: str
@@ -56,6 +70,10 @@ class Session:
     snapshot_generation: int = 0
     epoch: int = 0
     position_epoch: int = 1
+    positions: PositionView = UNEDITED
+    edits: list[EditPoint] = field(default_factory=list)
+    turning: RopeTable | None = None
+    last_edit: tuple[object, int] | None = None
 
     def producer_at(self, position: int) -> int:
         found = self.producers[0][1]
@@ -63,6 +81,15 @@ class Session:
             if first <= position:
                 found = producer
         return found
+
+    @property
+    def history(self) -> ExactnessClass:
+        """What an answer over all rows that are seen is. Rows after an approximate answer are not those of an
+        exact run; rows after an edit are those of the declared edited run, and of no other."""
+        edits = {point.producer for point in self.edits}
+        if any(producer not in edits for _, producer in self.producers[1:]):
+            return ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY
+        return ExactnessClass.EXACT_OVER_EDITED_HISTORY if edits else ExactnessClass.EXACT
 
 
 @dataclass(slots=True)

@@ -20,6 +20,8 @@ from torch import Tensor
 from kvtier_core.appends import Append, Rows
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.planner import ChunkRead, Path, Plan
+from kvtier_core.positions import Piece, PositionView
+from kvtier_core.rope import RopeTable
 from kvtier_core.staged import Job, StagedReads
 from kvtier_core.tiers.base import SlotRef
 from kvtier_core.tiers.staging import StagingBuffer
@@ -112,8 +114,8 @@ class Attention:
     def exact(self, plan: Plan, append: Append, query: Query) -> Attended:
         """All visible rows of the plan. DEADLINE between chunks; typed errors of tiers."""
 
-        def state(read: ChunkRead, k: Tensor, v: Tensor) -> AttentionState:
-            return chunk_state(
+        def state(read: ChunkRead, k: Tensor, v: Tensor) -> Iterator[AttentionState]:
+            yield chunk_state(
                 query.q,
                 k,
                 v,
@@ -127,6 +129,38 @@ class Attention:
         batch = query.q.shape[0] == 1 and reads_in_place(size, query.q.shape[2])
         return self._run(plan, append, query, state, batch=batch)
 
+    def viewed(
+        self, plan: Plan, append: Append, query: Query, view: PositionView, turning: RopeTable | None
+    ) -> Attended:
+        """All rows of an edited view: one state per segment and chunk, merged ascending. Of rows that moved
+        by delta the query is turned by -delta, not the keys (selectors_kernels 1.13). The plan holds exactly
+        the chunks with a row that is seen."""
+        size = self._store.layout.chunk_tokens
+        pieces: dict[int, list[Piece]] = {}
+        for piece in view.pieces(size, query.first_position + query.q.shape[0]):
+            pieces.setdefault(piece.chunk, []).append(piece)
+        turned = {0: query.q}
+
+        def turn(delta: int) -> Tensor:
+            if delta not in turned:
+                assert turning is not None
+                turned[delta] = turning.turned(query.q, -delta)
+            return turned[delta]
+
+        def states(read: ChunkRead, k: Tensor, v: Tensor) -> Iterator[AttentionState]:
+            for piece in pieces[read.chunk]:
+                yield chunk_state(
+                    turn(piece.delta),
+                    k[piece.first : piece.last],
+                    v[piece.first : piece.last],
+                    scale=query.frame.scale,
+                    q_pos0=query.first_position,
+                    row_pos0=read.chunk * size + piece.first,
+                    frame=query.frame,
+                )
+
+        return self._run(plan, append, query, states, batch=False)
+
     def selected(
         self, plan: Plan, append: Append, query: Query, positions: Sequence[NDArray[np.int64]]
     ) -> Attended:
@@ -136,7 +170,7 @@ class Attention:
         heads = len(positions)
         group = query.q.shape[1] // heads
 
-        def state(read: ChunkRead, k: Tensor, v: Tensor) -> AttentionState:
+        def state(read: ChunkRead, k: Tensor, v: Tensor) -> Iterator[AttentionState]:
             first = read.chunk * size
             parts = []
             for head, rows in enumerate(positions):
@@ -158,7 +192,7 @@ class Attention:
                         frame=query.frame,
                     )
                 )
-            return AttentionState(
+            yield AttentionState(
                 m=torch.cat([part.m for part in parts], dim=1),
                 l=torch.cat([part.l for part in parts], dim=1),
                 u=torch.cat([part.u for part in parts], dim=1),
@@ -172,7 +206,7 @@ class Attention:
         plan: Plan,
         append: Append,
         query: Query,
-        state_of: Callable[[ChunkRead, Tensor, Tensor], AttentionState],
+        states_of: Callable[[ChunkRead, Tensor, Tensor], Iterator[AttentionState]],
         *,
         batch: bool,
     ) -> Attended:
@@ -193,7 +227,8 @@ class Attention:
                     fold.add_full(self._view(read))
                 else:
                     k, v = self._rows(read, append, staged)
-                    fold.add(state_of(read, k, v))
+                    for state in states_of(read, k, v):
+                        fold.add(state)
                 self._account(read, bytes_by_tier)
             out, _ = finalize(fold.result())
         return Attended(out, bytes_by_tier, staged.stall_seconds)

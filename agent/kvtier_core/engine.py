@@ -19,6 +19,7 @@ from kvtier_core.assembly import LiveConfiguration, LiveTier, Node, build_tiers,
 from kvtier_core.attend import Attention
 from kvtier_core.credits import PINNED, STAGING, CreditLedger
 from kvtier_core.directory import ChunkState
+from kvtier_core.edits.checks import placed
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.edits.runner import Edits
 from kvtier_core.errors import CoreError, Reason
@@ -36,7 +37,7 @@ from kvtier_core.receipts import (
     StepRequest,
 )
 from kvtier_core.selectors.base import LayerIndex, SelectorFamily, build_family
-from kvtier_core.sessions import LayerState, RowStore, Session
+from kvtier_core.sessions import NO_LINE, LayerState, RowStore, Session
 from kvtier_core.sharing import SharedBlocks, directory_of, ledger_of, let_go, recoveries
 from kvtier_core.stats import Statistics
 from kvtier_core.step import StepContext, StepRunner
@@ -148,7 +149,14 @@ class CacheEngine:
         )
         self._attention = Attention(self._store, node.clock, reader, buffers)
         self._runner = StepRunner(self._store, self._attention, self._manifest.digest())
-        self._edits = Edits(self._store, node.clock, self._number)
+        self._edits = Edits(
+            self._store,
+            self._manifest.model,
+            node.clock,
+            self._number,
+            self._runner.producer,
+            self._runner.digest_of,
+        )
         self._statistics = Statistics(
             live, self._store, self._all_credits, self._shared, staging, recoveries(tiers)
         )
@@ -309,6 +317,7 @@ class CacheEngine:
                 kv_heads=geometry.kv_heads,
                 head_dim=geometry.head_dim,
             )
+            request = placed(session, request)
             repeat = check_order(session, request)
             family = None if mode.selector is None else self._family(mode.selector)
             return self._runner.run(self._contexts[session.session_id], request, mode, family, repeat)
@@ -370,8 +379,11 @@ class CacheEngine:
             return found[offset : None if limit is None else offset + limit]
 
     def _listed(self, session: Session, chunk: int, line: int) -> bool:
-        sealed = int(self._directory.state[line]) == ChunkState.SEALED
-        return sealed and (chunk + 1) * self.layout.chunk_tokens <= session.committed
+        """Of an edited session only what came before its first edit: rows from there on are those of its own
+        history, and stand elsewhere than their chunk says."""
+        end = (chunk + 1) * self.layout.chunk_tokens
+        ends = min(session.committed, session.edits[0].row) if session.edits else session.committed
+        return line != NO_LINE and end <= ends and int(self._directory.state[line]) == ChunkState.SEALED
 
     def _info(self, session: Session, layer: int, chunk: int) -> ChunkInfo:
         line = session.layers[layer].lines[chunk]

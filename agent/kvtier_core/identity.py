@@ -257,6 +257,13 @@ def full_support_digest(frontier: int) -> str:
     return "sha256:" + digest("support", [("scope", "all"), ("positions", positions)]).hex()
 
 
+def edited_support_digest(segments: Sequence[tuple[int, int, int]]) -> str:
+    """Support digest of all rows of an edited view: (first row, behind the last, position of the first) of
+    each of its segments, ascending."""
+    numbers = [number for segment in segments for number in segment]
+    return "sha256:" + digest("support", [("scope", "view"), ("segments", numbers)]).hex()
+
+
 def selected_support_digest(frontier: int, per_head: Sequence[NDArray[np.int64]]) -> str:
     """Support digest of sorted original positions per KV head; complete supports hash as the full one."""
     if all(len(positions) == frontier for positions in per_head):

@@ -21,11 +21,13 @@ class PublishArm(StrEnum):
 
 
 class ExactnessClass(StrEnum):
-    """Names equal the protocol's."""
+    """Names equal the protocol's. EXACT_OVER_EDITED_HISTORY: over every row of a view that its owner edited,
+    turned to where the edit put them; of an approximate history, which says more, only that is said."""
 
     EXACT = "EXACT"
     APPROXIMATE = "APPROXIMATE"
     EXACT_OVER_APPROXIMATE_HISTORY = "EXACT_OVER_APPROXIMATE_HISTORY"
+    EXACT_OVER_EDITED_HISTORY = "EXACT_OVER_EDITED_HISTORY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class SessionHandle:
 class StepRequest:
     """One frame: a layer of a step. k, v float32 [n, kv_heads, head_dim] (n may be 0); q float32
     [Nq, query_heads, head_dim]; query i attends rows [0, first_query_position + i].
-    deadline: seconds on the engine's clock; None for none."""
+    position_epoch: of the session as the engine knows it; 0: not stated. deadline: seconds on the engine's
+    clock; None for none."""
 
     session_id: str
     generation: int
@@ -64,6 +67,7 @@ class StepRequest:
     q: Tensor
     committed_frontier: int
     deadline: float | None = None
+    position_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,8 @@ class StepReceipt:
     """bytes_by_tier: payload bytes read to form the answer. stall_seconds: time spent waiting for staged
     reads. rows_attended: of the KV head that attended most. selected_rows: by the selector beyond the
     persistent rows, same head. estimated_omitted_mass is NaN: Quest has no estimator. fallback: why an answer
-    asked of the candidate was computed exactly, a Reason name; empty for none."""
+    asked of the candidate was computed exactly, a Reason name; empty for none. frontier: the position behind
+    the last row. position_epoch: of the session when it answered."""
 
     exactness: ExactnessClass
     arm: PublishArm
@@ -101,6 +106,7 @@ class StepReceipt:
     estimated_omitted_mass: float
     fallback: str
     snapshot_generation: int
+    position_epoch: int = 1
 
 
 @dataclass(frozen=True, slots=True)

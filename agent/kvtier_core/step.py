@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from kvtier_core.attend import Attended, Attention, Query
 from kvtier_core.directory import NO_PRODUCER
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.identity import full_support_digest, selected_support_digest
+from kvtier_core.identity import edited_support_digest, full_support_digest, selected_support_digest
 from kvtier_core.planner import Plan, plan_rows
+from kvtier_core.positions import PositionView
 from kvtier_core.receiptcheck.contract import check_positions
 from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import (
@@ -159,15 +160,24 @@ class StepRunner:
         arm = PublishArm.CANDIDATE if publishes else PublishArm.EXACT
         digest = mode.candidate_digest if publishes and mode.candidate_digest else self.baseline_digest
         receipt = self._receipt(context.session, published, arm, digest, fallback, visible)
+        view = context.session.positions
         check_step(
             receipt,
-            visible=visible,
+            visible=view.count(visible) if view.edited else visible,
             baseline_digest=self.baseline_digest,
             histories=len(context.session.producers),
+            support=_view_digest(view, visible) if view.edited else None,
         )
         return StepAnswer(published.attended.out, receipt, comparison), approximate
 
     def _exact(self, append: Append, query: Query, visible: int) -> ArmAnswer:
+        session = append.session
+        view = session.positions
+        if view.edited:
+            chunks = sorted({piece.chunk for piece in view.pieces(self._store.layout.chunk_tokens, visible)})
+            plan = plan_rows(self._store, append, visible, chunks)
+            attended = self._attention.viewed(plan, append, query, view, session.turning)
+            return ArmAnswer(attended, plan, _view_digest(view, visible), view.count(visible), None)
         plan = plan_rows(self._store, append, visible)
         attended = self._attention.exact(plan, append, query)
         return ArmAnswer(attended, plan, full_support_digest(visible), visible, None)
@@ -188,6 +198,8 @@ class StepRunner:
             return None, ""
         index = context.indexes[request.layer]
         try:
+            if context.session.positions.edited:
+                raise CoreError(Reason.INDEX_STALE, "no index is of rows that were dropped or moved")
             if index is None:
                 raise CoreError(
                     Reason.NO_CANDIDATE, "the session was not opened under a grant: it has no index"
@@ -226,12 +238,7 @@ class StepRunner:
     def _receipt(
         self, session: Session, answer: ArmAnswer, arm: PublishArm, digest: str, fallback: str, visible: int
     ) -> StepReceipt:
-        if answer.selection is not None:
-            exactness = ExactnessClass.APPROXIMATE
-        elif len(session.producers) > 1:
-            exactness = ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY
-        else:
-            exactness = ExactnessClass.EXACT
+        exactness = ExactnessClass.APPROXIMATE if answer.selection is not None else session.history
         return StepReceipt(
             exactness=exactness,
             arm=arm,
@@ -254,7 +261,12 @@ class StepRunner:
         """Producer and frontier are known once the rows are in."""
         frontier = session.layers[append.layer].frontier
         producer = self.digest_of(session.producer_at(max(0, frontier - 1)))
-        return dataclasses.replace(receipt, producer_digest=producer, frontier=frontier)
+        return dataclasses.replace(
+            receipt,
+            producer_digest=producer,
+            frontier=session.positions.next_position(frontier),
+            position_epoch=session.position_epoch,
+        )
 
     def _mark_producer(self, session: Session, request: StepRequest, mode: StepMode) -> None:
         """From the first approximate step on, rows of all layers are the candidate's (and stay so)."""
@@ -274,6 +286,10 @@ class StepRunner:
         index = context.indexes[append.layer]
         if index is not None and append.k.shape[0]:
             index.append(append.first, append.k)
+
+
+def _view_digest(view: PositionView, visible: int) -> str:
+    return edited_support_digest([(part.first, part.last, part.position) for part in view.upto(visible)])
 
 
 def _decodes(session: Session, request: StepRequest) -> bool:

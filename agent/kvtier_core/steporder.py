@@ -104,10 +104,11 @@ def _check_reach(session: Session, request: StepRequest, frontier: int) -> None:
             f"the last query stands at {last}, rows end at {frontier}",
             {"frontier": frontier, "last_query": last},
         )
-    if session.spec.max_tokens and frontier > session.spec.max_tokens:
+    if session.spec.max_tokens and frontier - session.positions.shift > session.spec.max_tokens:
         raise CoreError(
             Reason.FRAME_INVALID,
-            f"{frontier} rows pass the session's max_tokens {session.spec.max_tokens}",
+            f"{frontier - session.positions.shift} rows pass the session's max_tokens "
+            f"{session.spec.max_tokens}",
             {"max_tokens": session.spec.max_tokens},
         )
     if not session.committed <= request.committed_frontier <= frontier:

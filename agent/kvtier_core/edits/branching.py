@@ -120,6 +120,16 @@ class Branching:
         store.directory.rows[state.open_line] = rows
         store.directory.producer[state.open_line] = session.producer_at(cut.to - 1)
 
+    # Drop.
+
+    def forget_chunk(self, session: Session, chunk: int) -> None:
+        """Lets go of a sealed chunk of which nothing is seen, in every layer; again is nothing. Cannot
+        fail."""
+        with self._store.lock:
+            for state in session.layers:
+                self._store.let_go(session, state.lines[chunk])
+                state.lines[chunk] = NO_LINE
+
     # Fork.
 
     def prepare_branch(self, parent: Session, child: Session, alive: Callable[[], None]) -> Branch:

@@ -11,13 +11,24 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
-from kvtier_core.appends import LayerState, Session
+from kvtier_core.appends import NO_LINE, LayerState, Session
 from kvtier_core.edits.branching import Branching
-from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest, Truncate
+from kvtier_core.edits.checks import (
+    bad_argument,
+    check_between_steps,
+    check_epoch,
+    dropped,
+    repositioned,
+)
+from kvtier_core.edits.history import record
+from kvtier_core.edits.requests import Drop, EditAnswer, EditRequest, ForkRequest, Reposition, Truncate
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import SourceBinding
+from kvtier_core.positions import PositionView
+from kvtier_core.rope import rope_table
 from kvtier_core.selectors.base import LayerIndex, SelectorFamily
 from kvtier_core.sessions import RowStore
+from kvtier_crds.manifest import Model
 
 
 class Context(Protocol):
@@ -31,25 +42,50 @@ class Context(Protocol):
 
 class Edits:
     """Edits the sessions of one store; the engine's lock is held. issue: a number that no session has had,
-    which names lines and histories."""
+    which names lines and histories. intern, digest_of: producers by index and back."""
 
-    def __init__(self, store: RowStore, clock: Callable[[], float], issue: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        store: RowStore,
+        model: Model,
+        clock: Callable[[], float],
+        issue: Callable[[], int],
+        intern: Callable[[str], int],
+        digest_of: Callable[[int], str],
+    ) -> None:
         self._store = store
+        self._model = model
         self._clock = clock
         self._issue = issue
+        self._intern = intern
+        self._digest_of = digest_of
         self._branching = Branching(store)
 
     def apply(self, context: Context, request: EditRequest) -> EditAnswer:
-        """All or nothing. POSITION_CONTRACT_MISMATCH: a stale epoch. BAD_ARGUMENT names the field and what is
-        legal. STEP_ORDER, NO_DESTINATION_CAPACITY, DEADLINE, STORAGE_UNAVAILABLE, CHECKSUM_MISMATCH."""
-        session = context.session
-        check_epoch(session, request.position_epoch)
-        changed = self._truncate(context, request.operation, self._alive(request.deadline))
+        """All or nothing. POSITION_CONTRACT_MISMATCH: a stale epoch, or rows that are stored unrotated.
+        UNSUPPORTED: a model whose rows cannot be moved. BAD_ARGUMENT; each names the field and what is legal.
+        STEP_ORDER, NO_DESTINATION_CAPACITY, DEADLINE, STORAGE_UNAVAILABLE, CHECKSUM_MISMATCH."""
+        session, operation = context.session, request.operation
+        asked = (operation, session.layers[0].frontier)
+        again = request.position_epoch == session.position_epoch - 1 and asked == session.last_edit
+        if not again:
+            check_epoch(session, request.position_epoch)
+        changed = again
+        if not again:
+            alive = self._alive(request.deadline)
+            if isinstance(operation, Truncate):
+                changed = self._truncate(context, operation, alive)
+            else:
+                changed = self._view(context, operation)
+            if changed:
+                session.last_edit = (operation, session.layers[0].frontier)
+        frontier = session.layers[0].frontier
         return EditAnswer(
             changed=changed,
             position_epoch=session.position_epoch,
-            next_position=session.layers[0].frontier,
-            rows=session.layers[0].frontier,
+            next_position=session.positions.next_position(frontier),
+            rows=session.positions.count(frontier),
+            chunks=sum(line != NO_LINE for state in session.layers for line in state.lines),
         )
 
     def _alive(self, deadline: float | None) -> Callable[[], None]:
@@ -63,50 +99,79 @@ class Edits:
         """Between layers of a step too: it ends a step that stopped half-way."""
         session, to = context.session, operation.to
         least = min(state.frontier for state in session.layers)
-        if not 0 <= to <= least:
-            raise CoreError(
-                Reason.BAD_ARGUMENT,
-                f"truncate.to {to} is not a position of the session; legal: 0 to {least}",
-                {"to": to, "legal": f"0..{least}"},
-            )
-        if all(state.frontier == to for state in session.layers):
+        legal = session.positions.next_position(least)
+        if not 0 <= to <= legal:
+            raise bad_argument("truncate.to", to, f"0 to {legal}")
+        row, view = session.positions.truncate(least, to)
+        if view == session.positions and all(state.frontier == row for state in session.layers):
             return False
         number = self._issue()
-        cut = self._branching.prepare_cut(session, to, number, alive)
+        cut = self._branching.prepare_cut(session, row, number, alive)
         try:
             source = dataclasses.replace(session.source, publication_generation=number)
-            indexes = self._indexed(context, source, to, alive)
+            indexes = self._indexed(context, source, row, view, alive)
         except BaseException:
             self._branching.abort_cut(cut)
             raise
         self._branching.commit_cut(cut)
-        session.producers[1:] = [item for item in session.producers[1:] if item[0] < to]
-        self._changed(context, source, indexes)
+        edits = {point.producer for point in session.edits}
+        session.producers[1:] = [item for item in session.producers[1:] if item[0] < row or item[1] in edits]
+        self._changed(context, source, view, indexes)
         return True
 
-    def _changed(self, context: Context, source: SourceBinding, indexes: list[LayerIndex | None]) -> None:
-        """What was derived from the former history is of another source now."""
+    def _view(self, context: Context, operation: Drop | Reposition) -> bool:
         session = context.session
+        check_between_steps(session, "an edit")
+        frontier = session.layers[0].frontier
+        if isinstance(operation, Drop):
+            view = dropped(session.positions, frontier, operation)
+        else:
+            # Asked for first, so that it does not depend on the rows whether a model may be edited.
+            session.turning = session.turning or rope_table(self._model)
+            view = repositioned(session.positions, frontier, operation)
+        if view == session.positions:
+            return False
+        source = dataclasses.replace(session.source, publication_generation=self._issue())
+        for chunk in view.hidden_chunks(self._store.layout.chunk_tokens, frontier):
+            self._branching.forget_chunk(session, chunk)
+        self._changed(context, source, view, [None] * len(session.layers))
+        return True
+
+    def _changed(
+        self, context: Context, source: SourceBinding, view: PositionView, indexes: list[LayerIndex | None]
+    ) -> None:
+        """What was derived from the former history is of another source now. Rows that an edit leaves are
+        committed by it."""
+        session = context.session
+        frontier = session.layers[0].frontier
+        record(session, view, frontier, self._intern, self._digest_of)
         session.source = source
         session.position_epoch += 1
         session.snapshot_generation += 1
-        session.committed = session.layers[0].frontier
+        session.committed = frontier
         session.layer = len(session.layers) - 1
         context.source_digest = source.digest()
         context.indexes[:] = indexes
 
     def _indexed(
-        self, context: Context, source: SourceBinding, rows: int, alive: Callable[[], None]
+        self,
+        context: Context,
+        source: SourceBinding,
+        rows: int,
+        view: PositionView,
+        alive: Callable[[], None],
     ) -> list[LayerIndex | None]:
-        """Indexes of rows [0, rows) under another source, built again from the rows themselves."""
+        """Indexes of rows [0, rows) under another source, built again from the rows themselves: a view that
+        is edited has none."""
         family = context.family
-        if family is None:
-            return list(context.indexes)
+        layers = context.session.layers
+        if family is None or view.edited:
+            return [None] * len(layers)
         size = self._store.layout.chunk_tokens
         digest = source.digest()
         built: list[LayerIndex | None] = []
-        for former, state in zip(context.indexes, context.session.layers, strict=True):
-            if former is None:
+        for layer, state in enumerate(layers):
+            if layer in family.dense_layers:
                 built.append(None)
                 continue
             index = family.index(digest)
@@ -142,10 +207,14 @@ class Edits:
                 producers=list(parent.producers),
                 committed=parent.committed,
                 position_epoch=parent.position_epoch,
+                positions=parent.positions,
+                edits=list(parent.edits),
+                turning=parent.turning,
             )
             branch = self._branching.prepare_branch(parent, child, alive)
             try:
-                indexes = self._indexed(context, source, parent.layers[0].frontier, alive)
+                rows = parent.layers[0].frontier
+                indexes = self._indexed(context, source, rows, parent.positions, alive)
             except BaseException:
                 self._branching.abort_branch(branch)
                 raise
@@ -155,24 +224,3 @@ class Edits:
             raise
         self._branching.commit_branch(branch)
         return child, indexes
-
-
-def check_epoch(session: Session, stated: int) -> None:
-    """POSITION_CONTRACT_MISMATCH when the caller states another position epoch than the session's."""
-    if stated and stated != session.position_epoch:
-        raise CoreError(
-            Reason.POSITION_CONTRACT_MISMATCH,
-            f"position_epoch {stated} is not the session's {session.position_epoch}",
-            {"position_epoch": session.position_epoch},
-        )
-
-
-def check_between_steps(session: Session, what: str) -> None:
-    """STEP_ORDER while layers disagree about the frontier."""
-    frontiers = {state.frontier for state in session.layers}
-    if len(frontiers) > 1:
-        raise CoreError(
-            Reason.STEP_ORDER,
-            f"{what} stands between steps; layer {session.layer} was the last that has its rows",
-            {"step": session.step, "layer": session.layer},
-        )

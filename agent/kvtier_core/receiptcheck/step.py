@@ -11,8 +11,11 @@ from kvtier_core.identity import full_support_digest
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepReceipt
 
 
-def check_step(receipt: StepReceipt, *, visible: int, baseline_digest: str, histories: int) -> None:
-    """visible: rows that the query may read. histories: producers of the session's rows.
+def check_step(
+    receipt: StepReceipt, *, visible: int, baseline_digest: str, histories: int, support: str | None = None
+) -> None:
+    """visible: rows that the query may read. histories: producers of the session's rows. support: digest of
+    the visible rows, None when they are all rows [0, visible).
 
     SUPPORT_GAP: called exact, yet not over all visible rows. UNDECLARED_APPROXIMATION: called exact over a
     history that is not, or approximate in the baseline's name. MANIFEST_MISMATCH: an exact arm under another
@@ -20,7 +23,8 @@ def check_step(receipt: StepReceipt, *, visible: int, baseline_digest: str, hist
     """
     approximate = receipt.exactness is ExactnessClass.APPROXIMATE
     if not approximate and (
-        receipt.rows_attended != visible or receipt.support_digest != full_support_digest(visible)
+        receipt.rows_attended != visible
+        or receipt.support_digest != (support or full_support_digest(visible))
     ):
         raise CoreError(Reason.SUPPORT_GAP, f"{receipt.rows_attended} of {visible} rows in an exact answer")
     if receipt.exactness is ExactnessClass.EXACT and histories > 1:

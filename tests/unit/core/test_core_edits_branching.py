@@ -166,8 +166,8 @@ def test_a_cut_heals_a_step_that_stopped_half_way(tmp_path: Path) -> None:
 
 
 CASES = [
-    pytest.param(-1, 0, Reason.BAD_ARGUMENT, "truncate.to -1 is not a position.*legal: 0 to 20", id="below"),
-    pytest.param(21, 0, Reason.BAD_ARGUMENT, "truncate.to 21", id="beyond"),
+    pytest.param(-1, 0, Reason.BAD_ARGUMENT, "truncate.to is -1; legal: 0 to 20", id="below"),
+    pytest.param(21, 0, Reason.BAD_ARGUMENT, "truncate.to is 21; legal: 0 to 20", id="beyond"),
     pytest.param(
         5, 7, Reason.POSITION_CONTRACT_MISMATCH, "position_epoch 7 is not the session's 1", id="epoch"
     ),
