@@ -21,6 +21,7 @@ class ExactnessClass(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXACT: _ClassVar[ExactnessClass]
     APPROXIMATE: _ClassVar[ExactnessClass]
     EXACT_OVER_APPROXIMATE_HISTORY: _ClassVar[ExactnessClass]
+    EXACT_OVER_EDITED_HISTORY: _ClassVar[ExactnessClass]
 ARM_UNSPECIFIED: Arm
 ARM_BASELINE: Arm
 ARM_CANDIDATE: Arm
@@ -28,6 +29,7 @@ EXACTNESS_UNSPECIFIED: ExactnessClass
 EXACT: ExactnessClass
 APPROXIMATE: ExactnessClass
 EXACT_OVER_APPROXIMATE_HISTORY: ExactnessClass
+EXACT_OVER_EDITED_HISTORY: ExactnessClass
 
 class Geometry(_message.Message):
     __slots__ = ("layers", "query_heads", "kv_heads", "head_dim", "dtype")
@@ -148,7 +150,7 @@ class OpenSessionResponse(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., sampled: _Optional[bool] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., query_block_tokens: _Optional[int] = ..., cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., local_channel: _Optional[_Union[LocalChannel, _Mapping]] = ..., local_channel_refused: _Optional[str] = ...) -> None: ...
 
 class AttendFrame(_message.Message):
-    __slots__ = ("session_id", "generation", "boot_id", "tenant", "step", "layer", "first_row_position", "k", "v", "first_query_position", "q", "committed_frontier", "deadline_ms", "sequence", "next_layer_follows")
+    __slots__ = ("session_id", "generation", "boot_id", "tenant", "step", "layer", "first_row_position", "k", "v", "first_query_position", "q", "committed_frontier", "deadline_ms", "sequence", "next_layer_follows", "position_epoch")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +166,7 @@ class AttendFrame(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_LAYER_FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_EPOCH_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     generation: int
     boot_id: str
@@ -179,10 +182,11 @@ class AttendFrame(_message.Message):
     deadline_ms: int
     sequence: int
     next_layer_follows: bool
-    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., tenant: _Optional[str] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., first_row_position: _Optional[int] = ..., k: _Optional[bytes] = ..., v: _Optional[bytes] = ..., first_query_position: _Optional[int] = ..., q: _Optional[bytes] = ..., committed_frontier: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., sequence: _Optional[int] = ..., next_layer_follows: _Optional[bool] = ...) -> None: ...
+    position_epoch: int
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., tenant: _Optional[str] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., first_row_position: _Optional[int] = ..., k: _Optional[bytes] = ..., v: _Optional[bytes] = ..., first_query_position: _Optional[int] = ..., q: _Optional[bytes] = ..., committed_frontier: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., sequence: _Optional[int] = ..., next_layer_follows: _Optional[bool] = ..., position_epoch: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended", "bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest", "estimated_omitted_mass", "fallback", "snapshot_generation", "plan_kind", "hidden_transfer_seconds", "exposed_transfer_seconds", "peak_buffer_bytes", "promised_bytes")
+    __slots__ = ("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended", "bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest", "estimated_omitted_mass", "fallback", "snapshot_generation", "plan_kind", "hidden_transfer_seconds", "exposed_transfer_seconds", "peak_buffer_bytes", "promised_bytes", "position_epoch")
     class BytesByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +213,7 @@ class Receipt(_message.Message):
     EXPOSED_TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PEAK_BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROMISED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POSITION_EPOCH_FIELD_NUMBER: _ClassVar[int]
     exactness: ExactnessClass
     arm: Arm
     manifest_digest: str
@@ -228,7 +233,8 @@ class Receipt(_message.Message):
     exposed_transfer_seconds: float
     peak_buffer_bytes: int
     promised_bytes: int
-    def __init__(self, exactness: _Optional[_Union[ExactnessClass, str]] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., support_digest: _Optional[str] = ..., frontier: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Iterable[str]] = ..., simulated: _Optional[bool] = ..., stall_seconds: _Optional[float] = ..., producer_digest: _Optional[str] = ..., estimated_omitted_mass: _Optional[float] = ..., fallback: _Optional[str] = ..., snapshot_generation: _Optional[int] = ..., plan_kind: _Optional[str] = ..., hidden_transfer_seconds: _Optional[float] = ..., exposed_transfer_seconds: _Optional[float] = ..., peak_buffer_bytes: _Optional[int] = ..., promised_bytes: _Optional[int] = ...) -> None: ...
+    position_epoch: int
+    def __init__(self, exactness: _Optional[_Union[ExactnessClass, str]] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., support_digest: _Optional[str] = ..., frontier: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Iterable[str]] = ..., simulated: _Optional[bool] = ..., stall_seconds: _Optional[float] = ..., producer_digest: _Optional[str] = ..., estimated_omitted_mass: _Optional[float] = ..., fallback: _Optional[str] = ..., snapshot_generation: _Optional[int] = ..., plan_kind: _Optional[str] = ..., hidden_transfer_seconds: _Optional[float] = ..., exposed_transfer_seconds: _Optional[float] = ..., peak_buffer_bytes: _Optional[int] = ..., promised_bytes: _Optional[int] = ..., position_epoch: _Optional[int] = ...) -> None: ...
 
 class AttendAnswer(_message.Message):
     __slots__ = ("sequence", "step", "layer", "out", "receipt", "error")
@@ -257,6 +263,92 @@ class AttendAnswers(_message.Message):
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     answers: _containers.RepeatedCompositeFieldContainer[AttendAnswer]
     def __init__(self, answers: _Optional[_Iterable[_Union[AttendAnswer, _Mapping]]] = ...) -> None: ...
+
+class EditSessionRequest(_message.Message):
+    __slots__ = ("session_id", "generation", "boot_id", "tenant", "position_epoch", "deadline_ms", "truncate", "fork", "drop", "reposition")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    REPOSITION_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    generation: int
+    boot_id: str
+    tenant: str
+    position_epoch: int
+    deadline_ms: int
+    truncate: TruncateEdit
+    fork: ForkEdit
+    drop: DropEdit
+    reposition: RepositionEdit
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., tenant: _Optional[str] = ..., position_epoch: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., truncate: _Optional[_Union[TruncateEdit, _Mapping]] = ..., fork: _Optional[_Union[ForkEdit, _Mapping]] = ..., drop: _Optional[_Union[DropEdit, _Mapping]] = ..., reposition: _Optional[_Union[RepositionEdit, _Mapping]] = ...) -> None: ...
+
+class TruncateEdit(_message.Message):
+    __slots__ = ("to",)
+    TO_FIELD_NUMBER: _ClassVar[int]
+    to: int
+    def __init__(self, to: _Optional[int] = ...) -> None: ...
+
+class ForkEdit(_message.Message):
+    __slots__ = ("traceparent", "local_channel_version")
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CHANNEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    traceparent: str
+    local_channel_version: int
+    def __init__(self, traceparent: _Optional[str] = ..., local_channel_version: _Optional[int] = ...) -> None: ...
+
+class DropEdit(_message.Message):
+    __slots__ = ("ranges",)
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    ranges: _containers.RepeatedCompositeFieldContainer[PositionRange]
+    def __init__(self, ranges: _Optional[_Iterable[_Union[PositionRange, _Mapping]]] = ...) -> None: ...
+
+class PositionRange(_message.Message):
+    __slots__ = ("first", "last")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    last: int
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
+
+class RepositionEdit(_message.Message):
+    __slots__ = ("moves", "close_gaps")
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_GAPS_FIELD_NUMBER: _ClassVar[int]
+    moves: _containers.RepeatedCompositeFieldContainer[PositionMove]
+    close_gaps: bool
+    def __init__(self, moves: _Optional[_Iterable[_Union[PositionMove, _Mapping]]] = ..., close_gaps: _Optional[bool] = ...) -> None: ...
+
+class PositionMove(_message.Message):
+    __slots__ = ("first", "last", "to")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    last: int
+    to: int
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ..., to: _Optional[int] = ...) -> None: ...
+
+class EditSessionResponse(_message.Message):
+    __slots__ = ("changed", "position_epoch", "next_position", "rows", "chunks", "child")
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    POSITION_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_POSITION_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    CHILD_FIELD_NUMBER: _ClassVar[int]
+    changed: bool
+    position_epoch: int
+    next_position: int
+    rows: int
+    chunks: int
+    child: OpenSessionResponse
+    def __init__(self, changed: _Optional[bool] = ..., position_epoch: _Optional[int] = ..., next_position: _Optional[int] = ..., rows: _Optional[int] = ..., chunks: _Optional[int] = ..., child: _Optional[_Union[OpenSessionResponse, _Mapping]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id", "generation", "tenant")

@@ -59,6 +59,11 @@ class AttentionStub:
                 request_serializer=kvtier_dot_v1_dot_attention__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_attention__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.EditSession = channel.unary_unary(
+                '/kvtier.v1.Attention/EditSession',
+                request_serializer=kvtier_dot_v1_dot_attention__pb2.EditSessionRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_attention__pb2.EditSessionResponse.FromString,
+                _registered_method=True)
         self.ReportOutcome = channel.unary_unary(
                 '/kvtier.v1.Attention/ReportOutcome',
                 request_serializer=kvtier_dot_v1_dot_attention__pb2.ReportOutcomeRequest.SerializeToString,
@@ -105,6 +110,14 @@ class AttentionServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EditSession(self, request, context):
+        """Changes what a session's history is, between frames: all or nothing. A
+        frame sees before or after.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportOutcome(self, request, context):
         """What only the engine's process sees: latency, tokens, probe scores.
         """
@@ -139,6 +152,11 @@ def add_AttentionServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=kvtier_dot_v1_dot_attention__pb2.CloseSessionRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_attention__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'EditSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EditSession,
+                    request_deserializer=kvtier_dot_v1_dot_attention__pb2.EditSessionRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_attention__pb2.EditSessionResponse.SerializeToString,
             ),
             'ReportOutcome': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportOutcome,
@@ -281,6 +299,33 @@ class Attention:
             '/kvtier.v1.Attention/CloseSession',
             kvtier_dot_v1_dot_attention__pb2.CloseSessionRequest.SerializeToString,
             kvtier_dot_v1_dot_attention__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EditSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Attention/EditSession',
+            kvtier_dot_v1_dot_attention__pb2.EditSessionRequest.SerializeToString,
+            kvtier_dot_v1_dot_attention__pb2.EditSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
