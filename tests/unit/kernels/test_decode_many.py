@@ -1,0 +1,194 @@
+"""Many queries over many chunks in one go have the bits of one chunk and one query at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvtier_kernels.ops.chunk_attention import chunk_state, products
+from kvtier_kernels.ops.chunk_attention.decode import Reading, merge_queries, merge_stacked, run_states
+from kvtier_kernels.ops.chunk_attention.runs import chunk_runs
+from kvtier_kernels.state import AttentionState, LogitFrame, merge_ascending
+
+SCALE = 0.125
+FRAME = LogitFrame(SCALE)
+LATE = 1 << 30
+GEOMETRIES = [(9, 3, 64), (8, 1, 64), (4, 4, 16), (2, 2, 128), (12, 2, 32)]
+
+
+@pytest.fixture(params=["numpy where it agrees", "torch alone"])
+def libraries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch alone":
+        monkeypatch.setattr(products, "agrees", lambda *_: False)
+        monkeypatch.setattr(products, "folds", lambda *_: False)
+
+
+@dataclass(frozen=True)
+class Sequenced:
+    """One query's chunks, ascending, with the rows that it sees of the last one."""
+
+    chunks: tuple[int, ...]
+    visible: int
+
+
+def alone(q: Tensor, pool: Tensor, one: Sequenced) -> AttentionState:
+    """q [1, Hq, d] over chunks of pool [slots, 2, Hk, R, d], one after the other."""
+    states = []
+    for i, slot in enumerate(one.chunks):
+        rows = one.visible if i == len(one.chunks) - 1 else pool.shape[3]
+        k, v = (pool[slot, half].transpose(0, 1)[:rows] for half in (0, 1))
+        states.append(chunk_state(q, k, v, scale=SCALE, q_pos0=LATE, row_pos0=0, frame=FRAME))
+    return merge_ascending(states)
+
+
+def together(q: Tensor, pool: Tensor, each: Sequence[Sequenced], shared: int = 0) -> AttentionState:
+    """All of them, the first `shared` chunks of all read once."""
+    rows = pool.shape[3]
+
+    def readings(slots: Sequence[int], queries: tuple[int, ...], visible: int = rows) -> list[Reading]:
+        runs = chunk_runs([pool[slot, 0] for slot in slots], [pool[slot, 1] for slot in slots])
+        return [Reading(run, queries, visible) for run in runs]
+
+    found = readings(each[0].chunks[:shared], tuple(range(len(each))))
+    for index, one in enumerate(each):
+        found += readings(one.chunks[shared:-1], (index,))
+        found += readings(one.chunks[-1:], (index,), one.visible)
+    m, l, u = merge_queries(*run_states(q * SCALE, found), found, len(each))
+    return AttentionState(m, l, u, FRAME)
+
+
+def assert_same(got: AttentionState, want: Sequence[AttentionState]) -> None:
+    for name in ("m", "l", "u"):
+        a, b = getattr(got, name), torch.cat([getattr(one, name) for one in want])
+        assert torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)), name
+
+
+def drawn(
+    geometry: tuple[int, int, int], rows: int, slots: int, batch: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    hq, hk, d = geometry
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(slots, 2, hk, rows, d, generator=generator)
+    return torch.randn(batch, hq, d, generator=generator) * 3, pool
+
+
+ORDERS = {
+    "ascending": (0, 1, 2, 3, 4),
+    "descending": (6, 5, 4, 3, 2),
+    "every other": (0, 2, 4, 6),
+    "scattered": (5, 0, 6, 1, 3),
+    "one": (3,),
+}
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_chunks_in_any_places(geometry: tuple[int, int, int], order: tuple[int, ...]) -> None:
+    for rows in (64, 256):
+        q, pool = drawn(geometry, rows, 7, 1, rows)
+        for visible in (1, 40, rows):
+            one = Sequenced(order, visible)
+            assert_same(together(q, pool, [one]), [alone(q, pool, one)])
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_ragged_queries(geometry: tuple[int, int, int]) -> None:
+    each = [Sequenced((0,), 5), Sequenced((4, 2, 1), 64), Sequenced((3, 5), 17), Sequenced((6, 7, 8, 9), 1)]
+    q, pool = drawn(geometry, 64, 10, len(each), 1)
+    wants = [alone(q[i : i + 1], pool, one) for i, one in enumerate(each)]
+    assert_same(together(q, pool, each), wants)
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize("queries", [2, 3, 8, 17])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_a_shared_prefix(geometry: tuple[int, int, int], queries: int) -> None:
+    """Read once for all, and each goes on alone."""
+    each = [Sequenced((1, 2, 3, 4 + i % 3), 1 + 3 * i) for i in range(queries)]
+    q, pool = drawn(geometry, 64, 8, queries, queries)
+    wants = [alone(q[i : i + 1], pool, one) for i, one in enumerate(each)]
+    assert_same(together(q, pool, each, shared=3), wants)
+
+
+@pytest.mark.usefixtures("libraries")
+def test_long_sequences_merge_one_by_one() -> None:
+    lengths = (40, 1, 17)
+    q, pool = drawn((9, 3, 64), 64, 40, len(lengths), 7)
+    each = [Sequenced(tuple(range(count)), 33) for count in lengths]
+    wants = [alone(q[i : i + 1], pool, one) for i, one in enumerate(each)]
+    assert_same(together(q, pool, each), wants)
+
+
+def states(maxima: Sequence[Sequence[float]], width: int, seed: int) -> AttentionState:
+    """[n, heads] maxima with random sums; -inf stands for no rows."""
+    generator = torch.Generator().manual_seed(seed)
+    m = torch.tensor(maxima, dtype=torch.float32)
+    some = torch.isfinite(m)
+    l = torch.where(some, torch.rand(m.shape, generator=generator) + 1, 0.0)
+    u = torch.randn(*m.shape, width, generator=generator)
+    return AttentionState(m, l, torch.where(some.unsqueeze(-1), u, 0.0), FRAME)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    maxima=st.lists(
+        st.lists(st.sampled_from([-float("inf"), -2.0, 0.0, 0.5, 3.0]), min_size=3, max_size=3),
+        min_size=1,
+        max_size=40,
+    ),
+    seed=st.integers(0, 99),
+)
+def test_a_merge_is_the_fold_wherever_the_maximum_stands(maxima: list[list[float]], seed: int) -> None:
+    stacked = states(maxima, 16, seed)
+    singles = [
+        AttentionState(stacked.m[i : i + 1], stacked.l[i : i + 1], stacked.u[i : i + 1], FRAME)
+        for i in range(len(maxima))
+    ]
+    got = merge_stacked(stacked)
+    assert_same(AttentionState(got.m[None], got.l[None], got.u[None], FRAME), [merge_ascending(singles)])
+
+
+@pytest.mark.parametrize("name", ["key_products", "value_products"])
+def test_a_library_that_rounds_otherwise_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = products.agrees.__wrapped__
+    assert probe(3, 256, 64) == products.agrees(3, 256, 64)
+    real = getattr(products, name)
+
+    def otherwise(*given: np.ndarray) -> np.ndarray:
+        out = real(*given)
+        out[(0,) * out.ndim] = np.nextafter(out[(0,) * out.ndim], np.float32(9))
+        return out
+
+    monkeypatch.setattr(products, name, otherwise)
+    assert not probe(3, 256, 64)
+
+
+def test_a_distance_that_changes_begins_another_run() -> None:
+    pool = torch.randn(8, 2, 1, 64, 16)
+    slots = (0, 1, 2, 4, 6, 7)
+    runs = chunk_runs([pool[s, 0] for s in slots], [pool[s, 1] for s in slots])
+    assert [run.count for run in runs] == [3, 2, 1]
+    at = 0
+    for run in runs:
+        for i in range(run.count):
+            assert (run.key_array[i] == pool[slots[at], 0].numpy()).all()
+            assert (run.value_array[i] == pool[slots[at], 1].numpy()).all()
+            at += 1
+    assert [
+        run.count for run in chunk_runs([pool[s, 0] for s in range(8)], [pool[s, 1] for s in range(8)], 3)
+    ] == [
+        3,
+        3,
+        2,
+    ]
+    assert runs[0].cut(1, 3).count == 2
+    assert (runs[0].cut(1, 3).key_array[0] == pool[1, 0].numpy()).all()
