@@ -14,7 +14,7 @@ measured profile; without one there is no choice to make, and that is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -140,8 +140,9 @@ def place(requests: Sequence[tuple[str, int]], free_bytes: int) -> dict[str, Sid
 
 
 def choose_iteration(requests: Sequence[Request], profile: Profile | None, layers: int) -> IterationPlan:
-    """One iteration over `requests`, in the scheduler's order. COST_MODEL without a complete profile, beyond
-    what it covers, or without any request."""
+    """One iteration over `requests`, in the scheduler's order: with as many of the CPU requests as give the
+    most tokens a second, or none. COST_MODEL without a complete profile, beyond what it covers, or without
+    any request."""
     if profile is None:
         raise PlacementRefused(PlacementReason.COST_MODEL, "the choice needs a measured profile")
     profile.complete()
@@ -149,45 +150,66 @@ def choose_iteration(requests: Sequence[Request], profile: Profile | None, layer
         raise PlacementRefused(PlacementReason.COST_MODEL, "an iteration has a request and a layer")
     on_gpu = tuple(request for request in requests if request.side is Side.GPU)
     on_cpu = tuple(request for request in requests if request.side is Side.CPU)
-    first, second, waiting = _split(on_gpu, on_cpu, profile)
-    mixed = _terms(first, second, profile)
-    mixed_rate = _rate((*first, *second), mixed, layers)
     alone = _terms(on_gpu, (), profile)
     alone_rate = _rate(on_gpu, alone, layers)
-    joined = len(second) + sum(request.side is Side.CPU for request in first)
-    if joined and mixed_rate > alone_rate:
-        lost = IterationLost.FEWER_TOKENS_A_SECOND if on_gpu else IterationLost.NOTHING_ON_GPU
-        plan = IterationPlan(
-            Iteration.HETEROGENEOUS, first, second, waiting, mixed, layers, mixed_rate, alone_rate, lost
+    best: _Split | None = None
+    for split in _splits(on_gpu, on_cpu, profile, layers):
+        if best is None or split.rate >= best.rate:
+            best = split
+    if best is not None and best.rate > alone_rate:
+        return IterationPlan(
+            kind=Iteration.HETEROGENEOUS,
+            first=best.first,
+            second=best.second,
+            waiting=best.waiting,
+            terms=best.terms,
+            layers=layers,
+            rate=best.rate,
+            other=alone_rate,
+            lost=IterationLost.FEWER_TOKENS_A_SECOND if on_gpu else IterationLost.NOTHING_ON_GPU,
         )
-    else:
-        lost = IterationLost.FEWER_TOKENS_A_SECOND if joined else IterationLost.NOTHING_HIDES
-        if not on_cpu:
-            lost = IterationLost.NOTHING_ON_CPU
-        plan = IterationPlan(
-            Iteration.GPU_ONLY, on_gpu, (), on_cpu, alone, layers, alone_rate, mixed_rate, lost
-        )
-    return plan
+    lost = IterationLost.NOTHING_HIDES if best is None else IterationLost.FEWER_TOKENS_A_SECOND
+    return IterationPlan(
+        kind=Iteration.GPU_ONLY,
+        first=on_gpu,
+        second=(),
+        waiting=on_cpu,
+        terms=alone,
+        layers=layers,
+        rate=alone_rate,
+        other=0.0 if best is None else best.rate,
+        lost=lost if on_cpu else IterationLost.NOTHING_ON_CPU,
+    )
 
 
-def _split(
-    on_gpu: tuple[Request, ...], on_cpu: tuple[Request, ...], profile: Profile
-) -> tuple[tuple[Request, ...], tuple[Request, ...], tuple[Request, ...]]:
-    """Sub-batches 0 and 1 and who waits. Each CPU request joins the sub-batch where it leaves the layer
-    shorter among those that stay balanced; the first that fits neither waits, and all behind it. Without
-    any request on the GPU nothing hides: then the two sub-batches only share out the work, and balance is no
-    condition for the first of them."""
+@dataclass(frozen=True, slots=True)
+class _Split:
+    first: tuple[Request, ...]
+    second: tuple[Request, ...]
+    waiting: tuple[Request, ...]
+    terms: OverlapProfile
+    rate: float
+
+
+def _splits(
+    on_gpu: tuple[Request, ...], on_cpu: tuple[Request, ...], profile: Profile, layers: int
+) -> Iterator[_Split]:
+    """With the first CPU request, the first two, and so on until one fits neither sub-batch. Each joins the
+    one where it leaves the layer shorter among those that stay balanced. Without any request on the GPU
+    nothing hides: then balance is no condition for the first of them."""
     first: list[Request] = list(on_gpu)
     second: list[Request] = []
-    for place_of, request in enumerate(on_cpu):
+    for count, request in enumerate(on_cpu, start=1):
         options = [([*first, request], second), (first, [*second, request])]
         fits = [item for item in options if _hides(item[0], item[1], profile)]
-        if not fits and not (on_gpu or first or second):
+        if not fits and not first:
             fits = options[:1]
         if not fits:
-            return tuple(first), tuple(second), on_cpu[place_of:]
+            return
         first, second = min(fits, key=lambda item: _terms(item[0], item[1], profile).layer_seconds())
-    return tuple(first), tuple(second), ()
+        terms = _terms(first, second, profile)
+        rate = _rate((*first, *second), terms, layers)
+        yield _Split(tuple(first), tuple(second), on_cpu[count:], terms, rate)
 
 
 def _hides(first: Sequence[Request], second: Sequence[Request], profile: Profile) -> bool:

@@ -17,18 +17,23 @@ from kvtier_core.placements.events import Program, Simulated, simulate
 from kvtier_core.placements.flexgen import JointInputs, LayerTerms, Priced, Term
 
 BUFFERS = 2
+AHEAD = 4 * BUFFERS
+"""Steps that the first of the five streams can be ahead of the last: the buffers of four hops."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZigzagRun:
     """simulated: of the block until `tokens` tokens of each sequence were generated. closed: seconds of the
-    closed form for the same. error: seconds by which the two may differ: filling and draining, the five
-    terms of one batch in each phase. It holds for blocks of 8 steps or more; in smaller ones a token waits
-    for the rows of the one before it."""
+    closed form for the same. longer: seconds by which the simulation may be longer: filling and draining,
+    the five terms of one batch in each phase. shorter: by which it may be shorter, since the closed form adds
+    the phases up: where they are bound by different streams, decode begins while up to AHEAD steps of the
+    prefill drain. Both hold for blocks of 8 steps or more; in smaller ones a token waits for the rows of the
+    one before it."""
 
     simulated: Simulated
     closed: float
-    error: float
+    longer: float
+    shorter: float
 
 
 def run_block(given: JointInputs, plan: Priced, tokens: int) -> ZigzagRun:
@@ -43,8 +48,10 @@ def run_block(given: JointInputs, plan: Priced, tokens: int) -> ZigzagRun:
     for _ in range((tokens - 1) * given.layers * batches):
         block.step(plan.decode, batches)
     closed = given.layers * (plan.prefill.seconds + (tokens - 1) * plan.decode.seconds)
-    error = sum(plan.prefill.named.values()) + (sum(plan.decode.named.values()) if tokens > 1 else 0.0)
-    return ZigzagRun(simulate(program), closed, error / batches)
+    longer = sum(plan.prefill.named.values()) + (sum(plan.decode.named.values()) if tokens > 1 else 0.0)
+    two = tokens > 1 and plan.prefill.bound is not plan.decode.bound
+    shorter = AHEAD * min(plan.prefill.seconds, plan.decode.seconds) if two else 0.0
+    return ZigzagRun(simulate(program), closed, longer / batches, shorter / batches)
 
 
 class _Block:
