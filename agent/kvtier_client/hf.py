@@ -1,8 +1,8 @@
 """Hugging Face transformers over kvtier: an attention function, a mask function and a cache without rows.
 
-It exists so that an unchanged model decodes with every K/V row held by the agent. It keeps lengths only;
-what it cannot do exactly (batches, padding, beams, crops) it refuses with a typed error. It must not
-know tiers or selectors.
+It exists so that an unchanged model decodes with every K/V row held by the agent, one session for each
+sequence of a batch. It keeps lengths only; what it cannot do exactly (beams, crops, other masks) it refuses
+with a typed error. It must not know tiers or selectors.
 
     attach(model)
     with KvtierCache(client, namespace=..., name=..., config=model.config, ...) as cache, torch.no_grad():
@@ -12,7 +12,7 @@ know tiers or selectors.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from kvtier.v1 import attention_pb2
+from kvtier_client.batch import AttentionBatch
 from kvtier_client.client import AttentionClient
 from kvtier_client.errors import KvtierError
 from kvtier_client.session import (
@@ -33,11 +34,14 @@ from kvtier_client.session import (
     StepReceipt,
     new_session_root,
 )
+from kvtier_client.wire import WireName
 from kvtier_core.errors import Reason
 
 ATTENTION_NAME = "kvtier"
 # The rows' way from update() to the attention function: transformers hands the key tensor through.
 _HANDLE = "_kvtier_layer"
+# Padding's way from the mask function to the attention function.
+_PADDING = "_kvtier_padding"
 
 
 class Attachment:
@@ -79,12 +83,15 @@ def geometry_of(config: Any) -> Geometry:
 
 
 class KvtierCache(Cache):
-    """One request's cache: a session of an agent. Opens it at once, so a refusal comes here.
+    """The cache of a batch: a session of an agent for each sequence. Opens them at once, so a refusal comes
+    here.
 
-    config: the model's; model_fingerprint: what this engine runs (see declared_fingerprint);
-    session_root_id: requests of one conversation share it, and with it their arm. max_tokens: prompt and
-    output together, which the agent must be able to hold; default: all that the model can take. Other
-    arguments as in SessionRequest. deadline_seconds: of each frame. Close it, or use it as a context manager.
+    config: the model's; model_fingerprint: what this engine runs (see declared_fingerprint). batch_size:
+    sequences, whose lengths may differ: padding on the left is never sent. session_root_ids: one a sequence
+    (session_root_id: of a batch of one); requests of one conversation share it, and with it their arm.
+    max_tokens: prompt and output of a sequence together, which the agent must be able to hold; default: all
+    that the model can take. Other arguments as in SessionRequest. deadline_seconds: of each frame. Close it,
+    or use it as a context manager.
     """
 
     def __init__(
@@ -99,6 +106,8 @@ class KvtierCache(Cache):
         uid: str = "",
         request_class: str = "",
         session_root_id: str | None = None,
+        session_root_ids: Sequence[str] | None = None,
+        batch_size: int = 1,
         probe: bool = False,
         forced_arm: Arm | None = None,
         max_tokens: int | None = None,
@@ -108,8 +117,14 @@ class KvtierCache(Cache):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         geometry = geometry_of(config)
-        self.session = AttentionSession(
-            client,
+        if batch_size < 1:
+            raise KvtierError(Reason.BAD_ARGUMENT, f"a batch of {batch_size}")
+        roots = session_root_ids or [session_root_id or new_session_root()]
+        if session_root_ids is None and batch_size > 1:
+            roots = [new_session_root() for _ in range(batch_size)]
+        if len(roots) != batch_size or (session_root_id and batch_size > 1):
+            raise KvtierError(Reason.BAD_ARGUMENT, f"a batch of {batch_size} needs as many session_root_ids")
+        requests = [
             SessionRequest(
                 namespace=namespace,
                 name=name,
@@ -118,24 +133,54 @@ class KvtierCache(Cache):
                 model_fingerprint=model_fingerprint,
                 geometry=geometry,
                 score_scale=geometry.head_dim**-0.5 if score_scale is None else score_scale,
-                session_root_id=session_root_id or new_session_root(),
+                session_root_id=root,
                 request_class=request_class,
                 probe=probe,
                 forced_arm=forced_arm,
                 max_tokens=max_tokens or int(config.max_position_embeddings),
                 traceparent=traceparent,
-            ),
-            deadline_seconds=deadline_seconds,
-            clock=clock,
-        )
+            )
+            for root in roots
+        ]
+        self._batch: AttentionBatch | None = None
+        if batch_size == 1:
+            one = AttentionSession(client, requests[0], deadline_seconds=deadline_seconds, clock=clock)
+            self.sessions = [one]
+        else:
+            self._batch = AttentionBatch(client, requests, deadline_seconds=deadline_seconds, clock=clock)
+            self.sessions = self._batch.sessions
         self.geometry = geometry
         self.step = 0
-        self.committed = 0
+        # By sequence: rows that are final, and padding at the left, which the first pass tells.
+        self.committed = [0] * batch_size
+        self.pads = [0] * batch_size
         self._next_layer = 0
         super().__init__(layers=[KvtierLayer(self, i) for i in range(geometry.layers)])
 
     @property
+    def batch_size(self) -> int:
+        return len(self.sessions)
+
+    @property
+    def session(self) -> AttentionSession:
+        """Of a batch of one."""
+        if len(self.sessions) != 1:
+            raise KvtierError(Reason.BAD_ARGUMENT, f"a batch of {len(self.sessions)}: see `sessions`")
+        return self.sessions[0]
+
+    @property
+    def transport(self) -> WireName:
+        """What carries the frames: the agent's local channel, or gRPC; both are exact."""
+        return self.session.transport if self._batch is None else self._batch.transport
+
+    @property
+    def why_grpc(self) -> str:
+        """Why it is not the local channel; empty when it is."""
+        return self.session.why_grpc if self._batch is None else self._batch.why_grpc
+
+    @property
     def arm(self) -> Arm:
+        """Of a batch of one; each of `sessions` has its own."""
         return self.session.arm
 
     @property
@@ -143,7 +188,8 @@ class KvtierCache(Cache):
         return self.session.opened
 
     def take_receipts(self) -> list[StepReceipt]:
-        return self.session.take_receipts()
+        """Since the last call, sequence by sequence, oldest first."""
+        return [receipt for session in self.sessions for receipt in session.take_receipts()]
 
     def report_outcome(
         self,
@@ -154,7 +200,8 @@ class KvtierCache(Cache):
         prompt_digest: str = "",
         difference: float | None = None,
     ) -> attention_pb2.ReportOutcomeResponse:
-        """See AttentionSession.report_outcome. A token's time is when its last layer was answered."""
+        """See AttentionSession.report_outcome; of a batch of one, each of `sessions` reports its own. A
+        token's time is when its last layer was answered."""
         return self.session.report_outcome(
             cancelled=cancelled,
             probe_gate=probe_gate,
@@ -164,7 +211,8 @@ class KvtierCache(Cache):
         )
 
     def close(self) -> int:
-        return self.session.close()
+        """Rows released."""
+        return self.session.close() if self._batch is None else self._batch.close()
 
     def __enter__(self) -> KvtierCache:
         return self
@@ -185,7 +233,45 @@ class KvtierCache(Cache):
     def activate_past_recording(self) -> None:
         _refuse("assisted generation rolls rows back, which a session cannot")
 
-    def begin_layer(self, layer: int) -> None:
+    def attend(self, layer: int, seen: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """One layer of a pass over `seen` earlier positions, padding included. query [B, Hq, N, d], key,
+        value [B, Hk, N, d] of N new ones; returns [B, N, Hq, d], zeros where a query is padding."""
+        self._begin_layer(layer)
+        if self._batch is None and not self.pads[0]:
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            out = self.session.attend(self.step, layer, seen, q, k, v, self.committed[0]).unsqueeze(0)
+        else:
+            out = self._attend_ragged(layer, seen, query, key, value)
+        self._end_layer(layer, seen + query.shape[2])
+        return out
+
+    def _attend_ragged(self, layer: int, seen: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Only what is no padding travels."""
+        parts, skips = [], []
+        for index, (session, pad) in enumerate(zip(self.sessions, self.pads, strict=True)):
+            skip = max(0, pad - seen)
+            q, k, v = (x[index, :, skip:].transpose(0, 1) for x in (query, key, value))
+            position, committed = max(0, seen - pad), self.committed[index]
+            parts.append(session.part(self.step, layer, position, q, k, v, committed))
+            skips.append(skip)
+        if self._batch is None:
+            answers = [self.session.attend_part(part) for part in parts]
+        else:
+            answers = self._batch.attend(parts)
+        out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+        for index, (skip, answer) in enumerate(zip(skips, answers, strict=True)):
+            out[index, skip:] = answer
+        return out
+
+    def take_padding(self, pads: list[int] | None, seen: int) -> None:
+        """Of a pass over `seen` earlier positions; None when the model was given no padding."""
+        told = pads or [0] * self.batch_size
+        if not seen:
+            self.pads = told
+        elif self.pads != told:
+            _refuse("padding that is not the first pass's: the same attention_mask, grown by what is new")
+
+    def _begin_layer(self, layer: int) -> None:
         """Layers of a pass come in order; the first starts a step."""
         if layer != self._next_layer:
             raise KvtierError(
@@ -196,12 +282,13 @@ class KvtierCache(Cache):
         if layer == 0:
             self.step += 1
 
-    def end_layer(self, layer: int, length: int) -> None:
-        """Commits the frontier after the last layer."""
+    def _end_layer(self, layer: int, length: int) -> None:
+        """Commits the frontiers after the last layer. length: positions so far, padding included."""
         self._next_layer = (layer + 1) % self.geometry.layers
         if self._next_layer == 0:
-            self.committed = length
-            self.session.token_done()
+            self.committed = [length - pad for pad in self.pads]
+            for session in self.sessions:
+                session.token_done()
 
 
 class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -226,8 +313,8 @@ class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> tuple[Tensor, Tensor]:
         """Returns the new rows only, marked with this layer; the attention function sends them."""
         g = self._cache.geometry
-        if key_states.shape[0] != 1:
-            _refuse(f"a batch of {key_states.shape[0]}: one sequence per session")
+        if key_states.shape[0] != self._cache.batch_size:
+            _refuse(f"a batch of {key_states.shape[0]} in a cache of {self._cache.batch_size}")
         if key_states.dtype != torch.float32:
             _refuse(f"rows of {key_states.dtype}: sessions hold float32")
         if (key_states.shape[1], key_states.shape[3]) != (g.kv_heads, g.head_dim):
@@ -240,29 +327,42 @@ class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return key_states, value_states
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [1, Hq, N, d], key, value [1, Hk, N, d] of N new positions; returns [1, N, Hq, d]."""
-        cache = self._cache
-        cache.begin_layer(self._index)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = cache.session.attend(cache.step, self._index, self._length, q, k, v, cache.committed)
-        self._length += k.shape[0]
-        cache.end_layer(self._index, self._length)
-        return out.unsqueeze(0)
+        """query [B, Hq, N, d], key, value [B, Hk, N, d] of N new positions; returns [B, N, Hq, d]."""
+        out = self._cache.attend(self._index, self._length, query, key, value)
+        self._length += key.shape[2]
+        return out
 
-    def expect(self, scaling: float | None, position_ids: Tensor | None, new: int) -> None:
-        """Scale and positions are part of what the session was opened for."""
-        scale = self._cache.session.request.score_scale
+    def expect(
+        self, scaling: float | None, position_ids: Tensor | None, pads: list[int] | None, new: int
+    ) -> None:
+        """Scale and positions are part of what the session was opened for; so is what was padding."""
+        scale = self._cache.sessions[0].request.score_scale
         if scaling is not None and scaling != scale:
             raise KvtierError(
                 Reason.GEOMETRY_MISMATCH, f"the model scales by {scaling}, the session by {scale}"
             )
-        if position_ids is not None and self._index == 0:
-            want = torch.arange(self._length, self._length + new)
-            if position_ids.shape[-1] != new or not torch.equal(position_ids.reshape(-1), want):
-                raise KvtierError(
-                    Reason.POSITION_CONTRACT_MISMATCH,
-                    f"positions must continue at {self._length}, one by one",
-                )
+        if self._index:
+            return
+        self._cache.take_padding(pads, self._length)
+        if position_ids is not None:
+            self._expect_positions(position_ids, new)
+
+    def _expect_positions(self, position_ids: Tensor, new: int) -> None:
+        size, seen = self._cache.batch_size, self._length
+        pads = self._cache.pads
+        if position_ids.shape[-1] == new and position_ids.numel() in (new, size * new):
+            rows = position_ids.reshape(-1, new).expand(size, new)
+            want = torch.arange(seen, seen + new)
+            for row, pad in zip(rows, pads, strict=True):
+                skip = max(0, pad - seen)
+                if not torch.equal(row[skip:], want[skip:] - pad):
+                    break
+            else:
+                return
+        raise KvtierError(
+            Reason.POSITION_CONTRACT_MISMATCH,
+            f"positions must continue at {seen}, one by one, less each sequence's padding",
+        )
 
     def get_seq_length(self) -> int:
         return self._length
@@ -284,7 +384,7 @@ class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         _refuse("rows of a session cannot be taken back")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        _refuse("one sequence per session")
+        _refuse("copies of a sequence: one sequence per session")
 
     def batch_select_indices(self, indices: Tensor) -> None:
         _refuse("one sequence per session")
@@ -306,12 +406,13 @@ def kvtier_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [1, Hq, N, d], key and value [1, Hk, N, d], new rows only.
-    Returns ([1, N, Hq, d], None)."""
+    """transformers' attention function: query [B, Hq, N, d], key and value [B, Hk, N, d], new rows only.
+    Returns ([B, N, Hq, d], None)."""
     layer = getattr(key, _HANDLE, None)
     if not isinstance(layer, KvtierLayer):
         _refuse("no KvtierCache: pass one as `cache` to the model or to generate")
-    if attention_mask is not None:
+    pads: list[int] | None = getattr(attention_mask, _PADDING, None)
+    if attention_mask is not None and pads is None:
         _refuse("a mask of one's own: only causal attention over the whole context")
     if dropout:
         _refuse("attention dropout")
@@ -319,7 +420,7 @@ def kvtier_attention(
         _refuse("gradients: call the model under torch.no_grad()")
     if kwargs.get("sliding_window") is not None or kwargs.get("softcap") is not None:
         _refuse("sliding windows and soft caps")
-    layer.expect(scaling, kwargs.get("position_ids"), query.shape[2])
+    layer.expect(scaling, kwargs.get("position_ids"), pads, query.shape[2])
     return layer.attend(query, key, value), None
 
 
@@ -332,18 +433,26 @@ def kvtier_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> None:
-    """transformers' mask function: no mask is needed, and one that would change the answer is refused.
+) -> Tensor | None:
+    """transformers' mask function: which positions are no padding, [B, kv_length]; None when none is padding.
+    A mask that would change the answer otherwise is refused.
 
     It must be registered: transformers gives a model whose attention has no mask function no mask at all,
     so padding would be attended silently.
     """
-    if batch_size != 1:
-        _refuse(f"a batch of {batch_size}: one sequence per session")
-    if attention_mask is not None and not bool(attention_mask.all()):
-        _refuse("padding: send the sequence without it")
     if mask_function is not causal_mask_function:
         _refuse("only causal attention over the whole context")
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    if attention_mask.shape != (batch_size, kv_length):
+        _refuse(f"a mask of {tuple(attention_mask.shape)} over {kv_length} positions of {batch_size}")
+    seen = attention_mask.to(torch.bool)
+    pads = kv_length - seen.sum(dim=1)
+    if not torch.equal(seen, torch.arange(kv_length) >= pads[:, None]) or int(pads.max()) == kv_length:
+        _refuse("padding that is not at the left, or nothing but padding")
+    padding = seen.clone()
+    setattr(padding, _PADDING, [int(pad) for pad in pads])
+    return padding
 
 
 def _refuse(what: str) -> NoReturn:

@@ -198,7 +198,10 @@ class AttentionSession:
         q [N, Hq, d], k, v [N, Hk, d] float32, of positions [position, position + N). Rows below
         `committed` are final. Returns [N, Hq, d]. Raises KvtierError.
         """
-        part = self.part(step, layer, position, q, k, v, committed)
+        return self.attend_part(self.part(step, layer, position, q, k, v, committed))
+
+    def attend_part(self, part: Part) -> Tensor:
+        """As `attend`, of what `part` made."""
         try:
             self.pipe.attend((part,), self._deadline, self._grace, note)
         except KvtierError as error:

@@ -89,6 +89,11 @@ class FakeAgent(attention_pb2_grpc.AttentionServicer):
                 answer.error.CopyFrom(refusal.detail)
                 yield answer
 
+    def AttendMany(self, messages: Iterator[Any], context: Any) -> Iterator[attention_pb2.AttendAnswers]:
+        for message in messages:
+            answers = [next(self.Attend(iter([frame]), context)) for frame in message.frames]
+            yield attention_pb2.AttendAnswers(answers=answers)
+
     def CloseSession(self, request: Any, context: Any) -> attention_pb2.CloseSessionResponse:
         if self.refuse_close:
             self._abort(context, common_pb2.INTERNAL, "cannot close", "INTERNAL")

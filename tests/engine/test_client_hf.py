@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -89,15 +89,22 @@ def test_two_generations_go_on_in_one_cache(client: AttentionClient, attached: A
     assert torch.equal(once, twice)
 
 
-def padded(model: Any, cache: KvtierCache) -> None:
-    mask = torch.ones(1, 6, dtype=torch.long)
-    mask[0, :2] = 0
-    model(prompt(6), attention_mask=mask, cache=cache)
+def masked(*hidden: int) -> Callable[[Any, KvtierCache], None]:
+    """A pass with these positions masked."""
+
+    def act(model: Any, cache: KvtierCache) -> None:
+        mask = torch.ones(1, 6, dtype=torch.long)
+        mask[0, list(hidden)] = 0
+        model(prompt(6), attention_mask=mask, cache=cache)
+
+    return act
 
 
 REFUSED = [
     pytest.param(lambda m, c: m(prompt(4).repeat(2, 1), cache=c), "batch of 2", id="batch"),
-    pytest.param(padded, "padding", id="padding"),
+    pytest.param(masked(4, 5), "not at the left", id="right-padding"),
+    pytest.param(masked(2), "not at the left", id="hole"),
+    pytest.param(masked(0, 1, 2, 3, 4, 5), "nothing but padding", id="all-padding"),
     pytest.param(
         lambda m, c: m.generate(prompt(4), cache=c, num_beams=2, max_new_tokens=4), "batch of 2", id="beams"
     ),

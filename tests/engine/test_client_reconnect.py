@@ -12,8 +12,8 @@ from kvtier.v1 import attention_pb2, common_pb2
 from kvtier_client import stream as stream_module
 from kvtier_client.client import AttentionClient
 from kvtier_client.errors import KvtierError
-from kvtier_client.hf import KvtierCache, attach
 from kvtier_client.grpcwire import GrpcWire, frame_message
+from kvtier_client.hf import KvtierCache, attach
 from kvtier_client.pipe import RECONNECTS
 from kvtier_client.session import AttentionSession, Geometry, SessionRequest
 from kvtier_client.stream import AttendStream
