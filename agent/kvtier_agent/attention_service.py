@@ -16,12 +16,12 @@ from kvtier_agent.cachehost import CacheHost, Session
 from kvtier_agent.localchannel.listener import ChannelServer
 from kvtier_agent.node import Node, check_owner
 from kvtier_agent.rpc import RpcScope, ServicerContext
+from kvtier_agent.sessionedits import SessionEditor, opened_message
 from kvtier_agent.telemetry import Metrics, Telemetry
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.release.enforcement import ServedArm, SessionFacts
+from kvtier_core.release.enforcement import SessionFacts
 from kvtier_crds.manifest import RuntimeManifest
 
-QUERY_BLOCK_TOKENS = 256
 _MAX_NAME = 253
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         self._frames = frames
         self._channels = channels
         self._desk = FrameDesk(node, telemetry, metrics, frames)
+        self._editor = SessionEditor(node, self._offer)
 
     async def DescribeCache(
         self, request: attention_pb2.DescribeCacheRequest, context: ServicerContext
@@ -60,6 +61,13 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         self, request: attention_pb2.CloseSessionRequest, context: ServicerContext
     ) -> attention_pb2.CloseSessionResponse:
         return await self._scope.run("Attention.CloseSession", context, self._close(request), finish=True)
+
+    async def EditSession(
+        self, request: attention_pb2.EditSessionRequest, context: ServicerContext
+    ) -> attention_pb2.EditSessionResponse:
+        return await self._scope.run(
+            "Attention.EditSession", context, self._editor.edit(request), finish=True
+        )
 
     async def ReportOutcome(
         self, request: attention_pb2.ReportOutcomeRequest, context: ServicerContext
@@ -128,23 +136,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
             session = await host.open_session(
                 facts, request.score_scale, request.max_tokens, request.traceparent
             )
-        assignment = session.assignment
-        digest = host.baseline_digest
-        if assignment.arm is ServedArm.CANDIDATE and assignment.terms is not None:
-            digest = assignment.terms.candidate_digest
-        opened = attention_pb2.OpenSessionResponse(
-            session_id=session.handle.session_id,
-            generation=session.handle.generation,
-            boot_id=node.boot_id,
-            arm=convert.ARM_TO_WIRE[assignment.arm],
-            manifest_digest=digest,
-            baseline_digest=host.baseline_digest,
-            sampled=assignment.sampled,
-            window=None if session.window is None else convert.window_key(session.window),
-            chunk_tokens=host.manifest.chunk_tokens,
-            query_block_tokens=QUERY_BLOCK_TOKENS,
-            cache=convert.cache_ref(host.name),
-        )
+        opened = opened_message(node, session)
         if request.local_channel_version:
             self._offer(session, request.local_channel_version, opened)
         return opened

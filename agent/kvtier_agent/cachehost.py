@@ -355,6 +355,11 @@ class CacheHost:
         self._check_fallback(session, result, evidence)
         return FrameAnswer(result, served, fallback, self._compared(session, frame, result, evidence))
 
+    def used(self, session: Session) -> int:
+        """Notes a use that was no frame; returns now, CLOCK_BOOTTIME nanoseconds."""
+        session.last_used_ns = self._clock()
+        return session.last_used_ns
+
     async def close_session(self, session: Session) -> int:
         """Ends the session; its outcome may still be reported for a while. Returns rows released."""
         handle = session.handle

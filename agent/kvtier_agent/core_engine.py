@@ -31,6 +31,7 @@ from kvtier_agent.engine_port import (
 )
 from kvtier_agent.plan_report import reporter_of
 from kvtier_agent.tierdirs import NodeTier
+from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
@@ -130,6 +131,13 @@ class CoreEngine:
 
     def close_session(self, session_id: str, generation: int) -> int:
         return self._engine.close_session(session_id, generation)
+
+    def edit_session(self, request: EditRequest) -> EditAnswer:
+        return self._engine.edit_session(request)
+
+    def fork_session(self, request: ForkRequest) -> SessionHandle:
+        handle = self._engine.fork_session(request)
+        return SessionHandle(handle.session_id, handle.generation)
 
     def check_candidate(self, terms: GrantTerms) -> None:
         if terms.selector is not None:
@@ -240,6 +248,7 @@ def step_request(frame: FrameInput, geometry: Geometry) -> StepRequest:
         q=_tensor(frame.q, geometry.query_heads, geometry.head_dim),
         committed_frontier=frame.committed_frontier,
         deadline=frame.deadline,
+        position_epoch=frame.position_epoch,
     )
 
 
@@ -267,6 +276,7 @@ def frame_receipt(receipt: StepReceipt) -> FrameReceipt:
         estimated_omitted_mass=receipt.estimated_omitted_mass,
         fallback=receipt.fallback,
         snapshot_generation=receipt.snapshot_generation,
+        position_epoch=receipt.position_epoch,
     )
 
 

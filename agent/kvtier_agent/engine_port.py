@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_agent.endings import BlockingEnd
+from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.leases import GrantTerms
@@ -32,6 +33,7 @@ class ExactnessClass(StrEnum):
     EXACT = "EXACT"
     APPROXIMATE = "APPROXIMATE"
     EXACT_OVER_APPROXIMATE_HISTORY = "EXACT_OVER_APPROXIMATE_HISTORY"
+    EXACT_OVER_EDITED_HISTORY = "EXACT_OVER_EDITED_HISTORY"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class SessionHandle:
 @dataclass(frozen=True)
 class FrameInput:
     """One layer of one step: float32 k, v [rows, kvHeads, headDim] and q [queries, queryHeads, headDim].
-    `deadline`: seconds on time.monotonic, the engine's clock; None: none."""
+    `deadline`: seconds on time.monotonic, the engine's clock; None: none. `position_epoch`: 0 is not
+    stated."""
 
     session_id: str
     generation: int
@@ -66,6 +69,7 @@ class FrameInput:
     q: Payload
     committed_frontier: int
     deadline: float | None = None
+    position_epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class FrameReceipt:
     estimated_omitted_mass: float
     fallback: str
     snapshot_generation: int
+    position_epoch: int = 1
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,12 @@ class EnginePort(Protocol):
 
     def close_session(self, session_id: str, generation: int) -> int:
         """Rows released."""
+
+    def edit_session(self, request: EditRequest) -> EditAnswer:
+        """Raises CoreError, and then the session is unchanged."""
+
+    def fork_session(self, request: ForkRequest) -> SessionHandle:
+        """Raises CoreError, and then nothing was opened."""
 
     def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
         """Raises CoreError, and then the session is unchanged."""

@@ -27,6 +27,7 @@ from kvtier_agent.evidence_windows import EvidenceWindows
 from kvtier_agent.node import BlocksOf, Command, Node
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTier, NodeTiers
+from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
@@ -61,6 +62,7 @@ class FakeEngine:
     def __init__(self, manifest: RuntimeManifest) -> None:
         self.manifest = manifest
         self.opened: list[SessionTerms] = []
+        self.edits: list[EditRequest | ForkRequest] = []
         self.frames: list[FrameInput] = []
         self.modes: list[FrameMode] = []
         self.hook: Callable[[], None] = lambda: None
@@ -84,6 +86,18 @@ class FakeEngine:
 
     def close_session(self, session_id: str, generation: int) -> int:
         return 3
+
+    def edit_session(self, request: EditRequest) -> EditAnswer:
+        self.edits.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        return EditAnswer(True, 2, 7, 5, 4)
+
+    def fork_session(self, request: ForkRequest) -> SessionHandle:
+        self.edits.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        return SessionHandle(f"{request.session_id}-child", request.generation + 1)
 
     def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
         self.threads.add(threading.current_thread().name)
