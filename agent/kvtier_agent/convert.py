@@ -27,7 +27,7 @@ _NOT_CONTENT = ("nonce", "boot_id")
 _EXACTNESS_NUMBER = {kind: attention_pb2.ExactnessClass.Value(kind.value) for kind in ExactnessClass}
 _NOT_NEGATIVE = (
     *("step", "first_row_position", "first_query_position"),
-    *("committed_frontier", "deadline_ms"),
+    *("committed_frontier", "deadline_ms", "position_epoch"),
 )
 
 ARM_TO_WIRE = {
@@ -183,6 +183,8 @@ class FrameNumbers(Protocol):
     def committed_frontier(self) -> int: ...
     @property
     def deadline_ms(self) -> int: ...
+    @property
+    def position_epoch(self) -> int: ...
 
 
 def check_frame_numbers(frame: FrameNumbers, manifest: RuntimeManifest) -> None:
@@ -224,6 +226,7 @@ def frame_input(
         q=q,
         committed_frontier=frame.committed_frontier,
         deadline=deadline,
+        position_epoch=frame.position_epoch,
     )
     return converted, len(q) // query_bytes
 
@@ -250,6 +253,7 @@ def answer_message(frame: attention_pb2.AttendFrame, answer: FrameAnswer) -> att
             estimated_omitted_mass=receipt.estimated_omitted_mass,
             fallback=answer.fallback,
             snapshot_generation=receipt.snapshot_generation,
+            position_epoch=receipt.position_epoch,
         ),
     )
 
@@ -272,6 +276,7 @@ def receipt_facts(answer: FrameAnswer) -> ReceiptFacts:
         estimated_omitted_mass=receipt.estimated_omitted_mass,
         fallback=answer.fallback,
         snapshot_generation=receipt.snapshot_generation,
+        position_epoch=receipt.position_epoch,
     )
 
 

@@ -126,6 +126,7 @@ class LocalWire:
                     offset=offset,
                     session_tag=attached.session_tag,
                     boot_tag=attached.boot_tag,
+                    position_epoch=frame.sender.position_epoch,
                 )
             )
             waiting.append(_Waiting(self._sequence, offset, frame.q.shape))

@@ -143,6 +143,8 @@ class AttentionSession:
         self._last_token: float | None = None
         self.output_tokens = 0
         self.failure: KvtierError | None = None
+        # 0: not stated. Edits of the history set it, and then a frame of an earlier one is refused.
+        self.position_epoch = 0
         self._closed = False
         self._receipts: deque[Answer] = deque(maxlen=_MAX_RECEIPTS)
         try:

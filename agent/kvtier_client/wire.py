@@ -28,6 +28,9 @@ class Sender(Protocol):
     @property
     def tenant(self) -> str: ...
 
+    @property
+    def position_epoch(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:

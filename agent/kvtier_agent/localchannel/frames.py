@@ -173,6 +173,7 @@ class FrameServer:
             q=tensors[2 * rows :],
             committed_frontier=record.committed_frontier,
             deadline=deadline,
+            position_epoch=record.position_epoch,
         )
         return FrameWork(session, frame, record.queries)
 

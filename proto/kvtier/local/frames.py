@@ -48,8 +48,8 @@ _ATTACH = struct.Struct("<32s")
 # attachment, the token of the session's next attachment, bytes of each ring.
 _WELCOME = struct.Struct("<II32sQ")
 # attachment, extra bytes, layer, rows, queries, generation, step, first row, first query, committed frontier,
-# deadline_ms, sequence, offset in the ring, session tag, boot tag.
-FRAME = struct.Struct("<HHiII8q16s16s")
+# deadline_ms, position epoch, sequence, offset in the ring, session tag, boot tag.
+FRAME = struct.Struct("<HHiII9q16s16s")
 
 _INT64 = 1 << 63
 
@@ -91,6 +91,7 @@ class FrameRecord:
     first_query_position: int
     committed_frontier: int
     deadline_ms: int
+    position_epoch: int
     sequence: int
     offset: int
     session_tag: bytes
@@ -171,6 +172,7 @@ def pack_frames(frames: Sequence[FrameRecord], clock_ns: int) -> bytes:
                 f.first_query_position,
                 f.committed_frontier,
                 f.deadline_ms,
+                f.position_epoch,
                 f.sequence,
                 f.offset,
                 f.session_tag,

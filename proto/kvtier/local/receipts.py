@@ -16,8 +16,9 @@ from kvtier.local.frames import HEADER, Kind, MalformedError, header
 from kvtier.v1 import attention_pb2, common_pb2
 
 # tail bytes, layer, kind of the tail, exactness, arm, flags, sequence, step, output bytes, frontier, rows
-# attended, snapshot generation, stall seconds, estimated omitted mass, digests: manifest, support, producer.
-ANSWER = struct.Struct("<IiBBBB6qdd32s32s32s")
+# attended, snapshot generation, position epoch, stall seconds, estimated omitted mass, and the digests of
+# manifest, support and producer.
+ANSWER = struct.Struct("<IiBBBB7qdd32s32s32s")
 _RECEIPT, _ERROR = 0, 1
 _SIMULATED, _MANIFEST, _SUPPORT, _PRODUCER = 1, 2, 4, 8
 _PREFIX = "sha256:"
@@ -29,7 +30,7 @@ FIXED_FIELDS = frozenset(
     {
         *("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended"),
         *("bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest"),
-        *("estimated_omitted_mass", "fallback", "snapshot_generation"),
+        *("estimated_omitted_mass", "fallback", "snapshot_generation", "position_epoch"),
     }
 )
 
@@ -52,6 +53,7 @@ class ReceiptFacts:
     estimated_omitted_mass: float
     fallback: str
     snapshot_generation: int
+    position_epoch: int
     extra: bytes = b""
 
 
@@ -100,6 +102,7 @@ class AnswerPacker:
                     receipt.frontier,
                     receipt.rows_attended,
                     receipt.snapshot_generation,
+                    receipt.position_epoch,
                     receipt.stall_seconds,
                     receipt.estimated_omitted_mass,
                     manifest,
@@ -129,7 +132,7 @@ class AnswerPacker:
 def refusal(sequence: int, step: int, layer: int, detail: common_pb2.ErrorDetail) -> bytes:
     """One record that carries an ErrorDetail and no output."""
     tail = detail.SerializeToString()
-    numbers = (sequence, step, 0, 0, 0, 0, 0.0, 0.0, _NO_DIGEST, _NO_DIGEST, _NO_DIGEST)
+    numbers = (sequence, step, 0, 0, 0, 0, 0, 0.0, 0.0, _NO_DIGEST, _NO_DIGEST, _NO_DIGEST)
     return ANSWER.pack(len(tail), layer, _ERROR, 0, 0, 0, *numbers) + tail
 
 
@@ -196,12 +199,13 @@ def unpack_answers(message: bytes | bytearray | memoryview, size: int, count: in
     return found
 
 
+# The first fields of an answer, all that its reader needs at once.
 _HEAD = struct.Struct("<IiBBBB3q")
 
 
 def decode_receipt(raw: bytes) -> attention_pb2.Receipt:
     """Of an answer's record with its tail; MalformedError."""
-    (_, _, _, exactness, arm, flags, _, _, _, frontier, rows, snapshot, stall, omitted, *digests) = (
+    (_, _, _, exactness, arm, flags, _, _, _, frontier, rows, snapshot, epoch, stall, omitted, *digests) = (
         ANSWER.unpack_from(raw)
     )
     receipt = attention_pb2.Receipt()
@@ -217,6 +221,7 @@ def decode_receipt(raw: bytes) -> attention_pb2.Receipt:
     receipt.frontier = frontier
     receipt.rows_attended = rows
     receipt.snapshot_generation = snapshot
+    receipt.position_epoch = epoch
     receipt.stall_seconds = stall
     receipt.estimated_omitted_mass = math.nan if math.isnan(omitted) else omitted
     receipt.simulated = bool(flags & _SIMULATED)
