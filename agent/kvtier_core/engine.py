@@ -27,15 +27,18 @@ from kvtier_core.identity import source_binding
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.measure import measure
 from kvtier_core.placement import Placement
+from kvtier_core.ragged import answer_many
 from kvtier_core.receipts import (
     ChunkInfo,
     EngineStats,
+    PublishArm,
     SessionHandle,
     SessionSpec,
     StepAnswer,
     StepMode,
     StepRequest,
 )
+from kvtier_core.resident import ResidentDecode, ResidentFrame
 from kvtier_core.selectors.base import LayerIndex, SelectorFamily, build_family
 from kvtier_core.sessions import NO_LINE, LayerState, RowStore, Session
 from kvtier_core.sharing import SharedBlocks, directory_of, ledger_of, let_go, recoveries
@@ -149,6 +152,13 @@ class CacheEngine:
         )
         self._attention = Attention(self._store, node.clock, reader, buffers)
         self._runner = StepRunner(self._store, self._attention, self._manifest.digest())
+        self._resident = ResidentDecode(
+            self._store,
+            node.clock,
+            self._manifest.model.geometry.query_heads,
+            self._runner.baseline_digest,
+            self._runner.digest_of,
+        )
         self._edits = Edits(
             self._store,
             self._manifest.model,
@@ -306,21 +316,32 @@ class CacheEngine:
         NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE, CHECKSUM_MISMATCH, DEADLINE, NO_LEGAL_PATH.
         """
         mode = mode or StepMode()
-        geometry = self._manifest.model.geometry
         # Small tensors: what autograd would track of them costs as much as a tenth of a decode frame.
         with self._lock, torch.inference_mode():
-            self._check_running()
-            session = self._session(request.session_id, request.generation)
-            check_shapes(
-                request,
-                query_heads=geometry.query_heads,
-                kv_heads=geometry.kv_heads,
-                head_dim=geometry.head_dim,
-            )
-            request = placed(session, request)
-            repeat = check_order(session, request)
-            family = None if mode.selector is None else self._family(mode.selector)
-            return self._runner.run(self._contexts[session.session_id], request, mode, family, repeat)
+            frame = self._prepared(request, mode)
+            return self._general(request, mode) if frame is None else self._resident.answer(frame)
+
+    def _prepared(self, request: StepRequest, mode: StepMode) -> ResidentFrame | None:
+        """The frame on the short way; None when it is not for that."""
+        self._check_running()
+        session = self._session(request.session_id, request.generation)
+        if mode.publish is not PublishArm.EXACT or mode.compare:
+            return None
+        return self._resident.prepare(self._contexts[session.session_id], request)
+
+    def _general(self, request: StepRequest, mode: StepMode) -> StepAnswer:
+        geometry = self._manifest.model.geometry
+        session = self._session(request.session_id, request.generation)
+        check_shapes(
+            request,
+            query_heads=geometry.query_heads,
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+        )
+        request = placed(session, request)
+        repeat = check_order(session, request)
+        family = None if mode.selector is None else self._family(mode.selector)
+        return self._runner.run(self._contexts[session.session_id], request, mode, family, repeat)
 
     def step_many(
         self, requests: Sequence[StepRequest], modes: Sequence[StepMode | None] | None = None
@@ -332,14 +353,9 @@ class CacheEngine:
         wanted = [None] * len(requests) if modes is None else list(modes)
         if len(wanted) != len(requests):
             raise CoreError(Reason.BAD_ARGUMENT, f"{len(wanted)} modes for {len(requests)} frames")
-        answers: list[StepAnswer | CoreError] = []
-        with self._lock:
-            for request, mode in zip(requests, wanted, strict=True):
-                try:
-                    answers.append(self.step(request, mode))
-                except CoreError as error:
-                    answers.append(error)
-        return answers
+        frames = [(request, mode or StepMode()) for request, mode in zip(requests, wanted, strict=True)]
+        with self._lock, torch.inference_mode():
+            return answer_many(frames, self._resident, self._prepared, self._general)
 
     # What runs.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from kvtier_core.receipts import (
     StepReceipt,
     StepRequest,
 )
+from kvtier_core.resident import ResidentLayer
 from kvtier_core.selectors.base import LayerIndex, Selection, SelectorFamily, check_fresh
 from kvtier_core.sessions import Append, RowStore, Session
 from kvtier_kernels.state import LogitFrame
@@ -40,12 +41,17 @@ from kvtier_kernels.state import LogitFrame
 
 @dataclass(slots=True)
 class StepContext:
-    """What a session's steps need besides its rows. indexes: per layer, None where there is none."""
+    """What a session's steps need besides its rows. indexes: per layer, None where there is none. resident:
+    what frames on the short way keep, per layer."""
 
     session: Session
     source_digest: bytes
     family: SelectorFamily | None
     indexes: list[LayerIndex | None]
+    resident: list[ResidentLayer | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.resident = [None] * len(self.session.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,10 @@ class StepRunner:
             store.start_step(session)
             session.step_first = request.first_query_position
         k, v = (request.k[:0], request.v[:0]) if repeat else (request.k, request.v)
+        kept = context.resident[request.layer]
+        if kept is not None:
+            # Rows that this frame writes beyond the frontier are there also when it fails.
+            kept.clean = -1
         append = store.reserve(session, request.layer, k, v, request.deadline)
         try:
             answer, approximate = self._answer(context, request, mode, family, append)

@@ -1,0 +1,340 @@
+"""The short way of a decode frame whose chunks are all attended in place: one query, one new row.
+
+Why it exists: a token costs one such frame for each layer, and the general way (step) spends more time on
+planning and book-keeping than on a thousand rows. What stays the same from frame to frame is kept here, under
+a stamp of where the chunks lie. It decides nothing: a frame that is unusual in any way, or wrong, is `None`
+here and the general way's, with its refusals. It must not know selectors, candidates or staged reads.
+
+The promises are step's: the row is written beyond the frontier, the answer's receipt is checked before
+anything is taken, and what commits cannot fail. The bits are those of one state per chunk, merged ascending.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvtier_core.appends import NO_LINE, Append, LayerState, Session
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.identity import full_support_digest
+from kvtier_core.placementstamp import PlacementStamp
+from kvtier_core.planner import Path, plan_rows
+from kvtier_core.receiptcheck.step import check_step
+from kvtier_core.receipts import ExactnessClass, PublishArm, StepAnswer, StepReceipt, StepRequest
+from kvtier_core.selectors.base import LayerIndex
+from kvtier_core.sessions import RowStore
+from kvtier_kernels.ops.chunk_attention.decode import Reading, merge_queries, reads_in_place, run_states
+from kvtier_kernels.ops.chunk_attention.runs import ChunkRun, chunk_runs
+
+_GROUP = 64
+"""States that are formed between two looks at the clock."""
+
+
+@dataclass(slots=True)
+class ResidentLayer:
+    """What frames of one layer have in common. runs: its full chunks. payload: of the open chunk
+    [2, Hk, C, d]. whole_bytes: payload bytes of the full chunks by tier. clean: the frontier from which the
+    open chunk's rows are known to be zero, -1 for not known. resident False: some chunk is not attended in
+    place, so all of this is empty."""
+
+    stamp: PlacementStamp
+    resident: bool
+    runs: tuple[ChunkRun, ...]
+    open_run: ChunkRun | None
+    payload: Tensor | None
+    open_tier: str
+    whole_bytes: dict[str, int]
+    labels: tuple[str, ...]
+    simulated: bool
+    clean: int = -1
+
+
+@dataclass(slots=True)
+class ResidentFrame:
+    """One frame on the short way, its row written beyond the frontier."""
+
+    session: Session
+    state: LayerState
+    request: StepRequest
+    layer: ResidentLayer
+    visible: int
+
+
+class Kept(Protocol):
+    """What is kept of a session. indexes: per layer, None where nothing is to be told of new rows."""
+
+    session: Session
+    indexes: list[LayerIndex | None]
+    resident: list[ResidentLayer | None]
+
+
+class ResidentDecode:
+    """Runs such frames of one engine; the engine's lock is held and inference mode on."""
+
+    def __init__(
+        self,
+        store: RowStore,
+        clock: Callable[[], float],
+        query_heads: int,
+        baseline_digest: str,
+        digest_of: Callable[[int], str],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._baseline = baseline_digest
+        self._digest_of = digest_of
+        layout = store.layout
+        self._size, self._row_bytes = layout.chunk_tokens, layout.row_bytes
+        self._row = (1, layout.kv_heads, layout.head_dim)
+        self._query = (1, query_heads, layout.head_dim)
+        self._able = reads_in_place(layout.chunk_tokens, layout.head_dim)
+        self._rows_of = store.directory.cells("rows")
+        self._producer_of = store.directory.cells("producer")
+
+    def prepare(self, context: Kept, request: StepRequest) -> ResidentFrame | None:
+        """Writes the frame's row where nobody looks, if the frame is of the common kind; else None, and
+        nothing has happened. NO_LEGAL_PATH, NOT_VISIBLE."""
+        session, layers = context.session, context.resident
+        if not self._able or not self._common(session, request) or context.indexes[request.layer] is not None:
+            return None
+        state = session.layers[request.layer]
+        kept = layers[request.layer]
+        if kept is None or not kept.stamp.holds(state.lines):
+            kept = layers[request.layer] = self._keep(session, request, state)
+        payload = kept.payload
+        if payload is None:
+            return None
+        at = state.frontier % self._size
+        if kept.clean != state.frontier:
+            # Of a frame that failed, or rows that were cut off: a weight of 0 hides a finite row only.
+            payload[:, :, at:].zero_()
+        kept.clean = -1
+        payload[0, :, at].copy_(request.k[0])
+        payload[1, :, at].copy_(request.v[0])
+        return ResidentFrame(session, state, request, kept, state.frontier + 1)
+
+    def _common(self, session: Session, request: StepRequest) -> bool:
+        """Whether a frame is one new row and its query, in turn, in an open chunk that it does not fill, of
+        an exact history, and well-formed."""
+        layer, step, layers = request.layer, request.step, session.layers
+        last = len(layers) - 1
+        if not 0 <= layer <= last:
+            return False
+        state = layers[layer]
+        frontier = state.frontier
+        following = step == session.step and layer == session.layer + 1
+        following = following or (step == session.step + 1 and layer == 0 and session.layer == last)
+        return (
+            following
+            and request.first_row_position == frontier == request.first_query_position
+            and state.open_line != NO_LINE
+            and (frontier + 1) % self._size != 0
+            and (not layer or frontier < layers[0].frontier)
+            and layers[session.layer].frontier == layers[0].frontier
+            and session.committed <= request.committed_frontier <= frontier + 1
+            and (not session.spec.max_tokens or frontier < session.spec.max_tokens)
+            and session.step >= 0
+            and len(session.producers) == 1
+            and not session.positions.edited
+            and request.position_epoch in (0, session.position_epoch)
+            and self._plain(request)
+        )
+
+    def _plain(self, request: StepRequest) -> bool:
+        k, v, q = request.k, request.v, request.q
+        return (
+            k.shape == self._row == v.shape
+            and q.shape == self._query
+            and k.dtype == v.dtype == q.dtype == torch.float32
+            and k.is_cpu
+            and v.is_cpu
+            and q.is_cpu
+        )
+
+    def _keep(self, session: Session, request: StepRequest, state: LayerState) -> ResidentLayer:
+        """Plans the layer as any frame is planned, and keeps what comes of it. NO_LEGAL_PATH, NOT_VISIBLE."""
+        store = self._store
+        append = Append(session, request.layer, state.frontier, request.k, request.v)
+        plan = plan_rows(store, append, state.frontier + 1)
+        stamp = PlacementStamp(store.directory, state.lines)
+        reads = plan.reads
+        if any(read.path is not Path.PARTIAL for read in reads) or reads[-1].line != state.open_line:
+            return ResidentLayer(stamp, False, (), None, None, "", {}, (), False)
+        payloads = [store.tiers[read.tier].view(store.ref(read.line)) for read in reads]
+        keys, values = [payload[0] for payload in payloads], [payload[1] for payload in payloads]
+        whole: dict[str, int] = {}
+        for read in reads[:-1]:
+            name = store.tiers[read.tier].name
+            whole[name] = whole.get(name, 0) + self._size * self._row_bytes
+        return ResidentLayer(
+            stamp=stamp,
+            resident=True,
+            runs=tuple(chunk_runs(keys[:-1], values[:-1], _GROUP)),
+            open_run=chunk_runs(keys[-1:], values[-1:])[0],
+            payload=payloads[-1],
+            open_tier=store.tiers[reads[-1].tier].name,
+            whole_bytes=whole,
+            labels=plan.labels,
+            simulated=plan.simulated,
+        )
+
+    def answer(self, frame: ResidentFrame) -> StepAnswer:
+        """Attends and takes the row, or neither. DEADLINE."""
+        answer = self.answer_all([frame])[0]
+        if isinstance(answer, CoreError):
+            raise answer
+        return answer
+
+    def answer_all(self, frames: Sequence[ResidentFrame]) -> list[StepAnswer | CoreError]:
+        """Of frames of different sessions; a refused one harms no other."""
+        answers: list[StepAnswer | CoreError] = []
+        for frame, out in zip(frames, self.attend(frames), strict=True):
+            try:
+                answers.append(out if isinstance(out, CoreError) else self.publish(frame, out))
+            except CoreError as error:
+                answers.append(error)
+        return answers
+
+    def attend(self, frames: Sequence[ResidentFrame]) -> list[Tensor | CoreError]:
+        """The answers [1, Hq, d] of frames of different sessions, or each frame's DEADLINE, looked at between
+        groups of chunks. Chunks that several of them share are read once."""
+        late: dict[int, CoreError] = {}
+        scaled = self._scaled(frames)
+        groups = groups_of(shared_readings(frames, self._size))
+        parts = []
+        for group in groups:
+            for index, frame in enumerate(frames):
+                if index not in late and self._is_late(frame):
+                    late[index] = CoreError(
+                        Reason.DEADLINE, "the deadline passed before all chunks were attended"
+                    )
+            if len(late) == len(frames):
+                return [late[index] for index in range(len(frames))]
+            parts.append(run_states(scaled, group))
+        m, l, u = (torch.cat(part) for part in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+        readings = [reading for group in groups for reading in group]
+        _, l, u = merge_queries(m, l, u, readings, len(frames))
+        out = u / torch.where(l == 0, 1.0, l).unsqueeze(-1)
+        return [late.get(index, out[index : index + 1]) for index in range(len(frames))]
+
+    def _scaled(self, frames: Sequence[ResidentFrame]) -> Tensor:
+        if len(frames) == 1:
+            return frames[0].request.q * frames[0].session.spec.score_scale
+        return torch.cat([frame.request.q * frame.session.spec.score_scale for frame in frames])
+
+    def _is_late(self, frame: ResidentFrame) -> bool:
+        deadline = frame.request.deadline
+        return deadline is not None and self._clock() > deadline
+
+    def publish(self, frame: ResidentFrame, out: Tensor) -> StepAnswer:
+        """Checks the receipt and takes the row. Whatever is refused here is refused before anything is
+        taken."""
+        session, state, request, kept = frame.session, frame.state, frame.request, frame.layer
+        visible = frame.visible
+        producer = session.producers[0][1]
+        read = dict(kept.whole_bytes)
+        partial = ((visible - 1) % self._size + 1) * self._row_bytes
+        read[kept.open_tier] = read.get(kept.open_tier, 0) + partial
+        receipt = StepReceipt(
+            exactness=ExactnessClass.EXACT,
+            arm=PublishArm.EXACT,
+            manifest_digest=self._baseline,
+            support_digest=full_support_digest(visible),
+            frontier=visible,
+            rows_attended=visible,
+            selected_rows=0,
+            bytes_by_tier=read,
+            plan=kept.labels,
+            simulated=kept.simulated,
+            stall_seconds=0.0,
+            producer_digest=self._digest_of(producer),
+            estimated_omitted_mass=math.nan,
+            fallback="",
+            snapshot_generation=session.snapshot_generation,
+            position_epoch=session.position_epoch,
+        )
+        check_step(receipt, visible=visible, baseline_digest=self._baseline, histories=1)
+        # From here on nothing can fail.
+        if request.step != session.step:
+            self._store.start_step(session)
+            session.step_first = request.first_query_position
+        with self._store.lock:
+            self._rows_of[state.open_line] = (visible - 1) % self._size + 1
+            self._producer_of[state.open_line] = producer
+        state.frontier = visible
+        kept.clean = visible
+        session.step, session.layer = request.step, request.layer
+        session.committed = max(session.committed, request.committed_frontier)
+        session.snapshot_generation += 1
+        return StepAnswer(out, receipt)
+
+
+def shared_readings(frames: Sequence[ResidentFrame], size: int) -> list[Reading]:
+    """What the frames read, for each of them in ascending order. Leading full chunks that frames have in
+    common, as forked sessions do, are one reading for all of them."""
+    if len(frames) == 1:
+        return _own(frames[0], 0, 0, size)
+    groups: dict[int, list[int]] = {}
+    for index, frame in enumerate(frames):
+        groups.setdefault(frame.state.lines[0], []).append(index)
+    readings: list[Reading] = []
+    for members in groups.values():
+        common = _common_chunks([frames[index] for index in members]) if len(members) > 1 else 0
+        if common:
+            readings += [
+                Reading(run, tuple(members), size) for run in _cut(frames[members[0]].layer.runs, 0, common)
+            ]
+        for index in members:
+            readings += _own(frames[index], index, common, size)
+    return readings
+
+
+def _common_chunks(frames: Sequence[ResidentFrame]) -> int:
+    """How many leading full chunks are the same lines in all frames."""
+    whole = min(len(frame.state.lines) for frame in frames) - 1
+    first = frames[0].state.lines
+    for chunk in range(whole):
+        if any(frame.state.lines[chunk] != first[chunk] for frame in frames):
+            return chunk
+    return whole
+
+
+def _own(frame: ResidentFrame, index: int, first: int, size: int) -> list[Reading]:
+    """One frame's chunks from `first` on."""
+    kept = frame.layer
+    assert kept.open_run is not None
+    runs = kept.runs if first == 0 else _cut(kept.runs, first, len(frame.state.lines))
+    readings = [Reading(run, (index,), size) for run in runs]
+    readings.append(Reading(kept.open_run, (index,), (frame.visible - 1) % size + 1))
+    return readings
+
+
+def _cut(runs: Sequence[ChunkRun], first: int, last: int) -> list[ChunkRun]:
+    """Chunks [first, last) of runs that follow each other."""
+    found: list[ChunkRun] = []
+    at = 0
+    for run in runs:
+        low, high = max(first, at), min(last, at + run.count)
+        if low < high:
+            found.append(run.cut(low - at, high - at))
+        at += run.count
+    return found
+
+
+def groups_of(readings: Sequence[Reading]) -> list[list[Reading]]:
+    """Readings in order, in groups of about _GROUP states: what is between two looks at the clock."""
+    groups: list[list[Reading]] = [[]]
+    states = 0
+    for reading in readings:
+        count = reading.run.count * len(reading.queries)
+        if groups[-1] and states + count > _GROUP:
+            groups.append([])
+            states = 0
+        groups[-1].append(reading)
+        states += count
+    return groups
