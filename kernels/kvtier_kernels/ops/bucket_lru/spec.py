@@ -23,8 +23,7 @@ from kvtier_kernels.spec import (
     Refusal,
 )
 from kvtier_kernels.testing.inputs import strided
-
-_FAR_STRIDE = 2**30
+from kvtier_kernels.testing.matrices import far_matrix
 
 
 def _case(id: str, lens: tuple[int, ...], slots: int, units: int, *traits: str) -> Case:
@@ -80,18 +79,10 @@ def make_inputs(case: Case) -> Inputs:
         "want": want,
         "slot_tok": slot_tok,
         "age": age,
-        "loc": _far(loc) if Hazard.FAR in case.traits else loc,
+        "loc": far_matrix(loc) if Hazard.FAR in case.traits else loc,
         "pin": torch.ones_like(pin) if "all-pinned" in case.traits else pin,
         "epoch": torch.full((rows,), now, dtype=torch.int32),
     }
-
-
-def _far(x: Tensor) -> Tensor:
-    """Row r lies r * 2^30 elements in: in int32 row 4 would be row 0 again. Rows 2 and 3 would lie before
-    the pool, so they want nothing."""
-    rows, width = x.shape
-    pool = torch.empty((rows - 1) * _FAR_STRIDE + width, dtype=x.dtype)
-    return pool.as_strided((rows, width), (_FAR_STRIDE, 1)).copy_(x)
 
 
 def _more_padding(inputs: Inputs) -> Inputs:

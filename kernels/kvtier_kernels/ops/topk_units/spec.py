@@ -24,8 +24,7 @@ from kvtier_kernels.spec import (
     Refusal,
 )
 from kvtier_kernels.testing.inputs import strided
-
-_FAR_STRIDE = 2**30
+from kvtier_kernels.testing.matrices import far_matrix
 
 
 def _case(id: str, lens: tuple[int, ...], width: int, k: int, *traits: str) -> Case:
@@ -71,7 +70,7 @@ def make_inputs(case: Case) -> Inputs:
         for r, n in enumerate(case.seq_lens):
             score[r, n:] = math.nan
     if Hazard.FAR in case.traits:
-        score = _far(score)
+        score = far_matrix(score)
     return {
         "score": score,
         "valid_len": torch.tensor(case.seq_lens, dtype=torch.int32),
@@ -96,15 +95,6 @@ def _hostile(case: Case, score: Tensor, g: torch.Generator) -> Tensor:
     if "subnormal" in case.traits:
         score = (score * 8).round() * 1e-45
     return score
-
-
-def _far(score: Tensor) -> Tensor:
-    """Row r lies r * 2^30 elements in: in int32 row 4 would be row 0
-    again. Rows 2 and 3 would lie before the pool, so they have nothing to read."""
-    rows, width = score.shape
-    pool = torch.empty((rows - 1) * _FAR_STRIDE + width)
-    view = pool.as_strided((rows, width), (_FAR_STRIDE, 1))
-    return view.copy_(score)
 
 
 def _other_padding(inputs: Inputs) -> Inputs:
