@@ -299,7 +299,7 @@ def search(given: JointInputs) -> JointPlan:
         listed = ", ".join(f"{bound.value} {count}" for bound, count in sorted(counts.items()))
         raise PlacementRefused(PlacementReason.COST_MODEL, f"no point of {points} fits: {listed}")
     counts[Bound.SLOWER] -= 1
-    limited = faster is not None and faster.rate > best.rate
+    limited = faster is not None and faster.rate > best.rate * (1.0 + 1e-9)
     return JointPlan(
         best=best,
         limit=faster.refused if limited and faster is not None else None,
@@ -311,7 +311,8 @@ def search(given: JointInputs) -> JointPlan:
 
 
 def _order(item: Priced) -> tuple[float, float, float, int]:
-    return (item.rate, item.point.kv.gpu, item.point.kv.cpu, -item.point.batches)
+    # Equal to twelve digits: the rest is rounding, and would decide by chance.
+    return (float(f"{item.rate:.12g}"), item.point.kv.gpu, item.point.kv.cpu, -item.point.batches)
 
 
 def _corners(given: JointInputs, best: Priced) -> Iterator[tuple[str, Priced]]:

@@ -23,6 +23,8 @@ TEXT = 63
 PREFILL = "prefillFlopPerToken"
 # What follows from the spec alone: equal on every node, so a difference is a change of the spec.
 OF_SPEC = ("contextTokens", "coldTokens", PREFILL)
+# What a placement policy chose, beside its schedule.
+CHOSEN = ("kvShares", "blockBatches", "groups", "subBatches")
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,12 @@ def _kappa(prefill: str, plan: NodePlan) -> float | None:
 
 
 def plan_moved(before: JsonObject, after: JsonObject, nodes: Sequence[str]) -> bool:
-    """Whether it is news: another schedule or policy, another spec, a number that moved by more than 5 % or
+    """Whether it is news: another schedule, policy or choice, another spec, a number that moved by more than 5 % or
     came or went, or a plan of a node that is none of `nodes` any more."""
     old, new = before.get("inputs") or {}, after["inputs"]
     if any(before.get(name) != after.get(name) for name in ("schedule", "policy")):
         return True
-    if any(old.get(k) != new.get(k) for k in OF_SPEC):
+    if any(old.get(k) != new.get(k) for k in OF_SPEC + CHOSEN):
         return True
     if old.get("node") not in [name[:TEXT] for name in nodes]:
         return True

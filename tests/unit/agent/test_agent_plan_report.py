@@ -14,12 +14,14 @@ from kvtier_agent.plan_report import PlanReporter, plan_message, reporter_of, ti
 from kvtier_agent.rpc import RpcScope
 from kvtier_agent.telemetry import Metrics, Telemetry
 from kvtier_core.computeprobe import ComputeFigures
+from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.receipts import TierStats
 from kvtier_core.schedules import Schedule
 from kvtier_core.units import GIB, MIB, BytesPerSecond, FlopPerSecond
-from kvtier_crds.manifest import TierRole
+from kvtier_crds.canonical import Parameters
+from kvtier_crds.manifest import Placement, TierRole
 from tests.engine.agent_process import baseline_manifest
 from tests.unit.agent.agent_fakes import Bench
 from tests.unit.core.builders import FakeClock
@@ -64,7 +66,29 @@ def test_what_the_plan_needs_of_a_tier(
 
 
 def test_a_tier_that_was_not_measured_has_no_bandwidth() -> None:
-    assert tier_figures(stats("a", "cpu", 0.0), TierRole.BACKING, LAYOUT).read is None
+    found = tier_figures(stats("a", "cpu", 0.0), TierRole.BACKING, LAYOUT)
+    assert (found.read, found.write) == (None, None)
+
+
+def test_the_plan_is_of_the_manifests_placement_policy_and_travels_with_why_others_lost() -> None:
+    manifest = baseline_manifest()
+    placed = Placement(policy="headGroups", parameters=Parameters({"stagingBytes": 1 << 20}))
+    plan = PlanReporter(manifest.model_copy(update={"placement": placed}), FIGURES).of(TIERS)
+    assert plan is not None and plan.policy == "headGroups"
+    message = plan_message(plan)
+    assert (message.policy, message.schedule) == ("headGroups", plan.schedule)
+    assert [(item.name, item.lost) for item in message.considered] == [
+        (item.name, item.lost) for item in plan.considered
+    ]
+    told = {item.name: item for item in message.considered}
+    assert told["nvme"].lost == "TIER_INCAPABLE" and not told["nvme"].HasField("seconds")
+
+
+def test_a_policy_that_this_version_does_not_know_is_refused_when_the_cache_is_built() -> None:
+    manifest = baseline_manifest().model_copy(update={"placement": Placement(policy="random")})
+    with pytest.raises(CoreError) as error:
+        PlanReporter(manifest, FIGURES)
+    assert error.value.reason is Reason.UNSUPPORTED
 
 
 def test_the_plan_is_of_the_tier_that_is_read_through_copies_and_of_its_measured_bandwidth() -> None:

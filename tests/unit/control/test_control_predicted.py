@@ -44,6 +44,25 @@ def test_what_an_agent_says_is_taken_over_as_it_is() -> None:
     assert heard(0.25) == NodePlan(0.25, "layerwiseTwoSlot", None, 24.0 * GIB, 3e14, 16384, INPUTS)
 
 
+def test_the_policy_and_why_other_plans_lost_reach_the_status_within_its_bounds() -> None:
+    plan = said(0.25)
+    plan.policy = "flexGen"
+    plan.considered.add(name="allOnGpu", lost="GPU_BUDGET", seconds=0.0125)
+    plan.considered.add(name="allOnDisk", lost="UNMEASURED")
+    for _ in range(20):
+        plan.considered.add(name="x" * 99, lost="y" * 99, seconds=math.nan)
+    found = node_plan(control.CacheState(plan=plan))
+    assert found is not None
+    status = shown({"a": found})
+    assert status["policy"] == "flexGen"
+    assert status["considered"][:2] == [
+        {"name": "allOnGpu", "lost": "GPU_BUDGET", "seconds": "0.0125"},
+        {"name": "allOnDisk", "lost": "UNMEASURED"},
+    ]
+    assert len(status["considered"]) == 12
+    assert status["considered"][-1] == {"name": "x" * 63, "lost": "y" * 63}
+
+
 @pytest.mark.parametrize("held", [None, control.CacheState(sessions=1)], ids=["no-cache", "no-plan"])
 def test_an_agent_that_says_nothing_has_no_plan(held: control.CacheState | None) -> None:
     assert node_plan(held) is None
@@ -116,6 +135,9 @@ BEFORE = {
         pytest.param({"kappaCrit": "104"}, False, id="kappa-4-percent"),
         pytest.param({"kappaCrit": "94"}, True, id="kappa-6-percent"),
         pytest.param({"schedule": "onDemandBlocks"}, True, id="schedule"),
+        pytest.param({"policy": "flexGen"}, True, id="policy"),
+        pytest.param({"considered": [{"name": "a", "lost": "COST"}]}, False, id="what-lost"),
+        pytest.param({"inputs": {**INPUTS, "node": "a", "kvShares": "gpu 1"}}, True, id="another-choice"),
         pytest.param({"inputs": {**INPUTS, "node": "b"}}, False, id="another-node-as-slow"),
         pytest.param({"inputs": {**INPUTS, "node": "a", "serviceSeconds": "9"}}, False, id="a-detail"),
         pytest.param({"inputs": {**INPUTS, "node": "a", "coldTokens": "0"}}, True, id="another-spec"),
