@@ -112,8 +112,8 @@ def _kappa(prefill: str, plan: NodePlan) -> float | None:
 
 
 def plan_moved(before: JsonObject, after: JsonObject, nodes: Sequence[str]) -> bool:
-    """Whether it is news: another schedule, policy or choice, another spec, a number that moved by more than 5 % or
-    came or went, or a plan of a node that is none of `nodes` any more."""
+    """Whether it is news: another schedule, policy or choice, another spec, a number that moved by more than
+    5 % or came or went, or a plan of a node that is none of `nodes` any more."""
     old, new = before.get("inputs") or {}, after["inputs"]
     if any(before.get(name) != after.get(name) for name in ("schedule", "policy")):
         return True
