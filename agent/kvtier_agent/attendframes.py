@@ -27,9 +27,9 @@ class FrameCount:
 
     def __init__(self, bound: int, metrics: Metrics) -> None:
         self._bound = bound
-        self._metrics = metrics
         self._lock = threading.Lock()
         self.count = 0
+        metrics.frames_in_flight.set_function(lambda: self.count)
 
     def enter(self) -> CoreError | None:
         """Takes one place, or says why there is none."""
@@ -41,15 +41,11 @@ class FrameCount:
                     {"bound": str(self._bound)},
                 )
             self.count += 1
-            now = self.count
-        self._metrics.frames_in_flight.set(now)
         return None
 
     def leave(self) -> None:
         with self._lock:
             self.count -= 1
-            now = self.count
-        self._metrics.frames_in_flight.set(now)
 
 
 class FrameDesk:

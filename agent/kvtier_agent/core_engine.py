@@ -296,7 +296,7 @@ def block_facts(info: ChunkInfo) -> BlockFacts:
 
 def _tensor(data: Payload, heads: int, dim: int) -> torch.Tensor:
     if isinstance(data, np.ndarray):
-        return torch.from_numpy(data).view(-1, heads, dim)
+        return torch.from_numpy(data.reshape(-1, heads, dim))
     # A copy: the core keeps rows, and numpy's view of received bytes is read-only and unaligned.
     array = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=True)
     return torch.from_numpy(array).view(-1, heads, dim)

@@ -6,12 +6,15 @@ not know what the tensors are.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections import deque
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvtier.local import memory
 
@@ -25,7 +28,8 @@ class StagingRing:
         """size: whole pages. OSError."""
         self.size = size
         self.descriptor, self._mapped = memory.create("kvtier-staging", size, others_read_only=False)
-        self.floats: NDArray[np.float32] = np.frombuffer(self._mapped, dtype="<f4")
+        self._floats: NDArray[np.float32] = np.frombuffer(self._mapped, dtype="<f4")
+        self._address = self._floats.ctypes.data
         self._spans: deque[tuple[int, int]] = deque()
 
     def place(self, size: int) -> int | None:
@@ -43,6 +47,20 @@ class StagingRing:
     def take(self, start: int, size: int) -> None:
         self._spans.append((start, start + size))
 
+    def write(self, start: int, tensor: Tensor) -> int:
+        """Copies float32 elements to a place that `place` named; where the next ones go."""
+        size = FLOAT_BYTES * tensor.numel()
+        if not 0 <= start <= self.size - size:
+            raise ValueError(f"{size} bytes at {start} of a ring of {self.size}")
+        if tensor.is_contiguous():
+            # Views of arrays and tensors cost several times what such a small copy does.
+            ctypes.memmove(self._address + start, tensor.data_ptr(), size)
+        else:
+            at = start // FLOAT_BYTES
+            place = self._floats[at : at + tensor.numel()].reshape(tuple(tensor.shape))
+            np.copyto(place, tensor.numpy(), casting="no")
+        return start + size
+
     def give_back(self) -> None:
         """The oldest span."""
         self._spans.popleft()
@@ -56,7 +74,8 @@ class StagingRing:
         """Idempotent."""
         if self.descriptor >= 0:
             self.passed()
-        self.floats = np.empty(0, np.float32)
+        self.size = 0
+        self._floats = np.empty(0, np.float32)
         self._mapped.close()
 
 
@@ -66,15 +85,21 @@ class AnswerRing:
     def __init__(self, descriptor: int, size: int) -> None:
         """The descriptor stays the caller's. memory.UnsafeMemoryError, OSError."""
         self._mapped = memory.map_checked(descriptor, size, must_be_read_only=True)
-        self._floats: NDArray[np.float32] = np.frombuffer(self._mapped, dtype="<f4")
+        self._address = np.frombuffer(self._mapped, dtype=np.uint8).ctypes.data
+        self._size = size
 
-    def copy(self, start: int, floats: int) -> NDArray[np.float32]:
-        at = start // FLOAT_BYTES
-        return self._floats[at : at + floats].copy()
+    def copy(self, start: int, shape: torch.Size) -> Tensor:
+        """Float32 of that shape, a copy."""
+        out = torch.empty(shape, dtype=torch.float32)
+        size = FLOAT_BYTES * shape.numel()
+        if not 0 <= start <= self._size - size:
+            raise ValueError(f"{size} bytes at {start} of a ring of {self._size}")
+        ctypes.memmove(out.data_ptr(), self._address + start, size)
+        return out
 
     def close(self) -> None:
         """Idempotent."""
-        self._floats = np.empty(0, np.float32)
+        self._size = 0
         self._mapped.close()
 
 

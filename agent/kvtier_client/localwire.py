@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from kvtier.local import frames as wire
@@ -33,13 +32,8 @@ _GONE = "UNAVAILABLE"
 _SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A frame that was sent: its number, where its output will lie, and its shape."""
-
-    sequence: int
-    offset: int
-    shape: torch.Size
+# Of a frame that was sent: its number, where its output will lie, and its shape.
+_Waiting = tuple[int, int, torch.Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +102,9 @@ class LocalWire:
         records, waiting, offset = [], [], start
         for frame in frames:
             self._sequence += 1
-            self._write(frame, offset)
+            at = self._ring.write(offset, frame.k)
+            at = self._ring.write(at, frame.v)
+            at = self._ring.write(at, frame.q)
             attached = self._attached[frame.sender.opened.session_id]
             records.append(
                 wire.FrameRecord(
@@ -129,8 +125,8 @@ class LocalWire:
                     position_epoch=frame.sender.position_epoch,
                 )
             )
-            waiting.append(_Waiting(self._sequence, offset, frame.q.shape))
-            offset += wire.aligned(frame.size)
+            waiting.append((self._sequence, offset, frame.q.shape))
+            offset = wire.aligned(at)
         try:
             self._socket.send(wire.pack_frames(records, time.monotonic_ns()))
         except wire.MalformedError as error:
@@ -151,11 +147,14 @@ class LocalWire:
             self._set_timeout(timeout)
         records = self._read_answers(timeout)
         waiting = self._waiting.popleft()
-        if [record.sequence for record in records] != [one.sequence for one in waiting]:
-            numbers = [record.sequence for record in records], [one.sequence for one in waiting]
+        if [record.sequence for record in records] != [sequence for sequence, _, _ in waiting]:
+            numbers = [record.sequence for record in records], [sequence for sequence, _, _ in waiting]
             message = "answer {} came where {} was due".format(*numbers)
             raise self._fail(KvtierError(Reason.IDENTITY_MISMATCH, message), lost=False)
-        answers = [self._answer(record, one) for record, one in zip(records, waiting, strict=True)]
+        answers = [
+            self._answer(record, offset, shape)
+            for record, (_, offset, shape) in zip(records, waiting, strict=True)
+        ]
         # Only now: the outputs were copied from the places that the next frames will take.
         self._ring.give_back()
         return answers
@@ -169,23 +168,15 @@ class LocalWire:
 
     # --- parts -----------------------------------------------------------------------------------------
 
-    def _write(self, frame: Frame, offset: int) -> None:
-        floats, at = self._ring.floats, offset // FLOAT_BYTES
-        for tensor in (frame.k, frame.v, frame.q):
-            array_of = tensor.numpy()
-            end = at + array_of.size
-            np.copyto(floats[at:end].reshape(array_of.shape), array_of, casting="no")
-            at = end
-
-    def _answer(self, record: AnswerRecord, one: _Waiting) -> Answer | KvtierError:
+    def _answer(self, record: AnswerRecord, offset: int, shape: torch.Size) -> Answer | KvtierError:
         if record.error is not None:
             return from_detail(record.error)
-        floats = one.shape.numel()
-        if record.out_bytes != FLOAT_BYTES * floats:
-            message = f"{record.out_bytes} bytes of output, {FLOAT_BYTES * floats} were due"
+        due = FLOAT_BYTES * shape.numel()
+        if record.out_bytes != due:
+            message = f"{record.out_bytes} bytes of output, {due} were due"
             return KvtierError(Reason.FRAME_INVALID, message)
         assert self._answers is not None
-        out = torch.from_numpy(self._answers.copy(one.offset, floats)).view(one.shape)
+        out = self._answers.copy(offset, shape)
         return Answer(record.step, record.layer, out, functools.partial(_receipt, record))
 
     def _read_answers(self, timeout: float) -> list[AnswerRecord]:

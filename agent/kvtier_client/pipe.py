@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -118,9 +118,14 @@ class AttendPipe:
         waiting: deque[_Message] = deque()
         self._reconnects_left = RECONNECTS
         timeout = seconds + grace
-        for message in self._messages(parts, max(1, int(seconds * 1000))):
+        deadline_ms = max(1, int(seconds * 1000))
+        if len(parts) == 1 and parts[0].q.shape[0] <= parts[0].block:
+            messages: Iterable[_Message] = ([(parts[0], parts[0].frame(0, deadline_ms))],)
+        else:
+            messages = self._messages(parts, deadline_ms)
+        for message in messages:
             frames = [frame for _, frame in message]
-            while not self._wire.has_room(frames):
+            while waiting and not self._wire.has_room(frames):
                 self._collect(waiting, timeout, noted)
             waiting.append(message)
             try:

@@ -32,7 +32,8 @@ class Sender(Protocol):
     def position_epoch(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
+# Neither frozen: they are made for every layer of every token, and a frozen one costs three times as much.
+@dataclass(slots=True)
 class Frame:
     """One layer of one step of one session. q [N, Hq, d], k, v [N, Hk, d] float32, of positions
     [position, position + N). Rows below `committed` are final."""
@@ -53,7 +54,7 @@ class Frame:
         return 4 * (self.q.numel() + self.k.numel() + self.v.numel())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """out [N, Hq, d] float32, this process's own. receipt: decoded when somebody asks."""
 

@@ -35,7 +35,8 @@ FIXED_FIELDS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, as AnswerRecord: made for every layer of every token.
+@dataclass(slots=True)
 class ReceiptFacts:
     """Receipt's fixed fields. tiers: names with bytes read; extra: a serialized Receipt of all others."""
 
@@ -62,13 +63,14 @@ class AnswerPacker:
 
     def __init__(self) -> None:
         self._names: dict[tuple[object, ...], bytes] = {}
+        self._digests: dict[str, bytes | None] = {}
 
     def answer(self, sequence: int, step: int, layer: int, out_bytes: int, receipt: ReceiptFacts) -> bytes:
         """One record with its receipt; the output lies in the ring."""
         flags = _SIMULATED if receipt.simulated else 0
         manifest, support, producer = _NO_DIGEST, _NO_DIGEST, _NO_DIGEST
         loose = []
-        if (raw := _raw(receipt.manifest_digest)) is not None:
+        if (raw := self._digest(receipt.manifest_digest)) is not None:
             manifest, flags = raw, flags | _MANIFEST
         else:
             loose.append("manifest_digest")
@@ -76,7 +78,7 @@ class AnswerPacker:
             support, flags = raw, flags | _SUPPORT
         else:
             loose.append("support_digest")
-        if (raw := _raw(receipt.producer_digest)) is not None:
+        if (raw := self._digest(receipt.producer_digest)) is not None:
             producer, flags = raw, flags | _PRODUCER
         else:
             loose.append("producer_digest")
@@ -114,6 +116,15 @@ class AnswerPacker:
                 extra,
             )
         )
+
+    def _digest(self, text: str) -> bytes | None:
+        """Of a manifest or a producer: the same ones again and again."""
+        try:
+            return self._digests[text]
+        except KeyError:
+            if len(self._digests) >= _CACHED_NAMES:
+                self._digests.clear()
+            return self._digests.setdefault(text, _raw(text))
 
     def _packed_names(self, receipt: ReceiptFacts) -> bytes:
         key = (tuple([name for name, _ in receipt.tiers]), receipt.plan, receipt.fallback)
@@ -156,7 +167,7 @@ def unpack_ended(message: bytes | bytearray | memoryview, size: int) -> common_p
     return detail
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerRecord:
     """One answer, decoded as far as its reader needs at once: `receipt` decodes the rest."""
 
