@@ -17,83 +17,41 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtier_core.appends import Append, Rows
+from kvtier_core.appends import Append
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.planner import ChunkRead, Path, Plan
+from kvtier_core.folding import Fold, Query
+from kvtier_core.headgroups import HeadGroups
+from kvtier_core.neardata import Reduction, near_groups, reduction_of
+from kvtier_core.planner import STREAMED, ChunkRead, Path, Plan
 from kvtier_core.positions import Piece, PositionView
+from kvtier_core.promises import IdentifiedRows, Promise, block_of
 from kvtier_core.rope import RopeTable
-from kvtier_core.staged import Job, StagedReads
+from kvtier_core.streaming import BlockStream, BufferPool
 from kvtier_core.tiers.base import SlotRef
-from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_kernels.ops.chunk_attention import chunk_state
-from kvtier_kernels.ops.chunk_attention.decode import decode_states, merge_stacked, reads_in_place
-from kvtier_kernels.state import AttentionState, LogitFrame, finalize, identity, merge
-
-_BATCH = 8
+from kvtier_kernels.ops.chunk_attention.decode import reads_in_place
+from kvtier_kernels.state import AttentionState, finalize, identity
 
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """out: float32 [Nq, Hq, d]. bytes_by_tier: payload bytes read, by tier name."""
+    """out: float32 [Nq, Hq, d]. bytes_by_tier: payload bytes read, by tier name. stall_seconds: computation
+    waited for blocks; transfer_seconds: blocks were on their way. peak_buffer_bytes: of the buffers held at
+    once. promised_bytes: of blocks that were on their way before the frame came. receipts: of states that
+    were formed elsewhere."""
 
     out: Tensor
     bytes_by_tier: dict[str, int]
     stall_seconds: float
+    transfer_seconds: float = 0.0
+    peak_buffer_bytes: int = 0
+    promised_bytes: int = 0
+    receipts: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """q float32 [Nq, Hq, d]; query i stands at first_position + i. deadline on the engine's clock."""
-
-    q: Tensor
-    first_position: int
-    frame: LogitFrame
-    deadline: float | None
-
-
-class _Fold:
-    """Merges states in the order they are added. Full chunks in place wait for each other, since one call
-    over several costs little more than one; the bits are those of one after the other."""
-
-    def __init__(self, query: Query) -> None:
-        self._query = query
-        self._total: AttentionState | None = None
-        self._waiting: list[Tensor] = []
-
-    def add(self, state: AttentionState) -> None:
-        self._flush()
-        self._total = state if self._total is None else merge(self._total, state)
-
-    def add_full(self, payload: Tensor) -> None:
-        """A payload [2, Hk, C, d] whose rows are all visible."""
-        self._waiting.append(payload)
-        if len(self._waiting) == _BATCH:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._waiting:
-            return
-        waiting, self._waiting = self._waiting, []
-        keys, values = [payload[0] for payload in waiting], [payload[1] for payload in waiting]
-        states = decode_states(self._query.q, keys, values, self._query.frame)
-        if self._total is not None:
-            states = _prepend(self._total, states)
-        self._total = merge_stacked(states)
-
-    def result(self) -> AttentionState:
-        self._flush()
-        if self._total is None:
-            raise CoreError(Reason.SUPPORT_GAP, "there is no row to attend")
-        return self._total
-
-
-def _prepend(first: AttentionState, rest: AttentionState) -> AttentionState:
-    return AttentionState(
-        m=torch.cat((first.m.unsqueeze(0), rest.m)),
-        l=torch.cat((first.l.unsqueeze(0), rest.l)),
-        u=torch.cat((first.u.unsqueeze(0), rest.u)),
-        frame=first.frame,
-    )
+    @property
+    def hidden_seconds(self) -> float:
+        """Transfer that computation covered (C.1)."""
+        return max(0.0, self.transfer_seconds - self.stall_seconds)
 
 
 class Attention:
@@ -101,18 +59,25 @@ class Attention:
 
     def __init__(
         self,
-        store: Rows,
+        store: IdentifiedRows,
         clock: Callable[[], float],
         executor: Executor | None,
-        buffers: Sequence[StagingBuffer],
+        buffers: BufferPool,
+        window: int = 4,
     ) -> None:
+        """buffers: for blocks on their way, `window` of them for one frame's own."""
         self._store = store
         self._clock = clock
         self._executor = executor
-        self._buffers = list(buffers)
+        self._buffers = buffers
+        self._window = window
+        self._head_groups = HeadGroups(store, clock, executor)
 
-    def exact(self, plan: Plan, append: Append, query: Query) -> Attended:
-        """All visible rows of the plan. DEADLINE between chunks; typed errors of tiers."""
+    def exact(self, plan: Plan, append: Append, query: Query, promise: Promise | None = None) -> Attended:
+        """All visible rows of the plan. promise: blocks of these rows that are on their way already. DEADLINE
+        between chunks; typed errors of tiers, and of states that were formed elsewhere."""
+        if plan.group_heads:
+            return self._by_heads(plan, append, query)
 
         def state(read: ChunkRead, k: Tensor, v: Tensor) -> Iterator[AttentionState]:
             yield chunk_state(
@@ -127,7 +92,7 @@ class Attention:
 
         size = self._store.layout.chunk_tokens
         batch = query.q.shape[0] == 1 and reads_in_place(size, query.q.shape[2])
-        return self._run(plan, append, query, state, batch=batch)
+        return self._run(plan, append, query, state, batch=batch, promise=promise, whole=True)
 
     def viewed(
         self, plan: Plan, append: Append, query: Query, view: PositionView, turning: RopeTable | None
@@ -201,6 +166,21 @@ class Attention:
 
         return self._run(plan, append, query, state, batch=False)
 
+    def _by_heads(self, plan: Plan, append: Append, query: Query) -> Attended:
+        bytes_by_tier: dict[str, int] = {}
+        with self._leases(plan):
+            sliced = self._head_groups.run(plan, append, query)
+        for read in plan.reads:
+            self._account(read, bytes_by_tier)
+        out, _ = finalize(sliced.state)
+        return Attended(
+            out,
+            bytes_by_tier,
+            sliced.stall_seconds,
+            sliced.transfer_seconds,
+            sliced.buffer_bytes,
+        )
+
     def _run(
         self,
         plan: Plan,
@@ -209,34 +189,65 @@ class Attention:
         states_of: Callable[[ChunkRead, Tensor, Tensor], Iterator[AttentionState]],
         *,
         batch: bool,
+        promise: Promise | None = None,
+        whole: bool = False,
     ) -> Attended:
-        fold = _Fold(query)
+        """whole: every row of every chunk is attended, so that a state stands for its chunk's rows and may
+        come with a receipt."""
+        fold = Fold(query)
         bytes_by_tier: dict[str, int] = {}
+        groups = near_groups(plan.reads, query.q.shape[0])
+        reduction: Reduction | None = None
+        if whole and any(group[0].path is Path.NEAR for group in groups):
+            last = plan.reads[-1]
+            visible = last.chunk * self._store.layout.chunk_tokens + last.rows
+            layout, tiers = self._store.layout, self._store.tiers
+            reduction = reduction_of(groups, append, query, layout, tiers, self._clock, visible)
         with (
             self._leases(plan),
-            self._staged(plan, query.deadline) as staged,
+            self._streamed(plan, query.deadline, promise) as stream,
         ):
-            for read in plan.reads:
-                if query.deadline is not None and self._clock() > query.deadline:
-                    raise CoreError(
-                        Reason.DEADLINE,
-                        f"the deadline passed before chunk {read.chunk}",
-                        {"chunk": read.chunk, "chunks": len(plan.reads)},
-                    )
-                if batch and read.path is Path.PARTIAL and read.rows == self._store.layout.chunk_tokens:
-                    fold.add_full(self._view(read))
-                else:
-                    k, v = self._rows(read, append, staged)
-                    for state in states_of(read, k, v):
-                        fold.add(state)
-                self._account(read, bytes_by_tier)
+            for group in groups:
+                near: list[AttentionState] = []
+                for read in group:
+                    self._check_time(query, read, plan)
+                    full = read.rows == self._store.layout.chunk_tokens
+                    if batch and read.path is Path.PARTIAL and full:
+                        fold.add_full(self._view(read))
+                    else:
+                        k, v = self._rows(read, append, stream)
+                        near += states_of(read, k, v)
+                    self._account(read, bytes_by_tier)
+                    if reduction is not None and read.path is not Path.NEAR:
+                        reduction.own(read)
+                if reduction is not None and group[0].path is Path.NEAR:
+                    reduction.near(group, near)
+                fold.add_all(near)
+            if reduction is not None:
+                reduction.close()
             out, _ = finalize(fold.result())
-        return Attended(out, bytes_by_tier, staged.stall_seconds)
+        return Attended(
+            out,
+            bytes_by_tier,
+            stream.stall_seconds,
+            stream.transfer_seconds,
+            stream.buffer_bytes,
+            stream.promised_blocks * self._store.layout.payload_bytes,
+            0 if reduction is None else reduction.receipts,
+        )
+
+    def _check_time(self, query: Query, read: ChunkRead, plan: Plan) -> None:
+        if query.deadline is not None and self._clock() > query.deadline:
+            raise CoreError(
+                Reason.DEADLINE,
+                f"the deadline passed before chunk {read.chunk}",
+                {"chunk": read.chunk, "chunks": len(plan.reads)},
+            )
 
     @contextmanager
     def _leases(self, plan: Plan) -> Iterator[None]:
         """Holds what another thread reads. Rows attended in place are held by the engine's lock."""
-        lines = [read.line for read in plan.reads if read.path is Path.STAGED]
+        lines = [read.line for read in plan.reads if read.path in (*STREAMED, Path.SLICED)]
         if not lines:
             yield
             return
@@ -246,27 +257,25 @@ class Attention:
         finally:
             self._store.directory.readers[lines] -= 1
 
-    @contextmanager
-    def _staged(self, plan: Plan, deadline: float | None) -> Iterator[StagedReads]:
-        """A buffer whose read outlasts the frame is never used again."""
-        reads = StagedReads(self._jobs(plan), self._buffers, self._executor, self._clock, deadline)
-        try:
-            with reads:
-                yield reads
-        finally:
-            for buffer in reads.abandoned:
-                self._buffers[self._buffers.index(buffer)] = StagingBuffer(self._store.layout)
+    def _streamed(self, plan: Plan, deadline: float | None, promise: Promise | None) -> BlockStream:
+        return BlockStream(
+            [block_of(self._store, read.line) for read in plan.reads if read.path in STREAMED],
+            self._buffers,
+            self._clock,
+            window=self._window,
+            executor=self._executor,
+            deadline=deadline,
+            promised=() if promise is None else promise.arrivals,
+            meter=None if promise is None else promise.meter,
+        )
 
-    def _jobs(self, plan: Plan) -> list[Job]:
-        return [self._store.staging_job(read.line) for read in plan.reads if read.path is Path.STAGED]
-
-    def _rows(self, read: ChunkRead, append: Append, staged: StagedReads) -> tuple[Tensor, Tensor]:
+    def _rows(self, read: ChunkRead, append: Append, stream: BlockStream) -> tuple[Tensor, Tensor]:
         store = self._store
         if read.path is Path.FRAME:
             lo = read.chunk * store.layout.chunk_tokens - append.first
             return append.k[lo : lo + read.rows], append.v[lo : lo + read.rows]
-        if read.path is Path.STAGED:
-            return store.layout.rows(staged.next().payload, read.rows)
+        if read.path in STREAMED:
+            return store.layout.rows(stream.next().payload, read.rows)
         return store.layout.rows(self._view(read), read.rows)
 
     def _view(self, read: ChunkRead) -> Tensor:
@@ -278,5 +287,6 @@ class Attention:
             return
         layout = self._store.layout
         name = self._store.tiers[read.tier].name
-        size = layout.payload_bytes if read.path is Path.STAGED else read.rows * layout.row_bytes
+        in_place = read.path is Path.PARTIAL
+        size = read.rows * layout.row_bytes if in_place else layout.payload_bytes
         bytes_by_tier[name] = bytes_by_tier.get(name, 0) + size

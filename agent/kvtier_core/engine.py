@@ -16,7 +16,6 @@ from concurrent.futures import Executor
 import torch
 
 from kvtier_core.assembly import LiveConfiguration, LiveTier, Node, build_tiers, check_manifest, close_tiers
-from kvtier_core.attend import Attention
 from kvtier_core.credits import PINNED, STAGING, CreditLedger
 from kvtier_core.directory import ChunkState
 from kvtier_core.edits.checks import placed
@@ -27,6 +26,9 @@ from kvtier_core.identity import source_binding
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.measure import measure
 from kvtier_core.placement import Placement
+from kvtier_core.planner import PlanTerms
+from kvtier_core.planning.choice import Decision
+from kvtier_core.planning.facts import Rates
 from kvtier_core.ragged import answer_many
 from kvtier_core.receipts import (
     ChunkInfo,
@@ -45,13 +47,13 @@ from kvtier_core.sharing import SharedBlocks, directory_of, ledger_of, let_go, r
 from kvtier_core.stats import Statistics
 from kvtier_core.step import StepContext, StepRunner
 from kvtier_core.steporder import check_order, check_shapes
+from kvtier_core.stepplans import WINDOW, StepPlans, contract_terms, held_bytes, measured_rates
 from kvtier_core.tiers.base import TierMount, tensor_bytes
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme.crypto import KeyProvider
-from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_crds.manifest import RuntimeManifest, Selector
 
-STAGING_BUFFERS = 2
+STAGING_BUFFERS = WINDOW
 MAX_SESSIONS = 1 << 27
 
 
@@ -70,11 +72,15 @@ class CacheEngine:
         probe: bool = True,
         blocks: bool = False,
         keys: KeyProvider | None = None,
+        rates: Rates | None = None,
+        plan_terms: PlanTerms | None = None,
     ) -> None:
         """mounts: by tier class name; their capability says what outlives the process. clock: monotonic
         seconds. reader: runs staged reads ahead of attention; None reads inline. session_name: from the
         session's number; must not repeat in the process. probe: measure each tier now. blocks: run the
-        thread that moves shared blocks on; without it somebody pumps. keys: encrypt storage under them."""
+        thread that moves shared blocks on; without it somebody pumps. keys: encrypt storage under them.
+        rates: what plans are priced with, None: as measured. plan_terms: declared costs and placement
+        preference of plans."""
         check_manifest(manifest)
         geometry = manifest.model.geometry
         self._lock = threading.RLock()
@@ -104,20 +110,28 @@ class CacheEngine:
             if probe:
                 for item in live:
                     measure(item.tier, clock)
-            self._compose(live, node, reader)
+            if rates is None and probe:
+                rates = measured_rates(self.layout, geometry.query_heads, clock)
+            self._compose(live, node, reader, rates or Rates(None), plan_terms or PlanTerms())
             if blocks and self._shared is not None:
                 self._shared.start()
         except BaseException:
             close_tiers(live)
             raise
 
-    def _compose(self, live: Sequence[LiveTier], node: Node, reader: Executor | None) -> None:
+    def _compose(
+        self,
+        live: Sequence[LiveTier],
+        node: Node,
+        reader: Executor | None,
+        rates: Rates,
+        plan_terms: PlanTerms,
+    ) -> None:
         """One directory, one ledger and one metadata lock over the tiers, for rows and for blocks."""
         assert node.clock is not None
         tiers = [item.tier for item in live]
         metadata = threading.RLock()
-        buffers = [StagingBuffer(self.layout) for _ in range(STAGING_BUFFERS)]
-        staging = sum(len(buffer) for buffer in buffers)
+        staging = held_bytes(self.layout)
         self._directory = directory_of(tiers)
         self._all_credits = ledger_of(tiers, staging, node.clock)
         self._ledger = CreditLedger([tier.slots.capacity for tier in tiers], self._all_credits)
@@ -150,8 +164,15 @@ class CacheEngine:
         self._own = self._all_credits.acquire(
             {STAGING: staging, PINNED: sum(tier.pinned_bytes for tier in tiers)}
         )
-        self._attention = Attention(self._store, node.clock, reader, buffers)
-        self._runner = StepRunner(self._store, self._attention, self._manifest.digest())
+        self._plans = StepPlans(
+            self._store,
+            node.clock,
+            reader,
+            query_heads=self._manifest.model.geometry.query_heads,
+            rates=rates,
+            terms=contract_terms(self._manifest.contract, plan_terms),
+        )
+        self._runner = StepRunner(self._store, self._plans, self._manifest.digest())
         self._resident = ResidentDecode(
             self._store,
             node.clock,
@@ -237,6 +258,7 @@ class CacheEngine:
             session = self._session(session_id, generation)
             del self._sessions[session_id]
             del self._contexts[session_id]
+            self._plans.forget(session_id)
             return self._store.drop(session)
 
     # Edits.
@@ -325,9 +347,13 @@ class CacheEngine:
         """The frame on the short way; None when it is not for that."""
         self._check_running()
         session = self._session(request.session_id, request.generation)
-        if mode.publish is not PublishArm.EXACT or mode.compare:
+        if mode.publish is not PublishArm.EXACT or mode.compare or mode.plan is not None:
             return None
-        return self._resident.prepare(self._contexts[session.session_id], request)
+        context = self._contexts[session.session_id]
+        frame = self._resident.prepare(context, request)
+        if frame is not None and request.next_layer_follows:
+            self._runner.promise_next(context, request)
+        return frame
 
     def _general(self, request: StepRequest, mode: StepMode) -> StepAnswer:
         geometry = self._manifest.model.geometry
@@ -356,6 +382,15 @@ class CacheEngine:
         frames = [(request, mode or StepMode()) for request, mode in zip(requests, wanted, strict=True)]
         with self._lock, torch.inference_mode():
             return answer_many(frames, self._resident, self._prepared, self._general)
+
+    def inspect_plan(self, session_id: str, generation: int, layer: int) -> Decision:
+        """How a decode step of the layer would be attended as its rows lie now: every plan with its price, or
+        why it lost. SESSION_UNKNOWN, GENERATION_STALE, NOT_VISIBLE."""
+        with self._lock:
+            session = self._session(session_id, generation)
+            if not 0 <= layer < len(session.layers) or not session.layers[layer].frontier:
+                raise CoreError(Reason.NOT_VISIBLE, f"layer {layer} has no rows")
+            return self._plans.inspect(session, layer)
 
     # What runs.
 
@@ -451,6 +486,7 @@ class CacheEngine:
                 return
             self._stopped = True
             try:
+                self._plans.close()
                 for session in list(self._sessions.values()):
                     self.close_session(session.session_id, session.generation)
                 if self._shared is not None:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from kvtier_crds.manifest import Selector
 
+SUPPORT_PARTITION = "supportPartition"
+"""The plan of rows that are attended where they are."""
+
 
 class PublishArm(StrEnum):
     EXACT = "exact"
@@ -53,6 +56,7 @@ class SessionHandle:
 class StepRequest:
     """One frame: a layer of a step. k, v float32 [n, kv_heads, head_dim] (n may be 0); q float32
     [Nq, query_heads, head_dim]; query i attends rows [0, first_query_position + i].
+    next_layer_follows: a promise that layer + 1 of this step comes next, with rows to the same frontier.
     position_epoch: of the session as the engine knows it; 0: not stated. deadline: seconds on the engine's
     clock; None for none."""
 
@@ -68,19 +72,22 @@ class StepRequest:
     committed_frontier: int
     deadline: float | None = None
     position_epoch: int = 0
+    next_layer_follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepMode:
     """publish: whose answer is returned. compare: compute both, exact first. The candidate's selector and
     digest are needed for either; a candidate without a selector computes exactly. may_publish is asked when a
-    candidate's answer is ready; when it says no, the exact answer is published and the rows are exact's."""
+    candidate's answer is ready; when it says no, the exact answer is published and the rows are exact's.
+    plan: the name of the only exact plan that may run, for tests; None: the planner's choice."""
 
     publish: PublishArm = PublishArm.EXACT
     compare: bool = False
     selector: Selector | None = None
     candidate_digest: str | None = None
     may_publish: Callable[[], bool] | None = None
+    plan: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,10 @@ class StepReceipt:
     reads. rows_attended: of the KV head that attended most. selected_rows: by the selector beyond the
     persistent rows, same head. estimated_omitted_mass is NaN: Quest has no estimator. fallback: why an answer
     asked of the candidate was computed exactly, a Reason name; empty for none. frontier: the position behind
-    the last row. position_epoch: of the session when it answered."""
+    the last row. position_epoch: of the session when it answered. plan_kind: the exact contract of the plan;
+    failed_plans: those that were run before it, each with why it ended. hidden_seconds: reads that
+    computation covered, stall_seconds those that it waited for; peak_buffer_bytes: held at once for blocks on
+    their way; promised_bytes: of blocks that were on their way before the frame came."""
 
     exactness: ExactnessClass
     arm: PublishArm
@@ -107,6 +117,11 @@ class StepReceipt:
     fallback: str
     snapshot_generation: int
     position_epoch: int = 1
+    plan_kind: str = SUPPORT_PARTITION
+    hidden_seconds: float = 0.0
+    peak_buffer_bytes: int = 0
+    promised_bytes: int = 0
+    failed_plans: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

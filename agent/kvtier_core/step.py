@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier_core.attend import Attended, Attention, Query
+from kvtier_core.attend import Attended
 from kvtier_core.directory import NO_PRODUCER
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.folding import Query
 from kvtier_core.identity import edited_support_digest, full_support_digest, selected_support_digest
 from kvtier_core.planner import Plan, plan_rows
 from kvtier_core.positions import PositionView
@@ -36,6 +37,7 @@ from kvtier_core.receipts import (
 from kvtier_core.resident import ResidentLayer
 from kvtier_core.selectors.base import LayerIndex, Selection, SelectorFamily, check_fresh
 from kvtier_core.sessions import Append, RowStore, Session
+from kvtier_core.stepplans import StepPlans, plan_named
 from kvtier_kernels.state import LogitFrame
 
 
@@ -56,21 +58,24 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class ArmAnswer:
-    """One arm's answer with what it read. selection None: every visible row."""
+    """One arm's answer with what it read. selection None: every visible row. failed: plans that were run for
+    it before, each with why it ended."""
 
     attended: Attended
     plan: Plan
     support_digest: str
     rows: int
     selection: Selection | None
+    failed: tuple[tuple[str, str], ...] = ()
 
 
 class StepRunner:
     """Runs frames of one engine. The engine's lock is held; producers are interned digests."""
 
-    def __init__(self, store: RowStore, attention: Attention, baseline_digest: str) -> None:
+    def __init__(self, store: RowStore, plans: StepPlans, baseline_digest: str) -> None:
         self._store = store
-        self._attention = attention
+        self._plans = plans
+        self._attention = plans.attention
         self.baseline_digest = baseline_digest
         self._producers: list[str] = []
         self._producer_index: dict[str, int] = {}
@@ -151,15 +156,15 @@ class StepRunner:
         candidate: ArmAnswer | None = None
         fallback = ""
         if mode.publish is PublishArm.EXACT or mode.compare or not wants_candidate:
-            exact = self._exact(append, query, visible)
+            exact = self._exact(append, query, visible, request, mode)
         if wants_candidate:
             candidate, fallback = self._candidate(context, request, family, append, query, visible)
             if candidate is None:
-                exact = exact or self._exact(append, query, visible)
+                exact = exact or self._exact(append, query, visible, request, mode)
         publishes = mode.publish is PublishArm.CANDIDATE and not fallback
         if publishes and mode.may_publish is not None and not mode.may_publish():
             publishes, fallback = False, Reason.LEASE_EXPIRED.value
-            exact = exact or self._exact(append, query, visible)
+            exact = exact or self._exact(append, query, visible, request, mode)
         published = candidate if publishes and candidate is not None else exact
         assert published is not None
         comparison = None
@@ -180,7 +185,18 @@ class StepRunner:
         )
         return StepAnswer(published.attended.out, receipt, comparison), approximate
 
-    def _exact(self, append: Append, query: Query, visible: int) -> ArmAnswer:
+    def promise_next(self, context: StepContext, request: StepRequest) -> None:
+        """What a frame on the short way promised. A layer that was in place when it was last attended has
+        nothing to bring."""
+        layer = request.layer + 1
+        if layer < len(context.resident):
+            known = context.resident[layer]
+            if known is None or not known.resident:
+                self._plans.promise(context.session, request.step, layer)
+
+    def _exact(
+        self, append: Append, query: Query, visible: int, request: StepRequest, mode: StepMode
+    ) -> ArmAnswer:
         session = append.session
         view = session.positions
         if view.edited:
@@ -188,9 +204,16 @@ class StepRunner:
             plan = plan_rows(self._store, append, visible, chunks)
             attended = self._attention.viewed(plan, append, query, view, session.turning)
             return ArmAnswer(attended, plan, _view_digest(view, visible), view.count(visible), None)
-        plan = plan_rows(self._store, append, visible)
-        attended = self._attention.exact(plan, append, query)
-        return ArmAnswer(attended, plan, full_support_digest(visible), visible, None)
+        planned = self._plans.exact(
+            append,
+            query,
+            visible,
+            step=request.step,
+            forced=plan_named(mode.plan),
+            next_layer_follows=request.next_layer_follows,
+        )
+        digest = full_support_digest(visible)
+        return ArmAnswer(planned.attended, planned.plan, digest, visible, None, planned.failed)
 
     def _candidate(
         self,
@@ -265,6 +288,11 @@ class StepRunner:
             estimated_omitted_mass=math.nan,
             fallback=fallback,
             snapshot_generation=session.snapshot_generation,
+            plan_kind=answer.plan.kind.value,
+            hidden_seconds=answer.attended.hidden_seconds,
+            peak_buffer_bytes=answer.attended.peak_buffer_bytes,
+            promised_bytes=answer.attended.promised_bytes,
+            failed_plans=answer.failed,
         )
 
     def _stamp(self, session: Session, append: Append, receipt: StepReceipt) -> StepReceipt:

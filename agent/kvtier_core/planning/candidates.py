@@ -125,13 +125,14 @@ def _on_cpu(facts: StepFacts, tiers: Sequence[TierFacts]) -> Candidate:
 
 
 def _partition(facts: StepFacts, tiers: Sequence[TierFacts]) -> Candidate:
-    """Each tier's rows where they are: in place, or streamed past the processor beside the tier."""
+    """Each tier's rows where they are: in place, or streamed past the processor beside storage. Rows in
+    memory that may not be attended there come to the compute tier."""
     routes: list[tuple[int, Route]] = []
     for tier in _present(facts):
         if tier == FRAME or tiers[tier].in_place:
             routes.append((tier, Route.IN_PLACE))
         elif tiers[tier].source:
-            routes.append((tier, Route.NEAR))
+            routes.append((tier, Route.MOVED if tiers[tier].by_head else Route.NEAR))
         else:
             return _refused(PlanKind.SUPPORT_PARTITION, Lost.TIER_INCAPABLE)
     return Candidate(PlanKind.SUPPORT_PARTITION, tuple(routes))

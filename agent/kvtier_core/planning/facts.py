@@ -18,8 +18,8 @@ FRAME = -1
 class TierFacts:
     """One tier's record (A.7) and measurement. in_place: the node's processor may attend its memory where it
     is (kernelReadable, partialAttention, host memory). source: whole blocks may be read out of it
-    (dmaSource). by_head: one KV head's rows of a block can be read and verified alone; false for storage,
-    which verifies whole blocks. read: of whole, verified blocks; None: nobody measured it."""
+    (dmaSource). by_head: one KV head's rows lie apart in memory and can be copied alone; storage verifies
+    whole blocks only. read: of whole, verified blocks; None: nobody measured it."""
 
     name: str
     medium: str

@@ -218,19 +218,24 @@ class StateMerge:
             raise _refused(Reason.DUPLICATE_RECEIPT, receipt)
         self._known.add(name)
         for one in receipt.support:
-            self._add(one, receipt)
+            self._add(one, receipt.producer)
         self._taken[receipt.producer] = self._taken.get(receipt.producer, 0) + 1
         self._states += max(1, len(receipt.support))
         self._ends.append((receipt.producer, receipt.completed))
 
-    def _add(self, one: tuple[int, int], receipt: StateReceipt) -> None:
+    def own(self, one: tuple[int, int]) -> None:
+        """Rows [first, last) that the coordinator attends itself: they need no receipt, and nobody else may
+        have them. SUPPORT_OVERLAP, SUPPORT_OUT_OF_RANGE."""
+        self._add(one, "the coordinator")
+
+    def _add(self, one: tuple[int, int], who: str) -> None:
         at = bisect_left(self._ranges, one)
         before = self._ranges[at - 1][1] if at else 0
         after = self._ranges[at][0] if at < len(self._ranges) else one[1]
         if (at and one[0] < before) or one[1] > after:
-            raise _refused(Reason.SUPPORT_OVERLAP, receipt)
+            raise CoreError(Reason.SUPPORT_OVERLAP, f"rows {one} of {who} are another's too")
         if not 0 <= one[0] < one[1] <= self.terms.visible:
-            raise _refused(Reason.SUPPORT_OUT_OF_RANGE, receipt)
+            raise CoreError(Reason.SUPPORT_OUT_OF_RANGE, f"rows {one} of {who} are not of the support")
         insort(self._ranges, one)
 
     def close(self, returned_bytes: int, *, answered: bool = False) -> None:

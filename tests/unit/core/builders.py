@@ -328,7 +328,11 @@ class FaultyFiles:
         # Bytes behind the header's fields and behind the payload are padding that nobody reads.
         (length,) = struct.unpack_from("<Q", target, 80)
         at = self._random.choice([self._random.randrange(108), 4096 + self._random.randrange(length)])
-        target[at] ^= 1 << self._random.randrange(8)
+        for buffer in buffers:
+            if at < len(buffer):
+                buffer[at] ^= 1 << self._random.randrange(8)
+                break
+            at -= len(buffer)
         return done
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:

@@ -114,7 +114,7 @@ def test_rows_spread_over_all_three_tiers_and_receipts_say_so(tmp_path: Path) ->
         driver.play(TOKENS, DECODE)
         receipt = driver.answers[-1].receipt
         assert receipt.exactness is ExactnessClass.EXACT
-        assert set(receipt.plan) == {"gpu:partial", "cpu:partial", "nvme:staged"}
+        assert set(receipt.plan) == {"gpu:partial", "cpu:partial", "nvme:near"}
         assert set(receipt.bytes_by_tier) == {"hbm", "ram", "flash"}
         assert receipt.simulated
         assert receipt.rows_attended == receipt.frontier == TOKENS + DECODE

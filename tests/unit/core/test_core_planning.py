@@ -118,9 +118,9 @@ def test_a_plan_that_no_record_permits_says_so(
     assert of(facts(*where), kind, tiers=tiers).lost is lost
 
 
-def test_a_tier_that_may_not_be_attended_in_place_is_streamed() -> None:
-    plan = of(facts(GPU, CPU), PARTITION, tiers=without(CPU, in_place=False))
-    assert (plan.route(GPU), plan.route(CPU)) == (Route.IN_PLACE, Route.NEAR)
+def test_rows_that_may_not_be_attended_where_they_are_are_moved_or_streamed_past() -> None:
+    plan = of(facts(GPU, CPU, NVME), PARTITION, tiers=without(CPU, in_place=False))
+    assert [plan.route(tier) for tier in (GPU, CPU, NVME)] == [Route.IN_PLACE, Route.MOVED, Route.NEAR]
 
 
 def chosen(decision: Decision) -> PlanKind:

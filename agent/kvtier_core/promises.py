@@ -1,0 +1,124 @@
+"""Blocks of the next layer on their way while this one is computed, because a client said that it follows.
+
+Why it exists: a client knows that layer i + 1 of the same step comes next, and storage that starts when it is
+asked has lost the time of a layer. A promise changes no answer and no order: what it brings is used if it is
+still the copy that is asked for, and is let go otherwise. It must not know attention. Late, broken or
+unwanted bytes stay in buffers of their own until nothing can arrive there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier_core.appends import Rows
+from kvtier_core.directory import ChunkState
+from kvtier_core.errors import CoreError
+from kvtier_core.planner import STREAMED, ChunkRead
+from kvtier_core.streaming import (
+    READ_TIMEOUT_SECONDS,
+    Arrival,
+    Block,
+    BufferPool,
+    Meter,
+    launch,
+)
+from kvtier_core.tiers.base import BlockIdentity
+
+
+class IdentifiedRows(Rows, Protocol):
+    """Rows with the identity of each copy."""
+
+    def identity_of(self, line: int, replica_generation: int) -> BlockIdentity:
+        """What a sealed line's copy of that generation must be."""
+
+
+def block_of(store: IdentifiedRows, line: int) -> Block:
+    """A line's copy as it is now."""
+    directory = store.directory
+    tier, ref = store.tiers[int(directory.tier[line])], store.ref(line)
+    if ChunkState(int(directory.state[line])) is ChunkState.OPEN:
+        return Block(tier, ref, None)
+    return Block(tier, ref, store.identity_of(line, int(directory.generation[line])))
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What is on its way for one layer of one step of a session. meter: of its transfer."""
+
+    step: int
+    layer: int
+    arrivals: tuple[Arrival, ...]
+    meter: Meter
+
+    def leave(self) -> None:
+        for arrival in self.arrivals:
+            arrival.leave()
+
+
+class Promises:
+    """At most one promise a session. The engine's lock is held. `reserve`: buffers that promises leave to
+    frames."""
+
+    def __init__(
+        self,
+        store: IdentifiedRows,
+        buffers: BufferPool,
+        clock: Callable[[], float],
+        executor: Executor | None,
+        reserve: int,
+    ) -> None:
+        self._store = store
+        self._buffers = buffers
+        self._clock = clock
+        self._executor = executor
+        self._reserve = reserve
+        self._open: dict[str, Promise] = {}
+
+    def begin(self, session_id: str, step: int, layer: int, reads: Sequence[ChunkRead]) -> int:
+        """Starts to read sealed chunks that `reads` would stream, as many as there are buffers; returns how
+        many. A tier that refuses ends it: the frame will meet the refusal, if it is still one."""
+        self.forget(session_id)
+        meter = Meter(self._clock)
+        arrivals: list[Arrival] = []
+        deadline = self._clock() + READ_TIMEOUT_SECONDS
+        for read in reads:
+            if read.path not in STREAMED:
+                continue
+            block = block_of(self._store, read.line)
+            if block.identity is None or self._buffers.available <= self._reserve:
+                continue
+            buffer = self._buffers.take()
+            if buffer is None:
+                break
+            arrival = Arrival(block, buffer, self._buffers, meter)
+            try:
+                launch(arrival, deadline, self._executor)
+            except CoreError:
+                self._buffers.give(buffer)
+                break
+            arrivals.append(arrival)
+        if arrivals:
+            self._open[session_id] = Promise(step, layer, tuple(arrivals), meter)
+        return len(arrivals)
+
+    def take(self, session_id: str, step: int, layer: int) -> Promise | None:
+        """The promise for this layer, if that is what was promised; any other is let go."""
+        found = self._open.pop(session_id, None)
+        if found is None:
+            return None
+        if (found.step, found.layer) == (step, layer):
+            return found
+        found.leave()
+        return None
+
+    def forget(self, session_id: str) -> None:
+        found = self._open.pop(session_id, None)
+        if found is not None:
+            found.leave()
+
+    def close(self) -> None:
+        for session_id in list(self._open):
+            self.forget(session_id)

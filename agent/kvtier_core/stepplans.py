@@ -1,0 +1,261 @@
+"""Exact attention of a frame by the plan that was chosen for it, and by the next one when that fails.
+
+Why it exists: a plan is a prediction and a tier may fail in the middle of it. What is left then is, in this
+order: another exact plan that still ends in time, and the fallback that the request's contract names. Both
+give either the same bits or no answer. It must not know how plans are priced or run, nor candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtier_core.admission import Fallback
+from kvtier_core.appends import NO_LINE, Append, Session
+from kvtier_core.attend import Attended, Attention
+from kvtier_core.computeprobe import measure_compute
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.folding import Query
+from kvtier_core.layout import ChunkLayout
+from kvtier_core.placements.preference import PlanKind
+from kvtier_core.planner import STREAMED, Plan, PlanTerms, StepPlanner
+from kvtier_core.planning.choice import Decision, fallback_of
+from kvtier_core.planning.facts import Credits, Rates, Terms
+from kvtier_core.promises import IdentifiedRows, Promises
+from kvtier_core.streaming import BufferPool
+from kvtier_core.tiers.staging import block_bytes
+from kvtier_crds.manifest import Contract, Exactness
+from kvtier_crds.manifest import Fallback as Allowed
+
+WINDOW = 4
+"""Buffers of one frame's stream: one is attended while others are read and verified."""
+BUFFER_BYTES = 16 << 20
+"""What an engine holds at most for blocks on their way, and as much again for slices of heads."""
+
+AGAIN = frozenset(
+    {
+        Reason.CHECKSUM_MISMATCH,
+        Reason.SHORT_COPY,
+        Reason.IDENTITY_MISMATCH,
+        Reason.STORAGE_UNAVAILABLE,
+        Reason.TRANSFER_FAILED,
+        Reason.TRANSFER_TIMEOUT,
+        Reason.QUEUE_FULL,
+        Reason.NO_STAGING,
+        Reason.PARTIAL_RECEIPT_INCOMPLETE,
+        Reason.PARTIAL_RECEIPT_STALE,
+        Reason.STATE_SCHEMA_MISMATCH,
+        Reason.STATE_INVALID,
+        Reason.STATE_SHAPE,
+        Reason.EMPTY_SUPPORT,
+        Reason.NO_NORMALISATION_MASS,
+        Reason.QUERY_IDENTITY_MISMATCH,
+        Reason.DUPLICATE_RECEIPT,
+        Reason.SUPPORT_OVERLAP,
+        Reason.SUPPORT_GAP,
+        Reason.SUPPORT_OUT_OF_RANGE,
+        Reason.RECEIPT_COUNT,
+        Reason.TRAFFIC_MISMATCH,
+        Reason.LATE_RECEIPT,
+        Reason.NOT_VISIBLE,
+    }
+)
+"""What another plan, which reads anew, may not meet."""
+
+_ACTIONS = {
+    Allowed.WIDEN: Fallback.WIDEN_SEARCH,
+    Allowed.RECOMPUTE: Fallback.RECOMPUTE_EXACT,
+    Allowed.POSTPONE: Fallback.POSTPONE_FOR_EXACT_RETRY,
+    Allowed.DEGRADE: Fallback.ACCEPT_DECLARED_DEGRADED,
+}
+
+
+def contract_terms(contract: Contract, terms: PlanTerms) -> PlanTerms:
+    """`terms` with what a cache's contract allows."""
+    return dataclasses.replace(
+        terms,
+        fallbacks=frozenset(_ACTIONS[one] for one in contract.allowed_fallbacks),
+        approximation_allowed=contract.exactness is Exactness.APPROXIMATE,
+    )
+
+
+def buffer_limit(block_bytes: int) -> int:
+    """Blocks that BUFFER_BYTES hold; never fewer than two windows."""
+    return max(2 * WINDOW, BUFFER_BYTES // block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """failed: plans that were run for the frame before, each with the reason of its end."""
+
+    attended: Attended
+    plan: Plan
+    failed: tuple[tuple[str, str], ...] = ()
+
+
+def held_bytes(layout: ChunkLayout) -> int:
+    """What an engine reserves for blocks on their way and for slices of heads."""
+    return 2 * buffer_limit(block_bytes(layout)) * block_bytes(layout)
+
+
+def measured_rates(layout: ChunkLayout, query_heads: int, clock: Callable[[], float]) -> Rates:
+    """What this node's processor does, in about 20 ms."""
+    figures = measure_compute(layout, query_heads, clock)
+    return Rates(figures.row_seconds, figures.flops)
+
+
+def plan_named(name: str | None) -> PlanKind | None:
+    """BAD_ARGUMENT for what is no plan's name."""
+    if name is None:
+        return None
+    try:
+        return PlanKind(name)
+    except ValueError as error:
+        legal = ", ".join(kind.value for kind in PlanKind)
+        raise CoreError(Reason.BAD_ARGUMENT, f"plan {name!r} is none of {legal}") from error
+
+
+def _no_rows(kv_heads: int, head_dim: int) -> Tensor:
+    return torch.empty(0, kv_heads, head_dim)
+
+
+class StepPlans:
+    """Plans, attention and promises of one engine. Its lock is held."""
+
+    def __init__(
+        self,
+        store: IdentifiedRows,
+        clock: Callable[[], float],
+        executor: Executor | None,
+        *,
+        query_heads: int,
+        rates: Rates,
+        terms: PlanTerms,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._terms = terms
+        pool = BufferPool(store.layout, buffer_limit(block_bytes(store.layout)))
+        self.buffers = pool
+        self.staging_bytes = pool.limit * pool.block_bytes
+        self.attention = Attention(store, clock, executor, pool, WINDOW)
+        self.planner = StepPlanner(
+            store,
+            query_heads=query_heads,
+            credits=Credits(self.staging_bytes, WINDOW),
+            rates=rates,
+            terms=terms,
+        )
+        self._promises = Promises(store, pool, clock, executor, reserve=WINDOW)
+
+    def exact(
+        self,
+        append: Append,
+        query: Query,
+        visible: int,
+        *,
+        step: int,
+        forced: PlanKind | None = None,
+        next_layer_follows: bool = False,
+    ) -> Planned:
+        """Every row [0, visible). The first plan's own refusal when no other is left, with the contract's
+        fallback (`fallback`) and the plans that were tried (`attempted`) among its facts."""
+        session = append.session
+        promise = self._promises.take(session.session_id, step, append.layer)
+        failed: dict[PlanKind, Reason] = {}
+        first: CoreError | None = None
+        while True:
+            try:
+                plan = self.planner.plan(
+                    append,
+                    visible,
+                    queries=int(query.q.shape[0]),
+                    slack=self._predicted(query),
+                    forced=forced,
+                    failed=frozenset(failed),
+                )
+            except CoreError as error:
+                if promise is not None:
+                    promise.leave()
+                raise self._ended(first or error, query, failed) from error
+            busy = any(read.path in STREAMED for read in plan.reads)
+            if next_layer_follows and not busy:
+                self.promise(session, step, append.layer + 1)
+            try:
+                attended = self.attention.exact(plan, append, query, promise)
+            except CoreError as error:
+                first = first or error
+                if error.reason not in AGAIN:
+                    raise self._ended(first, query, failed | {plan.kind: error.reason}) from error
+                failed[plan.kind] = error.reason
+                promise = None
+                continue
+            if next_layer_follows and busy:
+                self.promise(session, step, append.layer + 1)
+            names = tuple((kind.value, reason.value) for kind, reason in failed.items())
+            return Planned(attended, plan, names)
+
+    def promise(self, session: Session, step: int, layer: int) -> int:
+        """Starts what a frame of `layer` will stream, as its rows lie now; returns the number of blocks.
+        Nothing is refused here: a promise that cannot be kept is none."""
+        if layer >= len(session.layers):
+            return 0
+        state = session.layers[layer]
+        if not state.lines or NO_LINE in state.lines:
+            return 0
+        none = self._store.layout
+        empty = _no_rows(none.kv_heads, none.head_dim)
+        append = Append(session, layer, state.frontier, empty, empty)
+        try:
+            plan = self.planner.plan(append, state.frontier, queries=1)
+        except CoreError:
+            return 0
+        return self._promises.begin(session.session_id, step, layer, plan.reads)
+
+    def forget(self, session_id: str) -> None:
+        """Lets go of what was promised to a session that ends or changes."""
+        self._promises.forget(session_id)
+
+    def close(self) -> None:
+        self._promises.close()
+
+    def inspect(self, session: Session, layer: int) -> Decision:
+        """How the layer's rows would be attended by one query now: every plan with its price, or why it
+        lost."""
+        state = session.layers[layer]
+        empty = _no_rows(self._store.layout.kv_heads, self._store.layout.head_dim)
+        append = Append(session, layer, state.frontier, empty, empty)
+        return self.planner.inspect(append, state.frontier)
+
+    def _predicted(self, query: Query) -> float | None:
+        """Seconds that a plan may take; None when there is no deadline or nothing to hold against it."""
+        return self._slack(query) if self.planner.prices else None
+
+    def _slack(self, query: Query) -> float | None:
+        return None if query.deadline is None else query.deadline - self._clock()
+
+    def _ended(self, error: CoreError, query: Query, failed: dict[PlanKind, Reason]) -> CoreError:
+        """The refusal, with what the contract does now (B.8). Slack is taken anew."""
+        slack = self._slack(query)
+        action = fallback_of(
+            Terms(
+                slack=slack,
+                approximation_allowed=self._terms.approximation_allowed,
+                fallbacks=self._terms.fallbacks,
+                recompute=self._terms.recompute,
+                retry=self._terms.retry,
+            )
+        )
+        if not failed:
+            return error
+        facts: dict[str, object] = {
+            **error.facts,
+            "fallback": action.value,
+            "attempted": ",".join(f"{kind.value}:{reason.value}" for kind, reason in failed.items()),
+        }
+        return CoreError(error.reason, error.message, facts)

@@ -1,0 +1,351 @@
+"""Blocks on their way through a bounded set of buffers: read, verified, handed over in order.
+
+Why it exists: a context that does not fit must never be in memory as a whole, storage should work while rows
+are attended, and a tier may be slow, may fail, may answer late or twice. So a block has one buffer from its
+first byte until nothing can arrive there any more, and there are only so many. It must not know attention,
+plans or sessions.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.layout import ChunkLayout
+from kvtier_core.tiers.base import PoolTier, Tier
+from kvtier_core.tiers.slots import BlockIdentity, SlotRef
+from kvtier_core.tiers.staging import StagingBuffer, block_bytes
+from kvtier_core.tiers.transfer import Landing, TransferItem
+
+READ_TIMEOUT_SECONDS = 30.0
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block to bring. identity None: an open chunk, which has no checksum yet and never left memory."""
+
+    tier: Tier
+    ref: SlotRef
+    identity: BlockIdentity | None
+
+
+class BufferPool:
+    """At most `limit` staging buffers, made when first needed. Threads give back what late bytes held."""
+
+    def __init__(self, layout: ChunkLayout, limit: int) -> None:
+        self.layout = layout
+        self.limit = limit
+        self.block_bytes = block_bytes(layout)
+        self._lock = threading.Lock()
+        self._free: list[StagingBuffer] = []
+        self._made = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of all buffers that were made."""
+        return self._made * self.block_bytes
+
+    @property
+    def available(self) -> int:
+        with self._lock:
+            return self.limit - self._made + len(self._free)
+
+    def take(self) -> StagingBuffer | None:
+        """None when all are in use."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if self._made == self.limit:
+                return None
+            self._made += 1
+        # It outlives the frame that asks first, whose mode must not stick to it.
+        with torch.inference_mode(mode=False):
+            return StagingBuffer(self.layout)
+
+    def give(self, buffer: StagingBuffer) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+
+class Meter:
+    """Seconds in which at least one block is on its way, of all that report here."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._flying = 0
+        self._since = 0.0
+        self.seconds = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._flying:
+                self._since = self._clock()
+            self._flying += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._flying -= 1
+            if not self._flying:
+                self.seconds += max(0.0, self._clock() - self._since)
+
+
+class Arrival:
+    """One block in its buffer: the sink of its read. A second report of the same read changes nothing. The
+    buffer goes back to the pool when its reader is done with it and no byte can arrive any more, whichever is
+    later."""
+
+    def __init__(self, block: Block, buffer: StagingBuffer, pool: BufferPool, meter: Meter) -> None:
+        self.block = block
+        self.buffer = buffer
+        self._pool = pool
+        self._meter = meter
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self.error: CoreError | None = None
+        self._over = self._drained = self._left = self._returned = False
+
+    def start(self, deadline: float) -> None:
+        """Begins the read. QUEUE_FULL, and nothing has begun then."""
+        self._meter.begin()
+        block, buffer = self.block, self.buffer
+        if block.identity is None:
+            buffer.payload.copy_(block.tier.view(block.ref))
+            self.done(0, None)
+            self.drained(0)
+            return
+        item = TransferItem(block.ref, block.identity, Landing(buffer.body, buffer.header))
+        try:
+            block.tier.submit_read([item], deadline, self)
+        except CoreError:
+            self._meter.end()
+            raise
+
+    def run(self, deadline: float) -> None:
+        """`start` on an executor's thread: what it refuses is the block's error. A block that nobody waits
+        for any more is not read."""
+        try:
+            if self._left:
+                raise CoreError(Reason.CANCELLED, "nobody waits for this block")
+            self.start(deadline)
+        except CoreError as error:
+            with self._lock:
+                self._over, self.error = True, error
+            self._event.set()
+            self.drained(0)
+
+    def done(self, index: int, error: CoreError | None) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over, self.error = True, error
+        self._meter.end()
+        self._event.set()
+
+    def drained(self, index: int) -> None:
+        with self._lock:
+            self._drained = True
+        self._give_back()
+
+    @property
+    def over(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._event.wait(seconds)
+
+    def leave(self) -> None:
+        """The reader needs the buffer no more."""
+        with self._lock:
+            self._left = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        with self._lock:
+            if self._returned or not (self._left and self._drained):
+                return
+            self._returned = True
+        self._pool.give(self.buffer)
+
+    def is_of(self, block: Block) -> bool:
+        """Whether what arrives is what `block` names: the same copy in the same life of its slot."""
+        mine = self.block
+        return mine.tier is block.tier and mine.ref == block.ref and mine.identity == block.identity
+
+
+def launch(arrival: Arrival, deadline: float, executor: Executor | None) -> None:
+    """Storage only starts a read, on threads of its own; memory is copied by who asks, so on the executor
+    where there is one. QUEUE_FULL from the former."""
+    if executor is None or not isinstance(arrival.block.tier, PoolTier):
+        arrival.start(deadline)
+    else:
+        executor.submit(arrival.run, deadline)
+
+
+class BlockStream:
+    """Blocks in order, `window` buffers at most, the next ones on their way while one is used. promised:
+    arrivals that began before; each is used in place of a read of its own when it is of the block asked for.
+    Not thread safe: `next` is called by one thread.
+
+    transfer_seconds: in which blocks were on their way. stall_seconds: in which `next` waited. peak: buffers
+    held at once."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        pool: BufferPool,
+        clock: Callable[[], float],
+        *,
+        window: int,
+        executor: Executor | None = None,
+        deadline: float | None = None,
+        promised: Sequence[Arrival] = (),
+        meter: Meter | None = None,
+    ) -> None:
+        """meter: of the promised arrivals, so that their time counts here."""
+        self._pool = pool
+        self._clock = clock
+        self._executor = executor
+        self._deadline = deadline
+        self._window = window
+        self._meter = meter or Meter(clock)
+        self._waiting: deque[Arrival] = deque()
+        self._held: Arrival | None = None
+        self.stall_seconds = 0.0
+        self.promised_blocks = 0
+        self.peak = 0
+        kept = list(promised)
+        self._blocks: deque[Block | Arrival] = deque()
+        for block in blocks:
+            early = next((one for one in kept if one.is_of(block) and one.error is None), None)
+            if early is None:
+                self._blocks.append(block)
+            else:
+                kept.remove(early)
+                self._blocks.append(early)
+                self.promised_blocks += 1
+        for one in kept:
+            one.leave()
+        self._early = {id(one) for one in self._blocks if isinstance(one, Arrival)}
+        self._fill()
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self._meter.seconds
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all buffers that were held at once."""
+        return self.peak * self._pool.block_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing further begins. What is on its way keeps its buffer until nothing can arrive there."""
+        if self._held is not None:
+            self._held.leave()
+        for arrival in self._waiting:
+            arrival.leave()
+        for one in self._blocks:
+            if isinstance(one, Arrival):
+                one.leave()
+        self._held = None
+        self._waiting.clear()
+        self._blocks.clear()
+
+    def _patience(self) -> float:
+        """Seconds that a wait may take from now."""
+        if self._deadline is None:
+            return READ_TIMEOUT_SECONDS
+        return max(0.0, min(READ_TIMEOUT_SECONDS, self._deadline - self._clock()))
+
+    def _fill(self) -> None:
+        """Starts reads while the window has room. A full queue or an empty pool stops it for now."""
+        while self._blocks and len(self._waiting) + (self._held is not None) < self._window:
+            first = self._blocks[0]
+            arrival = first if isinstance(first, Arrival) else self._begin(first)
+            if arrival is None:
+                break
+            self._blocks.popleft()
+            self._waiting.append(arrival)
+        early = sum(isinstance(one, Arrival) for one in self._blocks)
+        self.peak = max(self.peak, len(self._waiting) + (self._held is not None) + early)
+
+    def _begin(self, block: Block) -> Arrival | None:
+        """The block's read, begun; None when that must wait for another's end."""
+        buffer = self._pool.take()
+        if buffer is None:
+            return None
+        arrival = Arrival(block, buffer, self._pool, self._meter)
+        try:
+            launch(arrival, math.inf if self._deadline is None else self._deadline, self._executor)
+        except CoreError as error:
+            self._pool.give(buffer)
+            if error.reason is Reason.QUEUE_FULL and self._waiting:
+                return None
+            raise
+        return arrival
+
+    def next(self) -> StagingBuffer:
+        """The next block, verified; valid until the next call. Raises what its read ended with; DEADLINE when
+        that has come; STORAGE_UNAVAILABLE on a hang before it; NO_STAGING when every buffer waits for late
+        bytes."""
+        if self._held is not None:
+            self._held.leave()
+            self._held = None
+        started = self._clock()
+        try:
+            self._fill()
+            if not self._waiting:
+                raise CoreError(
+                    Reason.NO_STAGING,
+                    f"all {self._pool.limit} buffers wait for late bytes",
+                    {"buffers": self._pool.limit},
+                )
+            arrival = self._waiting[0]
+            self._until_over(arrival)
+            self._waiting.popleft()
+            if arrival.error is not None and id(arrival) in self._early:
+                arrival = self._again(arrival)
+            self._held = arrival
+            if arrival.error is not None:
+                raise arrival.error
+            self._fill()
+            return arrival.buffer
+        finally:
+            self.stall_seconds += self._clock() - started
+
+    def _again(self, early: Arrival) -> Arrival:
+        """A promise that failed costs its own time and nothing else: the block is read as if there had been
+        none."""
+        early.leave()
+        self.promised_blocks -= 1
+        arrival = self._begin(early.block)
+        if arrival is None:
+            raise CoreError(Reason.NO_STAGING, f"none of {self._pool.limit} buffers is free")
+        self._until_over(arrival)
+        return arrival
+
+    def _until_over(self, arrival: Arrival) -> None:
+        waited = 0.0
+        while not arrival.over:
+            arrival.block.tier.poll()
+            if self._deadline is not None and self._clock() >= self._deadline:
+                raise CoreError(Reason.DEADLINE, "the deadline passed during a staged read")
+            if waited >= READ_TIMEOUT_SECONDS:
+                raise CoreError(
+                    Reason.STORAGE_UNAVAILABLE, f"a staged read did not end within {READ_TIMEOUT_SECONDS} s"
+                )
+            step = min(POLL_SECONDS, self._patience(), READ_TIMEOUT_SECONDS - waited)
+            arrival.wait(step)
+            waited += step

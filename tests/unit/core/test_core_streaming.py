@@ -1,0 +1,205 @@
+"""Blocks through a bounded set of buffers: in order, whatever their tier does with their reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier_core import streaming
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.streaming import Arrival, Block, BlockStream, BufferPool, Meter, launch
+from kvtier_core.tiers.cpu import CpuTier
+from kvtier_core.tiers.slots import SlotRef
+from tests.unit.core.builders import FakeClock
+from tests.unit.core.tierdoubles import LAYOUT, Read, ScriptedTier
+
+
+def blocks(tier: ScriptedTier, count: int | None = None) -> list[Block]:
+    wanted = range(len(tier.payloads) if count is None else count)
+    return [Block(tier, SlotRef(slot, 1), tier.identity(slot)) for slot in wanted]
+
+
+def stream(tier: ScriptedTier, pool: BufferPool, **options: object) -> BlockStream:
+    settings: dict[str, object] = {"window": 2, **options}
+    return BlockStream(blocks(tier), pool, FakeClock(), **settings)  # type: ignore[arg-type]
+
+
+def drained(pool: BufferPool) -> bool:
+    return pool.available == pool.limit
+
+
+@given(st.integers(1, 8), st.integers(2, 4), st.integers(0, 2), st.data())
+def test_order_bounds_and_bytes_hold_for_any_order_of_completions(
+    count: int, window: int, spare: int, data: st.DataObject
+) -> None:
+    tier = ScriptedTier(count)
+    pool = BufferPool(LAYOUT, window + spare)
+    with BlockStream(blocks(tier), pool, FakeClock(), window=window) as reads:
+        for at in range(count):
+            begun = [read for read in tier.reads if not read.sink.over]  # type: ignore[attr-defined]
+            assert len(begun) <= window
+            for read in data.draw(st.permutations(begun)):
+                read.end()
+                if data.draw(st.booleans()):
+                    read.sink.done(0, CoreError(Reason.CHECKSUM_MISMATCH, "said twice"))
+                    read.sink.drained(0)
+            assert torch.equal(reads.next().payload, tier.payloads[at])
+        assert reads.peak <= window
+        assert reads.buffer_bytes == reads.peak * pool.block_bytes
+    assert drained(pool)
+
+
+def test_what_had_not_begun_when_a_frame_ended_is_never_read() -> None:
+    tier = ScriptedTier(8)
+    pool = BufferPool(LAYOUT, 4)
+    with stream(tier, pool):
+        assert len(tier.reads) == 2
+    assert not drained(pool)
+    for read in tier.reads:
+        read.end()
+    assert len(tier.reads) == 2
+    assert drained(pool)
+
+
+def test_memory_is_copied_on_the_executor_and_not_for_a_frame_that_ended() -> None:
+    tier = CpuTier("ram", LAYOUT, 4)
+    pool, release, ran = BufferPool(LAYOUT, 4), threading.Event(), []
+    refs, identities = [], []
+    source = ScriptedTier(2)
+    for slot in range(2):
+        ref = tier.reserve(0)
+        tier.write(ref, source.payloads[slot], source.identity(slot))
+        tier.validate(ref, source.identity(slot))
+        tier.publish(ref)
+        refs.append(ref)
+        identities.append(source.identity(slot))
+    wanted = [Block(tier, ref, identity) for ref, identity in zip(refs, identities, strict=True)]
+    with ThreadPoolExecutor(1) as executor:
+        with BlockStream(wanted, pool, FakeClock(), window=2, executor=executor) as reads:
+            assert torch.equal(reads.next().payload, source.payloads[0])
+            assert torch.equal(reads.next().payload, source.payloads[1])
+        executor.submit(release.wait, 20)
+        with BlockStream(wanted, pool, FakeClock(), window=2, executor=executor):
+            pass
+        release.set()
+        executor.submit(ran.append, "next").result(timeout=20)
+    assert ran == ["next"]
+    assert drained(pool)
+    tier.close()
+
+
+def test_a_read_that_outlasts_the_deadline_keeps_its_buffer() -> None:
+    """Were the buffer used again, the read might write into another frame's rows."""
+    tier, clock, pool = ScriptedTier(2), FakeClock(), BufferPool(LAYOUT, 2)
+    with BlockStream(blocks(tier), pool, clock, window=1, deadline=100.5) as reads:
+        clock.now = 101.0
+        with pytest.raises(CoreError) as late:
+            reads.next()
+    assert late.value.reason is Reason.DEADLINE
+    assert pool.available == 1
+    tier.reads[0].sink.done(0, CoreError(Reason.DEADLINE, "storage did not end in time"))
+    assert pool.available == 1
+    tier.reads[0].land()
+    tier.reads[0].sink.drained(0)
+    assert drained(pool)
+
+
+def test_a_hang_before_a_far_deadline_is_the_storages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "READ_TIMEOUT_SECONDS", 0.01)
+    tier, pool = ScriptedTier(1), BufferPool(LAYOUT, 1)
+    with stream(tier, pool, deadline=200.0) as reads, pytest.raises(CoreError) as hung:
+        reads.next()
+    assert hung.value.reason is Reason.STORAGE_UNAVAILABLE
+    with stream(tier, pool) as reads, pytest.raises(CoreError) as none_left:
+        reads.next()
+    assert none_left.value.reason is Reason.NO_STAGING
+    tier.reads[0].end()
+    assert drained(pool)
+
+
+def test_a_full_queue_is_waited_for_while_own_reads_run_and_is_refused_otherwise() -> None:
+    tier, pool = ScriptedTier(3, depth=1), BufferPool(LAYOUT, 4)
+    with stream(tier, pool) as reads:
+        for at in range(3):
+            tier.reads[at].end()
+            assert torch.equal(reads.next().payload, tier.payloads[at])
+    closed = ScriptedTier(1, depth=0)
+    with pytest.raises(CoreError) as full:
+        stream(closed, pool)
+    assert full.value.reason is Reason.QUEUE_FULL
+    assert drained(pool)
+
+
+def test_an_error_comes_in_its_blocks_turn() -> None:
+    tier, pool = ScriptedTier(2), BufferPool(LAYOUT, 2)
+    with stream(tier, pool) as reads:
+        tier.reads[1].end(CoreError(Reason.CHECKSUM_MISMATCH, "flipped"))
+        tier.reads[0].end()
+        assert torch.equal(reads.next().payload, tier.payloads[0])
+        with pytest.raises(CoreError) as flipped:
+            reads.next()
+    assert flipped.value.reason is Reason.CHECKSUM_MISMATCH
+    assert drained(pool)
+
+
+def promised(tier: ScriptedTier, pool: BufferPool, meter: Meter, wanted: Sequence[Block]) -> list[Arrival]:
+    arrivals = []
+    for block in wanted:
+        buffer = pool.take()
+        assert buffer is not None
+        arrival = Arrival(block, buffer, pool, meter)
+        launch(arrival, 200.0, None)
+        arrivals.append(arrival)
+    return arrivals
+
+
+def test_promised_blocks_are_used_and_others_are_let_go() -> None:
+    tier, pool, clock = ScriptedTier(4), BufferPool(LAYOUT, 6), FakeClock()
+    meter = Meter(clock)
+    moved = Block(tier, SlotRef(1, 9), tier.identity(1))
+    early = promised(tier, pool, meter, [blocks(tier)[0], moved, blocks(tier)[2]])
+    tier.answer = Read.end
+    clock.now += 3.0
+    tier.reads[0].end()
+    tier.reads[1].end()
+    tier.reads[2].end(CoreError(Reason.STORAGE_UNAVAILABLE, "gone"))
+    with BlockStream(blocks(tier), pool, clock, window=2, promised=early, meter=meter) as reads:
+        for at in range(4):
+            assert torch.equal(reads.next().payload, tier.payloads[at])
+        assert reads.promised_blocks == 1
+        assert reads.transfer_seconds == 3.0
+        assert reads.stall_seconds == 0.0
+    assert [read.item.ref.slot for read in tier.reads] == [0, 1, 2, 1, 2, 3]
+    assert drained(pool)
+
+
+def test_a_promise_that_fails_while_it_is_awaited_is_read_again() -> None:
+    tier, pool, clock = ScriptedTier(1), BufferPool(LAYOUT, 4), FakeClock()
+    meter = Meter(clock)
+    early = promised(tier, pool, meter, blocks(tier))
+    tier.answer = Read.end
+    with BlockStream(blocks(tier), pool, clock, window=2, promised=early, meter=meter) as reads:
+        tier.reads[0].end(CoreError(Reason.CHECKSUM_MISMATCH, "flipped"))
+        assert torch.equal(reads.next().payload, tier.payloads[0])
+        assert reads.promised_blocks == 0
+    assert drained(pool)
+
+
+def test_the_meter_counts_time_once_however_many_blocks_fly() -> None:
+    clock = FakeClock()
+    meter = Meter(clock)
+    meter.begin()
+    clock.now += 1.0
+    meter.begin()
+    clock.now += 1.0
+    meter.end()
+    clock.now += 1.0
+    meter.end()
+    clock.now += 5.0
+    assert meter.seconds == 3.0
