@@ -18,6 +18,7 @@ from typing import Protocol
 from kvtier_core.credits import CreditLedger, slots
 from kvtier_core.directory import Directory
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.placements.homes import ByRecency, Homes
 from kvtier_core.tiers.arena import ArenaSlots
 from kvtier_core.tiers.base import SlotRef, Tier
 from kvtier_core.transactions import MoveKind, Transactions
@@ -73,15 +74,19 @@ class Placement:
         able = [index for index in self.homes if tiers[index].capability.appendable]
         resident = [index for index in able if roles[index] is TierRole.RESIDENT]
         self.open_homes: list[int] = resident or able
+        self.rule: Homes = ByRecency()
+        """A placement policy's; set before the first session is opened."""
 
-    def reserve_open(self, layers: int, deadline: float | None = None) -> tuple[list[int], int]:
-        """One open slot per layer, all or nothing, fastest tier first, making room where blocks leave or
-        sealed chunks can go down. Returns (tier of each layer, grant). NO_DESTINATION_CAPACITY with the
-        numbers."""
+    def reserve_open(
+        self, layers: int, deadline: float | None = None, wanted: int | None = None
+    ) -> tuple[list[int], int]:
+        """One open slot per layer, all or nothing, in `wanted` and then fastest tier first, making room where
+        blocks leave or sealed chunks can go down. Returns (tier of each layer, grant).
+        NO_DESTINATION_CAPACITY with the numbers."""
         order: list[int] = []
         want: dict[int, int] = {}
         with ExitStack() as claims:
-            for tier in self.open_homes:
+            for tier in sorted(self.open_homes, key=lambda tier: tier != wanted):
                 missing = layers - len(order)
                 if missing:
                     claims.enter_context(self._claim(tier, missing))
@@ -103,9 +108,17 @@ class Placement:
             movable = min(len(self._directory.sealed_in(tier)), below)
             return min(wanted, self._ledger.available(tier) + movable)
 
-    def home_for_sealed(self, tier: int, recency: int, deadline: float | None = None) -> tuple[int, int]:
-        """A credit for one more sealed chunk in `tier`, or below it when all that lie there are more recent
-        or cannot move down. Returns (tier, grant). NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE."""
+    def home_for_sealed(
+        self, tier: int, recency: int, deadline: float | None = None, wanted: int | None = None
+    ) -> tuple[int, int]:
+        """A credit for one more sealed chunk: in `wanted`, the home that the rule gives it, if there is room
+        without moving another row; else in `tier`, or below it when all that lie there are more recent or
+        cannot move down. Returns (tier, grant). NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE."""
+        if wanted is not None:
+            with self._claim(wanted, 1):
+                if self._has_room(wanted, deadline):
+                    with self._lock:
+                        return wanted, self._ledger.acquire({wanted: 1})
         for home in [item for item in self.homes if item >= tier]:
             with self._claim(home, 1):
                 if self._has_room(home, deadline) or self._try_room(home, deadline, recency):

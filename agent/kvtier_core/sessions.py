@@ -128,7 +128,10 @@ class RowStore:
     ) -> SealedPart:
         size = self.layout.chunk_tokens
         tier, credit = self.placement.home_for_sealed(
-            state.open_tier, recency_key(append.session.epoch, chunk), deadline
+            state.open_tier,
+            recency_key(append.session.epoch, chunk),
+            deadline,
+            self.placement.rule.home(append.session.number, chunk),
         )
         part = SealedPart(
             chunk=chunk,
