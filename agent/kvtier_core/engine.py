@@ -110,9 +110,8 @@ class CacheEngine:
             if probe:
                 for item in live:
                     measure(item.tier, clock)
-            if rates is None and probe:
-                rates = measured_rates(self.layout, geometry.query_heads, clock)
-            self._compose(live, node, reader, rates or Rates(None), plan_terms or PlanTerms())
+            speed = rates or measured_rates(self.layout, geometry.query_heads, clock if probe else None)
+            self._compose(live, node, reader, speed, plan_terms or PlanTerms())
             if blocks and self._shared is not None:
                 self._shared.start()
         except BaseException:
@@ -179,6 +178,7 @@ class CacheEngine:
             self._manifest.model.geometry.query_heads,
             self._runner.baseline_digest,
             self._runner.digest_of,
+            self._plans.of_decode,
         )
         self._edits = Edits(
             self._store,

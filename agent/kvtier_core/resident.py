@@ -23,7 +23,7 @@ from kvtier_core.appends import NO_LINE, Append, LayerState, Session
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import full_support_digest
 from kvtier_core.placementstamp import PlacementStamp
-from kvtier_core.planner import Path, plan_rows
+from kvtier_core.planner import Path, Plan
 from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepAnswer, StepReceipt, StepRequest
 from kvtier_core.selectors.base import LayerIndex
@@ -51,6 +51,7 @@ class ResidentLayer:
     whole_bytes: dict[str, int]
     labels: tuple[str, ...]
     simulated: bool
+    plan_kind: str
     clean: int = -1
 
 
@@ -83,8 +84,11 @@ class ResidentDecode:
         query_heads: int,
         baseline_digest: str,
         digest_of: Callable[[int], str],
+        plan: Callable[[Append, int], Plan],
     ) -> None:
+        """plan: of rows [0, n) of an append's layer, for one query."""
         self._store = store
+        self._plan = plan
         self._clock = clock
         self._baseline = baseline_digest
         self._digest_of = digest_of
@@ -160,11 +164,11 @@ class ResidentDecode:
         """Plans the layer as any frame is planned, and keeps what comes of it. NO_LEGAL_PATH, NOT_VISIBLE."""
         store = self._store
         append = Append(session, request.layer, state.frontier, request.k, request.v)
-        plan = plan_rows(store, append, state.frontier + 1)
+        plan = self._plan(append, state.frontier + 1)
         stamp = PlacementStamp(store.directory, state.lines)
         reads = plan.reads
         if any(read.path is not Path.PARTIAL for read in reads) or reads[-1].line != state.open_line:
-            return ResidentLayer(stamp, False, (), None, None, "", {}, (), False)
+            return ResidentLayer(stamp, False, (), None, None, "", {}, (), False, plan.kind.value)
         payloads = [store.tiers[read.tier].view(store.ref(read.line)) for read in reads]
         keys, values = [payload[0] for payload in payloads], [payload[1] for payload in payloads]
         whole: dict[str, int] = {}
@@ -181,6 +185,7 @@ class ResidentDecode:
             whole_bytes=whole,
             labels=plan.labels,
             simulated=plan.simulated,
+            plan_kind=plan.kind.value,
         )
 
     def answer(self, frame: ResidentFrame) -> StepAnswer:
@@ -255,6 +260,7 @@ class ResidentDecode:
             producer_digest=self._digest_of(producer),
             estimated_omitted_mass=math.nan,
             fallback="",
+            plan_kind=kept.plan_kind,
             snapshot_generation=session.snapshot_generation,
             position_epoch=session.position_epoch,
         )

@@ -103,8 +103,10 @@ def held_bytes(layout: ChunkLayout) -> int:
     return 2 * buffer_limit(block_bytes(layout)) * block_bytes(layout)
 
 
-def measured_rates(layout: ChunkLayout, query_heads: int, clock: Callable[[], float]) -> Rates:
-    """What this node's processor does, in about 20 ms."""
+def measured_rates(layout: ChunkLayout, query_heads: int, clock: Callable[[], float] | None) -> Rates:
+    """What this node's processor does, in about 20 ms; unknown without a clock."""
+    if clock is None:
+        return Rates(None)
     figures = measure_compute(layout, query_heads, clock)
     return Rates(figures.row_seconds, figures.flops)
 
@@ -199,6 +201,10 @@ class StepPlans:
                 self.promise(session, step, append.layer + 1)
             names = tuple((kind.value, reason.value) for kind, reason in failed.items())
             return Planned(attended, plan, names)
+
+    def of_decode(self, append: Append, visible: int) -> Plan:
+        """What one query over rows [0, visible) runs by without a deadline. NO_LEGAL_PATH, NOT_VISIBLE."""
+        return self.planner.plan(append, visible, queries=1)
 
     def promise(self, session: Session, step: int, layer: int) -> int:
         """Starts what a frame of `layer` will stream, as its rows lie now; returns the number of blocks.
