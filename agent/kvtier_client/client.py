@@ -66,6 +66,11 @@ class AttentionClient:
         answer: attention_pb2.CloseSessionResponse = self._unary(self._stub.CloseSession, request)
         return answer
 
+    def edit_session(self, request: attention_pb2.EditSessionRequest) -> attention_pb2.EditSessionResponse:
+        """See `kvtier_client.edits`."""
+        answer: attention_pb2.EditSessionResponse = self._unary(self._stub.EditSession, request)
+        return answer
+
     def report_outcome(
         self, request: attention_pb2.ReportOutcomeRequest
     ) -> attention_pb2.ReportOutcomeResponse:

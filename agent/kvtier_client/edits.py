@@ -106,3 +106,41 @@ def _edited(answer: attention_pb2.EditSessionResponse) -> Edited:
         rows=answer.rows,
         chunks=answer.chunks,
     )
+
+
+class SessionEdits:
+    """The edits of an open session, for who holds it. After one its next frames state the new epoch."""
+
+    failure: KvtierError | None
+    position_epoch: int
+
+    def _edit_target(self) -> EditTarget:
+        raise NotImplementedError
+
+    def _editor(self) -> Edits:
+        raise NotImplementedError
+
+    def _go_on(self) -> None:
+        """Frames that were sent before an edit are answered by nobody any more."""
+        raise NotImplementedError
+
+    def truncate(self, to: int) -> Edited:
+        """Rows at positions `to` and beyond are gone; the next row stands at `to`. Also what a step that
+        failed half-way left is: after that the session goes on."""
+        edited = truncate(self._editor(), self._edit_target(), to)
+        if edited.changed and self.failure is not None:
+            self.failure = None
+            self._go_on()
+        return self._noted(edited)
+
+    def drop(self, ranges: Sequence[tuple[int, int]]) -> Edited:
+        """Rows at the half-open ranges of positions are seen no more, for good; no row moves."""
+        return self._noted(drop(self._editor(), self._edit_target(), ranges))
+
+    def reposition(self, moves: Sequence[tuple[int, int, int]] | None = None) -> Edited:
+        """Rows at [first, last) stand at `to` onwards, for each (first, last, to); None closes every gap."""
+        return self._noted(reposition(self._editor(), self._edit_target(), moves))
+
+    def _noted(self, edited: Edited) -> Edited:
+        self.position_epoch = edited.position_epoch
+        return edited

@@ -1,8 +1,8 @@
 """Hugging Face transformers over kvtier: an attention function, a mask function and a cache without rows.
 
 It exists so that an unchanged model decodes with every K/V row held by the agent, one session for each
-sequence of a batch. It keeps lengths only; what it cannot do exactly (beams, crops, other masks) it refuses
-with a typed error. It must not know tiers or selectors.
+sequence of a batch. It keeps lengths only; what it cannot do exactly (beams, other masks) it refuses with a
+typed error. It must not know tiers or selectors.
 
     attach(model)
     with KvtierCache(client, namespace=..., name=..., config=model.config, ...) as cache, torch.no_grad():
@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from kvtier.v1 import attention_pb2
 from kvtier_client.batch import AttentionBatch
 from kvtier_client.client import AttentionClient
 from kvtier_client.errors import KvtierError
+from kvtier_client.hfedits import CacheEdits
 from kvtier_client.session import (
     Arm,
     AttentionSession,
@@ -82,7 +83,7 @@ def geometry_of(config: Any) -> Geometry:
     )
 
 
-class KvtierCache(Cache):
+class KvtierCache(CacheEdits, Cache):
     """The cache of a batch: a session of an agent for each sequence. Opens them at once, so a refusal comes
     here.
 
@@ -142,20 +143,43 @@ class KvtierCache(Cache):
             )
             for root in roots
         ]
-        self._batch: AttentionBatch | None = None
         if batch_size == 1:
             one = AttentionSession(client, requests[0], deadline_seconds=deadline_seconds, clock=clock)
-            self.sessions = [one]
+            self._hold([one], None, geometry)
         else:
-            self._batch = AttentionBatch(client, requests, deadline_seconds=deadline_seconds, clock=clock)
-            self.sessions = self._batch.sessions
+            batch = AttentionBatch(client, requests, deadline_seconds=deadline_seconds, clock=clock)
+            self._hold(batch.sessions, batch, geometry)
+
+    def _hold(
+        self, sessions: list[AttentionSession], batch: AttentionBatch | None, geometry: Geometry
+    ) -> None:
+        self.sessions = sessions
+        self._batch = batch
         self.geometry = geometry
         self.step = 0
         # By sequence: rows that are final, and padding at the left, which the first pass tells.
-        self.committed = [0] * batch_size
-        self.pads = [0] * batch_size
+        self.committed = [0] * len(sessions)
+        self.pads = [0] * len(sessions)
         self._next_layer = 0
-        super().__init__(layers=[KvtierLayer(self, i) for i in range(geometry.layers)])
+        self._lengths = [KvtierLayer(self, i) for i in range(geometry.layers)]
+        Cache.__init__(self, layers=list(self._lengths))
+
+    def _forked(self, session: AttentionSession) -> Self:
+        child = type(self).__new__(type(self))
+        child._hold([session], None, self.geometry)
+        child.step, child.committed, child.pads = self.step, list(self.committed), list(self.pads)
+        for layer, own in zip(child._lengths, self._lengths, strict=True):
+            layer.stand_at(own.get_seq_length())
+        return child
+
+    def _length(self) -> int:
+        return self._lengths[0].get_seq_length()
+
+    def _stand_at(self, length: int) -> None:
+        for layer in self._lengths:
+            layer.stand_at(length)
+        self.committed = [length - pad for pad in self.pads]
+        self._next_layer = 0
 
     @property
     def batch_size(self) -> int:
@@ -230,9 +254,6 @@ class KvtierCache(Cache):
     def reset(self) -> None:
         _refuse("a cache cannot be reset: close it and open another")
 
-    def activate_past_recording(self) -> None:
-        _refuse("assisted generation rolls rows back, which a session cannot")
-
     def attend(self, layer: int, seen: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One layer of a pass over `seen` earlier positions, padding included. query [B, Hq, N, d], key,
         value [B, Hk, N, d] of N new ones; returns [B, N, Hq, d], zeros where a query is padding."""
@@ -295,7 +316,7 @@ class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The length of one layer. `update` hands new rows on and keeps none."""
 
     is_sliding = False
-    is_croppable = False
+    is_croppable = True
     supports_early_init = False
 
     def __init__(self, cache: KvtierCache, index: int) -> None:
@@ -367,6 +388,10 @@ class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_seq_length(self) -> int:
         return self._length
 
+    def stand_at(self, length: int) -> None:
+        """After an edit of the cache, which is of all layers at once."""
+        self._length = length
+
     def get_max_length(self) -> int:
         return -1
 
@@ -381,7 +406,7 @@ class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         _refuse("beam search needs copies of a session's rows")
 
     def crop(self, tokens_to_remove: int) -> None:
-        _refuse("rows of a session cannot be taken back")
+        _refuse("rows of one layer cannot be taken back: crop the cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         _refuse("copies of a sequence: one sequence per session")

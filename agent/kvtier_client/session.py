@@ -21,6 +21,7 @@ from torch import Tensor
 from kvtier.local.frames import VERSION as LOCAL_VERSION
 from kvtier.v1 import attention_pb2, common_pb2, evidence_pb2
 from kvtier_client.client import AttentionClient
+from kvtier_client.edits import EditTarget, SessionEdits, fork
 from kvtier_client.errors import KvtierError
 from kvtier_client.grpcwire import FRAME_OVERHEAD, MAX_MESSAGE_BYTES
 from kvtier_client.pipe import AttendPipe, Part
@@ -67,8 +68,9 @@ class SessionRequest:
 
 @dataclass(frozen=True)
 class StepReceipt:
-    """What the agent says about one answer. `exactness`: EXACT, APPROXIMATE or
-    EXACT_OVER_APPROXIMATE_HISTORY; `estimated_omitted_mass` is NaN without an estimator."""
+    """What the agent says about one answer. `exactness`: EXACT, APPROXIMATE,
+    EXACT_OVER_APPROXIMATE_HISTORY or EXACT_OVER_EDITED_HISTORY; `estimated_omitted_mass` is NaN without an
+    estimator; `position_epoch`: of the session when it answered."""
 
     step: int
     layer: int
@@ -85,9 +87,10 @@ class StepReceipt:
     producer_digest: str
     estimated_omitted_mass: float
     fallback: str
+    position_epoch: int
 
 
-class AttentionSession:
+class AttentionSession(SessionEdits):
     """One open session and its stream. Use as a context manager, or call `close`.
 
     deadline_seconds: of each frame, at the agent; the client waits grace_seconds longer, so that the
@@ -106,8 +109,10 @@ class AttentionSession:
         grace_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         piped: bool = True,
+        opened: attention_pb2.OpenSessionResponse | None = None,
     ) -> None:
-        """piped: with a pipe of its own; without, a batch carries its frames."""
+        """piped: with a pipe of its own; without, a batch carries its frames. opened: by a fork, for this
+        object to hold."""
         self._client = client
         self.request = request
         if deadline_seconds <= 0 or grace_seconds < 0:
@@ -116,7 +121,7 @@ class AttentionSession:
         self._grace = grace_seconds
         self._clock = clock
         g = request.geometry
-        self._opened = client.open_session(
+        self._opened = opened or client.open_session(
             attention_pb2.OpenSessionRequest(
                 cache=common_pb2.CacheRef(namespace=request.namespace, name=request.name, uid=request.uid),
                 model_fingerprint=request.model_fingerprint,
@@ -143,8 +148,8 @@ class AttentionSession:
         self._last_token: float | None = None
         self.output_tokens = 0
         self.failure: KvtierError | None = None
-        # 0: not stated. Edits of the history set it, and then a frame of an earlier one is refused.
-        self.position_epoch = 0
+        # Grows with each edit; a frame that was sent before one is refused.
+        self.position_epoch = 1
         self._closed = False
         self._receipts: deque[Answer] = deque(maxlen=_MAX_RECEIPTS)
         try:
@@ -232,6 +237,37 @@ class AttentionSession:
     def note(self, answer: Answer) -> None:
         """Keeps the receipt of an answer, undecoded."""
         self._receipts.append(answer)
+
+    def fork(self) -> AttentionSession:
+        """Another session of the same rows, which goes on by itself. Close both."""
+        version = 0 if self._client.transport == "grpc" else LOCAL_VERSION
+        target = self._edit_target()
+        opened, edited = fork(
+            self._client, target, traceparent=self.request.traceparent, local_channel_version=version
+        )
+        child = AttentionSession(
+            self._client,
+            self.request,
+            deadline_seconds=self._deadline,
+            grace_seconds=self._grace,
+            clock=self._clock,
+            opened=opened,
+        )
+        child.position_epoch = edited.position_epoch
+        return child
+
+    def _edit_target(self) -> EditTarget:
+        if self._closed:
+            raise KvtierError(Reason.SESSION_UNKNOWN, "the session is closed")
+        return EditTarget(self._opened, self.tenant, self.position_epoch, self._deadline)
+
+    def _editor(self) -> AttentionClient:
+        return self._client
+
+    def _go_on(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = AttendPipe(self._client, (self,), self._client.transport, self.block_bytes)
 
     def token_done(self) -> None:
         """Called once per forward pass, when its last layer is answered: one output token each."""
@@ -349,6 +385,7 @@ def _step_receipt(answer: Answer) -> StepReceipt:
         producer_digest=r.producer_digest,
         estimated_omitted_mass=r.estimated_omitted_mass,
         fallback=r.fallback,
+        position_epoch=r.position_epoch,
     )
 
 

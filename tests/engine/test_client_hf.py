@@ -109,11 +109,10 @@ REFUSED = [
         lambda m, c: m.generate(prompt(4), cache=c, num_beams=2, max_new_tokens=4), "batch of 2", id="beams"
     ),
     pytest.param(lambda m, c: c.reorder_cache(torch.tensor([0])), "beam search", id="reorder"),
-    pytest.param(lambda m, c: c.crop(-1), "taken back", id="crop"),
+    pytest.param(lambda m, c: c.layers[0].crop(-1), "crop the cache", id="crop-a-layer"),
     pytest.param(lambda m, c: c.reset(), "reset", id="reset"),
     pytest.param(lambda m, c: c.batch_repeat_interleave(2), "one sequence", id="repeat"),
     pytest.param(lambda m, c: c.batch_select_indices(torch.tensor([0])), "one sequence", id="select"),
-    pytest.param(lambda m, c: c.activate_past_recording(), "assisted", id="assisted"),
     pytest.param(lambda m, c: m(prompt(4), use_cache=False), "no KvtierCache", id="no-cache"),
     pytest.param(lambda m, c: m(prompt(4), cache=DynamicCache()), "no KvtierCache", id="other-cache"),
     pytest.param(

@@ -149,7 +149,8 @@ class Edits:
         session.position_epoch += 1
         session.snapshot_generation += 1
         session.committed = frontier
-        session.layer = len(session.layers) - 1
+        # What comes next begins a step, of any number; what was sent before is no repeat of it.
+        session.step = -1
         context.source_digest = source.digest()
         context.indexes[:] = indexes
 
