@@ -26,3 +26,20 @@ def quest_score_ref(q: Tensor, kmin: Tensor, kmax: Tensor) -> Tensor:
                 for x in q[h * group : (h + 1) * group].double()
             )
     return out
+
+
+def quest_score_paged_ref(
+    q: Tensor, kmin: Tensor, kmax: Tensor, page_table: Tensor, n_pages: Tensor, *, reduce: str = "max"
+) -> Tensor:
+    """[B,Hk,X] or [B,Hq,X] in float64, page by page."""
+    batch, hq, _ = q.shape
+    hk, width = kmin.shape[1], page_table.shape[1]
+    out = torch.full((batch, hq, width), -torch.inf, dtype=torch.float64)
+    for b in range(batch):
+        for x in range(int(n_pages[b])):
+            page = int(page_table[b, x])
+            for h in range(hq if page >= 0 else 0):
+                one = q[b, h].double()
+                low, high = kmin[page, h * hk // hq].double(), kmax[page, h * hk // hq].double()
+                out[b, h, x] = torch.maximum(one * low, one * high).sum()
+    return out.view(batch, hk, hq // hk, width).amax(2) if reduce == "max" and hq else out
