@@ -26,6 +26,7 @@ from kvtier_core.identity import source_binding
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.measure import measure
 from kvtier_core.placement import Placement
+from kvtier_core.placements.preference import PlacementPreference
 from kvtier_core.planner import PlanTerms
 from kvtier_core.planning.choice import Decision
 from kvtier_core.planning.facts import Rates
@@ -194,18 +195,28 @@ class CacheEngine:
 
     # Sessions.
 
+    def prefer(self, preference: PlacementPreference) -> None:
+        """What a placement policy asks, from now on. BAD_ARGUMENT once a session was opened."""
+        with self._lock:
+            if self._opened:
+                raise CoreError(Reason.BAD_ARGUMENT, "a placement policy is set before the first session")
+            self._plans.planner.prefer(preference)
+            self._store.placement.prefer(preference)
+
     def open_session(self, spec: SessionSpec) -> SessionHandle:
         """Reserves one open chunk per layer. NO_DESTINATION_CAPACITY with numbers, BAD_ARGUMENT."""
         with self._lock:
             self._check_running()
             layers = self._manifest.model.geometry.layers
-            self._check_fits(spec, layers)
+            if not 0.0 < spec.score_scale < float("inf") or spec.max_tokens < 0:
+                raise CoreError(Reason.BAD_ARGUMENT, "score_scale must be positive, max_tokens not negative")
+            slots = self._store.placement.check_fits(spec.max_tokens, layers, self.layout)
             number = self._opened + 1
             session_id = spec.session_id or self._name(number)
             if session_id in self._sessions or number >= MAX_SESSIONS:
                 raise CoreError(Reason.BAD_ARGUMENT, f"session {session_id} exists already")
             family = None if spec.selector is None else self._family(spec.selector)
-            homes, grant = self._store.placement.reserve_open(layers)
+            homes, grant = self._store.placement.reserve_session(number, layers, slots)
             self._opened = number
             source = source_binding(
                 self._manifest,
@@ -241,17 +252,6 @@ class CacheEngine:
         self._opened += 1
         return self._opened
 
-    def _check_fits(self, spec: SessionSpec, layers: int) -> None:
-        if not 0.0 < spec.score_scale < float("inf") or spec.max_tokens < 0:
-            raise CoreError(Reason.BAD_ARGUMENT, "score_scale must be positive, max_tokens not negative")
-        wanted = layers * max(1, -(-spec.max_tokens // self.layout.chunk_tokens))
-        have = sum(self._ledger.capacity(index) for index in range(len(self._store.tiers)))
-        if wanted > have:
-            raise self._store.placement.exhausted(
-                f"{spec.max_tokens} tokens need {wanted} chunks of {self.layout.payload_bytes} bytes, "
-                f"all tiers together hold {have}"
-            )
-
     def close_session(self, session_id: str, generation: int) -> int:
         """Frees what the session holds; returns its rows. SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock:
@@ -269,6 +269,7 @@ class CacheEngine:
         with self._lock, torch.inference_mode():
             self._check_running()
             session = self._session(request.session_id, request.generation)
+            self._plans.forget(session.session_id)
             return self._edits.apply(self._contexts[session.session_id], request)
 
     def fork_session(self, request: ForkRequest) -> SessionHandle:
