@@ -227,6 +227,7 @@ def frame_input(
         committed_frontier=frame.committed_frontier,
         deadline=deadline,
         position_epoch=frame.position_epoch,
+        next_layer_follows=frame.next_layer_follows,
     )
     return converted, len(q) // query_bytes
 
@@ -254,6 +255,11 @@ def answer_message(frame: attention_pb2.AttendFrame, answer: FrameAnswer) -> att
             fallback=answer.fallback,
             snapshot_generation=receipt.snapshot_generation,
             position_epoch=receipt.position_epoch,
+            plan_kind=receipt.plan_kind,
+            hidden_transfer_seconds=receipt.hidden_seconds,
+            exposed_transfer_seconds=receipt.stall_seconds,
+            peak_buffer_bytes=receipt.peak_buffer_bytes,
+            promised_bytes=receipt.promised_bytes,
         ),
     )
 
@@ -277,6 +283,11 @@ def receipt_facts(answer: FrameAnswer) -> ReceiptFacts:
         fallback=answer.fallback,
         snapshot_generation=receipt.snapshot_generation,
         position_epoch=receipt.position_epoch,
+        plan_kind=receipt.plan_kind,
+        hidden_transfer_seconds=receipt.hidden_seconds,
+        exposed_transfer_seconds=receipt.stall_seconds,
+        peak_buffer_bytes=receipt.peak_buffer_bytes,
+        promised_bytes=receipt.promised_bytes,
     )
 
 

@@ -249,6 +249,7 @@ def step_request(frame: FrameInput, geometry: Geometry) -> StepRequest:
         committed_frontier=frame.committed_frontier,
         deadline=frame.deadline,
         position_epoch=frame.position_epoch,
+        next_layer_follows=frame.next_layer_follows,
     )
 
 
@@ -277,6 +278,10 @@ def frame_receipt(receipt: StepReceipt) -> FrameReceipt:
         fallback=receipt.fallback,
         snapshot_generation=receipt.snapshot_generation,
         position_epoch=receipt.position_epoch,
+        plan_kind=receipt.plan_kind,
+        hidden_seconds=receipt.hidden_seconds,
+        peak_buffer_bytes=receipt.peak_buffer_bytes,
+        promised_bytes=receipt.promised_bytes,
     )
 
 

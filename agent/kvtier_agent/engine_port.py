@@ -70,6 +70,7 @@ class FrameInput:
     committed_frontier: int
     deadline: float | None = None
     position_epoch: int = 0
+    next_layer_follows: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,10 @@ class FrameReceipt:
     fallback: str
     snapshot_generation: int
     position_epoch: int = 1
+    plan_kind: str = ""
+    hidden_seconds: float = 0.0
+    peak_buffer_bytes: int = 0
+    promised_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ def frame_message(frame: Frame) -> attention_pb2.AttendFrame:
         q=_to_bytes(frame.q),
         committed_frontier=frame.committed,
         deadline_ms=frame.deadline_ms,
+        next_layer_follows=frame.next_layer_follows,
         position_epoch=frame.sender.position_epoch,
     )
 

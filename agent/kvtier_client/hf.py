@@ -260,7 +260,9 @@ class KvtierCache(CacheEdits, Cache):
         self._begin_layer(layer)
         if self._batch is None and not self.pads[0]:
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            out = self.session.attend(self.step, layer, seen, q, k, v, self.committed[0]).unsqueeze(0)
+            follows = layer + 1 < self.geometry.layers
+            out = self.session.attend(self.step, layer, seen, q, k, v, self.committed[0], follows)
+            out = out.unsqueeze(0)
         else:
             out = self._attend_ragged(layer, seen, query, key, value)
         self._end_layer(layer, seen + query.shape[2])
@@ -273,7 +275,8 @@ class KvtierCache(CacheEdits, Cache):
             skip = max(0, pad - seen)
             q, k, v = (x[index, :, skip:].transpose(0, 1) for x in (query, key, value))
             position, committed = max(0, seen - pad), self.committed[index]
-            parts.append(session.part(self.step, layer, position, q, k, v, committed))
+            follows = layer + 1 < self.geometry.layers
+            parts.append(session.part(self.step, layer, position, q, k, v, committed, follows))
             skips.append(skip)
         if self._batch is None:
             answers = [self.session.attend_part(part) for part in parts]

@@ -122,6 +122,7 @@ class LocalWire:
                     offset=offset,
                     session_tag=attached.session_tag,
                     boot_tag=attached.boot_tag,
+                    next_layer_follows=frame.next_layer_follows,
                     position_epoch=frame.sender.position_epoch,
                 )
             )

@@ -54,6 +54,7 @@ class Part:
     v: Tensor
     committed: int
     block: int
+    next_layer_follows: bool = False
     out: Tensor | None = None
     failure: KvtierError | None = None
 
@@ -62,10 +63,21 @@ class Part:
         n = self.q.shape[0]
         hi = min(n, lo + self.block)
         q, k, v = self.q, self.k, self.v
+        # After a block of several the same layer comes again.
+        follows = self.next_layer_follows and hi - lo == n
         if hi - lo != n:
             q, k, v = q[lo:hi], k[lo:hi], v[lo:hi]
         return Frame(
-            self.sender, self.step, self.layer, self.position + lo, q, k, v, self.committed, deadline_ms
+            self.sender,
+            self.step,
+            self.layer,
+            self.position + lo,
+            q,
+            k,
+            v,
+            self.committed,
+            deadline_ms,
+            follows,
         )
 
     def take(self, frame: Frame, answer: Answer) -> None:
@@ -137,6 +149,11 @@ class AttendPipe:
                 self._collect(waiting, timeout, noted)
         while waiting:
             self._collect(waiting, timeout, noted)
+
+    def renew(self) -> None:
+        """Goes on over another wire, with nothing on its way."""
+        self._wire.close()
+        self._wire = self._connect()
 
     def close(self) -> None:
         """Never raises."""

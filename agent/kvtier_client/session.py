@@ -70,7 +70,8 @@ class SessionRequest:
 class StepReceipt:
     """What the agent says about one answer. `exactness`: EXACT, APPROXIMATE,
     EXACT_OVER_APPROXIMATE_HISTORY or EXACT_OVER_EDITED_HISTORY; `estimated_omitted_mass` is NaN without an
-    estimator; `position_epoch`: of the session when it answered."""
+    estimator; `position_epoch`: of the session when it answered; `promised_bytes`: of bytes_by_tier, those
+    that were on their way before the frame came."""
 
     step: int
     layer: int
@@ -87,6 +88,11 @@ class StepReceipt:
     producer_digest: str
     estimated_omitted_mass: float
     fallback: str
+    plan_kind: str
+    hidden_transfer_seconds: float
+    exposed_transfer_seconds: float
+    peak_buffer_bytes: int
+    promised_bytes: int
     position_epoch: int
 
 
@@ -198,14 +204,24 @@ class AttentionSession(SessionEdits):
         return "candidate" if self._opened.arm == attention_pb2.ARM_CANDIDATE else "baseline"
 
     def attend(
-        self, step: int, layer: int, position: int, q: Tensor, k: Tensor, v: Tensor, committed: int
+        self,
+        step: int,
+        layer: int,
+        position: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        committed: int,
+        next_layer_follows: bool = False,
     ) -> Tensor:
         """Hands over new rows and attends their queries; blocks of them if there are many.
 
         q [N, Hq, d], k, v [N, Hk, d] float32, of positions [position, position + N). Rows below
-        `committed` are final. Returns [N, Hq, d]. Raises KvtierError.
+        `committed` are final. next_layer_follows: a promise that the next layer's rows of these positions
+        come next. Returns [N, Hq, d]. Raises KvtierError.
         """
-        return self.attend_part(self.part(step, layer, position, q, k, v, committed))
+        part = self.part(step, layer, position, q, k, v, committed, next_layer_follows)
+        return self.attend_part(part)
 
     def attend_part(self, part: Part) -> Tensor:
         """As `attend`, of what `part` made."""
@@ -221,7 +237,15 @@ class AttentionSession(SessionEdits):
         return part.out
 
     def part(
-        self, step: int, layer: int, position: int, q: Tensor, k: Tensor, v: Tensor, committed: int
+        self,
+        step: int,
+        layer: int,
+        position: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        committed: int,
+        next_layer_follows: bool = False,
     ) -> Part:
         """What `attend` sends, for a pipe that several sessions share. Raises what ended the session."""
         if self.failure is not None:
@@ -232,7 +256,7 @@ class AttentionSession(SessionEdits):
             raise KvtierError(Reason.UNSUPPORTED, f"{q.dtype} queries and {k.dtype} rows: float32 is held")
         if not q.shape[0]:
             raise KvtierError(Reason.FRAME_INVALID, "no query")
-        return Part(self, step, layer, position, q, k, v, committed, self.block)
+        return Part(self, step, layer, position, q, k, v, committed, self.block, next_layer_follows)
 
     def note(self, answer: Answer) -> None:
         """Keeps the receipt of an answer, undecoded."""
@@ -266,8 +290,7 @@ class AttentionSession(SessionEdits):
 
     def _go_on(self) -> None:
         if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = AttendPipe(self._client, (self,), self._client.transport, self.block_bytes)
+            self._pipe.renew()
 
     def token_done(self) -> None:
         """Called once per forward pass, when its last layer is answered: one output token each."""
@@ -385,6 +408,11 @@ def _step_receipt(answer: Answer) -> StepReceipt:
         producer_digest=r.producer_digest,
         estimated_omitted_mass=r.estimated_omitted_mass,
         fallback=r.fallback,
+        plan_kind=r.plan_kind,
+        hidden_transfer_seconds=r.hidden_transfer_seconds,
+        exposed_transfer_seconds=r.exposed_transfer_seconds,
+        peak_buffer_bytes=r.peak_buffer_bytes,
+        promised_bytes=r.promised_bytes,
         position_epoch=r.position_epoch,
     )
 

@@ -36,7 +36,9 @@ class Sender(Protocol):
 @dataclass(slots=True)
 class Frame:
     """One layer of one step of one session. q [N, Hq, d], k, v [N, Hk, d] float32, of positions
-    [position, position + N). Rows below `committed` are final."""
+    [position, position + N). Rows below `committed` are final.
+    next_layer_follows: a promise that the next layer of this step comes next, with rows to the same position.
+    """
 
     sender: Sender
     step: int
@@ -47,6 +49,7 @@ class Frame:
     v: Tensor
     committed: int
     deadline_ms: int
+    next_layer_follows: bool = False
 
     @property
     def size(self) -> int:

@@ -174,6 +174,7 @@ class FrameServer:
             committed_frontier=record.committed_frontier,
             deadline=deadline,
             position_epoch=record.position_epoch,
+            next_layer_follows=record.next_layer_follows,
         )
         return FrameWork(session, frame, record.queries)
 

@@ -47,11 +47,12 @@ _HELLO = struct.Struct("<32sQ")
 _ATTACH = struct.Struct("<32s")
 # attachment, the token of the session's next attachment, bytes of each ring.
 _WELCOME = struct.Struct("<II32sQ")
-# attachment, extra bytes, layer, rows, queries, generation, step, first row, first query, committed frontier,
-# deadline_ms, position epoch, sequence, offset in the ring, session tag, boot tag.
-FRAME = struct.Struct("<HHiII9q16s16s")
+# attachment, flags, extra bytes, layer, rows, queries, generation, step, first row, first query, committed
+# frontier, deadline_ms, position epoch, sequence, offset in the ring, session tag, boot tag.
+FRAME = struct.Struct("<HHIiII9q16s16s")
 
-_INT64 = 1 << 63
+# A frame's flag: the next layer of its step comes next, with rows to the same frontier.
+_FOLLOWS = 1
 
 
 class MalformedError(ValueError):
@@ -96,6 +97,7 @@ class FrameRecord:
     offset: int
     session_tag: bytes
     boot_tag: bytes
+    next_layer_follows: bool = False
     extra: bytes = b""
 
 
@@ -162,6 +164,7 @@ def pack_frames(frames: Sequence[FrameRecord], clock_ns: int) -> bytes:
         try:
             record = FRAME.pack(
                 f.attachment,
+                _FOLLOWS if f.next_layer_follows else 0,
                 len(f.extra),
                 f.layer,
                 f.rows,
@@ -199,9 +202,11 @@ def unpack_frames(message: bytes | bytearray | memoryview, size: int, count: int
     found = []
     extra_at = end
     for _ in range(count):
-        attachment, extra, *rest = FRAME.unpack_from(message, at)
+        attachment, flags, extra, *rest = FRAME.unpack_from(message, at)
         at += FRAME.size
-        record = FrameRecord(attachment, *rest)
+        record = FrameRecord(attachment, *rest, flags == _FOLLOWS)
+        if flags not in (0, _FOLLOWS):
+            raise MalformedError(f"flags: {flags:#x}")
         if extra:
             if extra_at + extra > size:
                 raise MalformedError("length: extra bytes end after the message")

@@ -16,9 +16,9 @@ from kvtier.local.frames import HEADER, Kind, MalformedError, header
 from kvtier.v1 import attention_pb2, common_pb2
 
 # tail bytes, layer, kind of the tail, exactness, arm, flags, sequence, step, output bytes, frontier, rows
-# attended, snapshot generation, position epoch, stall seconds, estimated omitted mass, and the digests of
-# manifest, support and producer.
-ANSWER = struct.Struct("<IiBBBB7qdd32s32s32s")
+# attended, snapshot generation, position epoch, peak buffer bytes, promised bytes, stall seconds, estimated
+# omitted mass, hidden and exposed transfer seconds, and the digests of manifest, support and producer.
+ANSWER = struct.Struct("<IiBBBB9q4d32s32s32s")
 _RECEIPT, _ERROR = 0, 1
 _SIMULATED, _MANIFEST, _SUPPORT, _PRODUCER = 1, 2, 4, 8
 _PREFIX = "sha256:"
@@ -31,6 +31,8 @@ FIXED_FIELDS = frozenset(
         *("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended"),
         *("bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest"),
         *("estimated_omitted_mass", "fallback", "snapshot_generation", "position_epoch"),
+        *("plan_kind", "hidden_transfer_seconds", "exposed_transfer_seconds"),
+        *("peak_buffer_bytes", "promised_bytes"),
     }
 )
 
@@ -55,6 +57,11 @@ class ReceiptFacts:
     fallback: str
     snapshot_generation: int
     position_epoch: int
+    plan_kind: str
+    hidden_transfer_seconds: float
+    exposed_transfer_seconds: float
+    peak_buffer_bytes: int
+    promised_bytes: int
     extra: bytes = b""
 
 
@@ -105,8 +112,12 @@ class AnswerPacker:
                     receipt.rows_attended,
                     receipt.snapshot_generation,
                     receipt.position_epoch,
+                    receipt.peak_buffer_bytes,
+                    receipt.promised_bytes,
                     receipt.stall_seconds,
                     receipt.estimated_omitted_mass,
+                    receipt.hidden_transfer_seconds,
+                    receipt.exposed_transfer_seconds,
                     manifest,
                     support,
                     producer,
@@ -127,12 +138,12 @@ class AnswerPacker:
             return self._digests.setdefault(text, _raw(text))
 
     def _packed_names(self, receipt: ReceiptFacts) -> bytes:
-        key = (tuple([name for name, _ in receipt.tiers]), receipt.plan, receipt.fallback)
+        key = (tuple([name for name, _ in receipt.tiers]), receipt.plan, receipt.fallback, receipt.plan_kind)
         found = self._names.get(key)
         if found is None:
             if len(self._names) >= _CACHED_NAMES:
                 self._names.clear()
-            texts = [*key[0], *receipt.plan, receipt.fallback]
+            texts = [*key[0], *receipt.plan, receipt.fallback, receipt.plan_kind]
             encoded = [text.encode() for text in texts]
             body = b"".join(struct.pack("<H", len(text)) + text for text in encoded)
             counts = _COUNTS.pack(len(key[0]), len(receipt.plan), len(body), 0)
@@ -143,7 +154,7 @@ class AnswerPacker:
 def refusal(sequence: int, step: int, layer: int, detail: common_pb2.ErrorDetail) -> bytes:
     """One record that carries an ErrorDetail and no output."""
     tail = detail.SerializeToString()
-    numbers = (sequence, step, 0, 0, 0, 0, 0, 0.0, 0.0, _NO_DIGEST, _NO_DIGEST, _NO_DIGEST)
+    numbers = (sequence, step, *[0] * 7, *[0.0] * 4, _NO_DIGEST, _NO_DIGEST, _NO_DIGEST)
     return ANSWER.pack(len(tail), layer, _ERROR, 0, 0, 0, *numbers) + tail
 
 
@@ -216,9 +227,10 @@ _HEAD = struct.Struct("<IiBBBB3q")
 
 def decode_receipt(raw: bytes) -> attention_pb2.Receipt:
     """Of an answer's record with its tail; MalformedError."""
-    (_, _, _, exactness, arm, flags, _, _, _, frontier, rows, snapshot, epoch, stall, omitted, *digests) = (
-        ANSWER.unpack_from(raw)
+    (_, _, _, exactness, arm, flags, _, _, _, frontier, rows, snapshot, epoch, *more) = ANSWER.unpack_from(
+        raw
     )
+    peak, promised, stall, omitted, hidden, exposed, *digests = more
     receipt = attention_pb2.Receipt()
     try:
         at = _read_names(raw, receipt)
@@ -233,6 +245,10 @@ def decode_receipt(raw: bytes) -> attention_pb2.Receipt:
     receipt.rows_attended = rows
     receipt.snapshot_generation = snapshot
     receipt.position_epoch = epoch
+    receipt.peak_buffer_bytes = peak
+    receipt.promised_bytes = promised
+    receipt.hidden_transfer_seconds = hidden
+    receipt.exposed_transfer_seconds = exposed
     receipt.stall_seconds = stall
     receipt.estimated_omitted_mass = math.nan if math.isnan(omitted) else omitted
     receipt.simulated = bool(flags & _SIMULATED)
@@ -258,13 +274,13 @@ def _read_names(raw: bytes, receipt: attention_pb2.Receipt) -> int:
         at += 2
         texts.append(raw[at : at + length].decode())
         at += length
-    if at != end or len(texts) != tiers + plan + 1:
+    if at != end or len(texts) != tiers + plan + 2:
         raise IndexError("names")
     sizes = struct.unpack_from(f"<{tiers}q", raw, end)
     for name, size in zip(texts[:tiers], sizes, strict=True):
         receipt.bytes_by_tier[name] = size
     receipt.plan.extend(texts[tiers : tiers + plan])
-    receipt.fallback = texts[-1]
+    receipt.fallback, receipt.plan_kind = texts[-2:]
     return end + 8 * tiers
 
 
