@@ -144,30 +144,12 @@ class CoreEngine:
             self._engine.check_selector(terms.selector)
 
     def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
-        request = step_request(frame, self._geometry)
-        wanted = StepMode()
-        if mode.candidate is not None and (mode.publish_candidate or mode.compare):
-            wanted = StepMode(
-                publish=PublishArm.CANDIDATE if mode.publish_candidate else PublishArm.EXACT,
-                compare=mode.compare,
-                selector=mode.candidate.selector,
-                candidate_digest=mode.candidate.candidate_digest,
-                may_publish=mode.may_publish,
-            )
-        answer = self._engine.step(request, wanted)
-        comparison = None
-        if answer.comparison is not None:
-            comparison = FrameComparison(answer.comparison.diff_norm, answer.comparison.exact_norm)
-        return frame_result(answer, comparison, answer.receipt.arm is PublishArm.CANDIDATE)
+        return answered(self._engine.step(step_request(frame, self._geometry), step_mode(mode)))
 
     def step_many(self, frames: Sequence[tuple[FrameInput, FrameMode]]) -> Sequence[FrameResult | CoreError]:
-        results: list[FrameResult | CoreError] = []
-        for frame, mode in frames:
-            try:
-                results.append(self.step(frame, mode))
-            except CoreError as error:
-                results.append(error)
-        return results
+        requests = [step_request(frame, self._geometry) for frame, _ in frames]
+        answers = self._engine.step_many(requests, [step_mode(mode) for _, mode in frames])
+        return [one if isinstance(one, CoreError) else answered(one) for one in answers]
 
     def shared(self) -> SharedBlocks:
         """The shared blocks' store and its driver, for any thread. TIER_INCAPABLE when no tier of the cache
@@ -251,6 +233,28 @@ def step_request(frame: FrameInput, geometry: Geometry) -> StepRequest:
         position_epoch=frame.position_epoch,
         next_layer_follows=frame.next_layer_follows,
     )
+
+
+_EXACT = StepMode()
+
+
+def step_mode(mode: FrameMode) -> StepMode:
+    if mode.candidate is None or not (mode.publish_candidate or mode.compare):
+        return _EXACT
+    return StepMode(
+        publish=PublishArm.CANDIDATE if mode.publish_candidate else PublishArm.EXACT,
+        compare=mode.compare,
+        selector=mode.candidate.selector,
+        candidate_digest=mode.candidate.candidate_digest,
+        may_publish=mode.may_publish,
+    )
+
+
+def answered(answer: StepAnswer) -> FrameResult:
+    comparison = None
+    if answer.comparison is not None:
+        comparison = FrameComparison(answer.comparison.diff_norm, answer.comparison.exact_norm)
+    return frame_result(answer, comparison, answer.receipt.arm is PublishArm.CANDIDATE)
 
 
 def frame_result(answer: StepAnswer, comparison: FrameComparison | None, from_candidate: bool) -> FrameResult:
