@@ -30,8 +30,9 @@ class SimPool:
         self.hung: list[Job] = []
         self._running: list[Job] = []
         self._waiting: list[Job] = []
-        self._early: set[int] = set()
-        self._expired: set[int] = set()
+        # By id and with the job, so that no later job can have the same id.
+        self._early: dict[int, Job] = {}
+        self._expired: dict[int, Job] = {}
         self._closing = False
 
     @property
@@ -53,9 +54,9 @@ class SimPool:
     def settled(self, job: Job) -> None:
         if job in self._waiting:
             self._waiting.remove(job)
-            self._expired.discard(id(job))
+            self._expired.pop(id(job), None)
         else:
-            self._early.add(id(job))
+            self._early[id(job)] = job
 
     def expire(self) -> None:
         assert self._clock is not None
@@ -64,7 +65,7 @@ class SimPool:
         self.queue = [job for job in self.queue if job.deadline > now]
         begun = (*self.hung, *self._running, *self._waiting)
         late = [job for job in begun if job.deadline <= now and id(job) not in self._expired]
-        self._expired.update(id(job) for job in late)
+        self._expired.update((id(job), job) for job in late)
         for job in never:
             job.refuse(CoreError(Reason.DEADLINE, "the deadline came before the I/O could begin"))
         for job in late:
@@ -88,8 +89,8 @@ class SimPool:
         over = job.run()
         self._running.remove(job)
         if over or id(job) in self._early:
-            self._early.discard(id(job))
-            self._expired.discard(id(job))
+            self._early.pop(id(job), None)
+            self._expired.pop(id(job), None)
         else:
             self._waiting.append(job)
 

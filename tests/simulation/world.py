@@ -8,6 +8,7 @@ everything that was promised must hold.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -364,12 +365,18 @@ class World(Promises):
 
 
 def simulate(seed: int, steps: int) -> World:
-    """One world for so many steps. SimulationFailed says how to repeat it."""
+    """One world for so many steps. SimulationFailed says how to repeat it.
+
+    Garbage is collected at steps of the simulation and at no others: scopes that were dropped end then."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     world = World(seed)
     try:
         for number in range(steps):
             world.step()
             if number % 16 == 0:
+                gc.collect()
                 world.deep_check()
         world.trace.append("finish")
         world.finish()
@@ -377,4 +384,7 @@ def simulate(seed: int, steps: int) -> World:
         command = f"python -m tests.simulation --seed {seed} --steps {steps}"
         last = " ".join(world.trace[-40:])
         raise SimulationFailed(f"{error!r}\nafter: {last}\nrepeat: {command}") from error
+    finally:
+        gc.enable()
+        gc.unfreeze()
     return world
