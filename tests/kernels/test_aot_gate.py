@@ -5,6 +5,7 @@ Compilation for sm_90a without a GPU proves resources and instructions, never sp
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 
 from kvtier_kernels.aot.compile import narrow_strides
 from kvtier_kernels.aot.gate import judge
+from kvtier_kernels.registry import registry
+from kvtier_kernels.spec import AotVariant, KernelSpec
 
 ROW = {
     "registers": 100,
@@ -102,6 +105,18 @@ def test_gate_rules(change: dict[str, int], absent: list[str], fails: bool, text
 def test_gate_wants_the_same_variants_on_both_sides() -> None:
     assert [f.fails for f in judge("op", {"old": ROW}, {}, {})] == [True]
     assert [f.fails for f in judge("op", {}, {"new": ROW}, {})] == [True]
+
+
+PIPELINED = [
+    pytest.param(spec, v, id=f"{spec.name}-{v.id}") for spec in registry() for v in spec.aot if v.must_contain
+]
+
+
+@pytest.mark.parametrize(("spec", "variant"), PIPELINED)
+def test_what_is_compiled_is_what_is_launched(spec: KernelSpec, variant: AotVariant) -> None:
+    """The gate speaks of the pipeline depth and warps that the launcher uses."""
+    module = importlib.import_module(spec.aot_module)
+    assert (variant.num_stages, variant.num_warps) == (module.NUM_STAGES, module.NUM_WARPS)
 
 
 TTIR = """

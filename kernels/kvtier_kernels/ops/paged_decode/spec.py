@@ -173,6 +173,7 @@ REFUSALS = (
     _refusal("dtype-of-lengths", {"seq_lens": torch.tensor([1])}, "int32"),
     _refusal("negative-length", {"seq_lens": torch.tensor([-1], dtype=torch.int32)}, r"\[0, "),
     _refusal("past-the-table", {"seq_lens": torch.tensor([999], dtype=torch.int32)}, r"\[0, "),
+    _refusal("split-of-nothing", {"split_tokens": 0}, "whole pages"),
     _refusal("split-inside-a-page", {"split_tokens": 24}, "whole pages"),
     _refusal("heads", {"q": torch.zeros(1, 8, 64)}, "heads"),
     _refusal("odd-stride", _wide_cache(1), "multiples of 16", "triton"),
@@ -251,14 +252,6 @@ def _split_variant(id: str, dtype: str, hq: int, hk: int, d: int) -> AotVariant:
     return AotVariant(id, "split_kernel", signature, constants, aligned, 4, 5, ("cp.async",))
 
 
-def _merge_variant(hq: int, d: int) -> AotVariant:
-    names = ("m_ptr", "l_ptr", "u_ptr", "m_out", "l_out", "u_out")
-    signature = dict.fromkeys(names, "*fp32") | {"splits": "i32"}
-    return AotVariant(
-        f"merge-h{hq}-d{d}", "merge_kernel", signature, {"HQ": hq, "D": d}, frozenset(names), 1, 3
-    )
-
-
 def specs() -> tuple[KernelSpec, ...]:
     """Paged decode."""
     return (paged_decode_spec(),)
@@ -299,7 +292,5 @@ def paged_decode_spec() -> KernelSpec:
             _split_variant("split-bf16-g3-d64", "bfloat16", 9, 3, 64),
             _split_variant("split-f32-g3-d64", "float32", 9, 3, 64),
             _split_variant("split-f16-g8-d128", "float16", 64, 8, 128),
-            _merge_variant(9, 64),
-            _merge_variant(64, 128),
         ),
     )

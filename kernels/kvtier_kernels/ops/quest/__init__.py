@@ -8,8 +8,8 @@ quest_score_paged(q [B,Hq,d], kmin, kmax [N,Hk,d], page_table i32 [B,X], n_pages
 -> float32 [B,Hk,X] (reduce "max": the largest of a group's query heads, which keeps the bound) or [B,Hq,X]
 (reduce "none"). Unscaled upper bounds of q.k over each page, for finite boxes:
 sum_c max(q_c kmin_c, q_c kmax_c) = relu(q).kmax - relu(-q).kmin, up to rounding. -inf at and behind n_pages
-and where the table's id is below 0; no box is read there. A NaN in a box makes the score NaN, which topk_units
-takes for the largest. The bound is loose: a score is a ranking, never a certificate.
+and where the table's id is below 0; no box is read there. A NaN in a box makes the score NaN, which
+topk_units takes for the largest. The bound is loose: a score is a ranking, never a certificate.
 The Triton module is imported by who runs it, since Triton is an optional dependency.
 """
 
