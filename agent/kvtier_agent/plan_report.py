@@ -14,7 +14,8 @@ from kvtier_core.engine import STAGING_BUFFERS
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.nodeplan import NodePlan, TierFigures
 from kvtier_core.placements.policy import policy_of
-from kvtier_core.policyplan import policy_plan
+from kvtier_core.placements.preference import PlacementPreference
+from kvtier_core.policyplan import policy_plan, preference_of
 from kvtier_core.receipts import TierStats
 from kvtier_core.tiers.base import slot_stride, slots_for
 from kvtier_core.tiers.staging import block_bytes
@@ -51,6 +52,11 @@ class PlanReporter:
             )
             self._known = (figures, plan)
         return self._known[1]
+
+    def preference(self, tiers: Sequence[TierStats]) -> PlacementPreference:
+        """What the manifest's policy asks of steps and of chunks' homes on this node."""
+        plan = self.of(tiers)
+        return preference_of(self._policy) if plan is None else plan.preference
 
 
 def reporter_of(manifest: RuntimeManifest, clock: Callable[[], float] = time.perf_counter) -> PlanReporter:

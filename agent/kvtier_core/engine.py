@@ -22,7 +22,7 @@ from kvtier_core.edits.checks import placed
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.edits.runner import Edits
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.identity import source_binding
+from kvtier_core.identity import SourceBinding, source_binding
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.measure import measure
 from kvtier_core.placement import Placement
@@ -196,10 +196,8 @@ class CacheEngine:
     # Sessions.
 
     def prefer(self, preference: PlacementPreference) -> None:
-        """What a placement policy asks, from now on. BAD_ARGUMENT once a session was opened."""
+        """What a placement policy asks: of each step from now on, and of rows of sessions opened later."""
         with self._lock:
-            if self._opened:
-                raise CoreError(Reason.BAD_ARGUMENT, "a placement policy is set before the first session")
             self._plans.planner.prefer(preference)
             self._store.placement.prefer(preference)
 
@@ -218,13 +216,7 @@ class CacheEngine:
             family = None if spec.selector is None else self._family(spec.selector)
             homes, grant = self._store.placement.reserve_session(number, layers, slots)
             self._opened = number
-            source = source_binding(
-                self._manifest,
-                tenant=spec.tenant,
-                session_id=session_id,
-                request_generation=number,
-                cache_generation=self._store.transactions.cache_generation,
-            )
+            source = self._source(spec.tenant, session_id, number)
             session = Session(
                 number=number,
                 session_id=session_id,
@@ -251,6 +243,15 @@ class CacheEngine:
             raise CoreError(Reason.NO_DESTINATION_CAPACITY, f"{MAX_SESSIONS} numbers of sessions are spent")
         self._opened += 1
         return self._opened
+
+    def _source(self, tenant: str, session_id: str, number: int) -> SourceBinding:
+        return source_binding(
+            self._manifest,
+            tenant=tenant,
+            session_id=session_id,
+            request_generation=number,
+            cache_generation=self._store.transactions.cache_generation,
+        )
 
     def close_session(self, session_id: str, generation: int) -> int:
         """Frees what the session holds; returns its rows. SESSION_UNKNOWN, GENERATION_STALE."""
@@ -283,13 +284,7 @@ class CacheEngine:
             if session_id in self._sessions:
                 raise CoreError(Reason.BAD_ARGUMENT, f"session {session_id} exists already")
             context = self._contexts[parent.session_id]
-            source = source_binding(
-                self._manifest,
-                tenant=parent.spec.tenant,
-                session_id=session_id,
-                request_generation=number,
-                cache_generation=self._store.transactions.cache_generation,
-            )
+            source = self._source(parent.spec.tenant, session_id, number)
             child, indexes = self._edits.fork(context, request, session_id, source, number)
             self._sessions[session_id] = child
             self._contexts[session_id] = StepContext(child, source.digest(), context.family, indexes)

@@ -18,7 +18,9 @@ from typing import Protocol
 from kvtier_core.credits import CreditLedger, slots
 from kvtier_core.directory import Directory
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.placements.homes import ByRecency, Homes
+from kvtier_core.layout import ChunkLayout
+from kvtier_core.placements.homes import ByRecency, Homes, homes_of
+from kvtier_core.placements.preference import PlacementPreference
 from kvtier_core.tiers.arena import ArenaSlots
 from kvtier_core.tiers.base import SlotRef, Tier
 from kvtier_core.transactions import MoveKind, Transactions
@@ -76,6 +78,31 @@ class Placement:
         self.open_homes: list[int] = resident or able
         self.rule: Homes = ByRecency()
         """A placement policy's; set before the first session is opened."""
+
+    def prefer(self, preference: PlacementPreference) -> None:
+        sides = {tier: self._ledger.capacity(tier) for tier in self.open_homes}
+        self.rule = homes_of(preference, sides)
+
+    def check_fits(self, max_tokens: int, layers: int, layout: ChunkLayout) -> int:
+        """Slots of a session at its longest. NO_DESTINATION_CAPACITY when all tiers together hold fewer."""
+        wanted = layers * max(1, -(-max_tokens // layout.chunk_tokens))
+        have = sum(self._ledger.capacity(index) for index in range(len(self._tiers)))
+        if wanted > have:
+            raise self.exhausted(
+                f"{max_tokens} tokens need {wanted} chunks of {layout.payload_bytes} bytes, "
+                f"all tiers together hold {have}"
+            )
+        return wanted
+
+    def reserve_session(
+        self, session: int, layers: int, slots: int, deadline: float | None = None
+    ) -> tuple[list[int], int]:
+        """As `reserve_open`, for a session that may grow to `slots`: first where the rule wants it."""
+        try:
+            return self.reserve_open(layers, deadline, wanted=self.rule.opened(session, slots))
+        except BaseException:
+            self.rule.closed(session)
+            raise
 
     def reserve_open(
         self, layers: int, deadline: float | None = None, wanted: int | None = None

@@ -201,6 +201,11 @@ class StepPlanner:
         """Whether plans have predicted times at all."""
         self.decided = 0
 
+    def prefer(self, preference: PlacementPreference) -> None:
+        """From the next decision on; what was decided is forgotten."""
+        self.terms = replace(self.terms, preference=preference)
+        self._kept.clear()
+
     def plan(
         self,
         append: Append,

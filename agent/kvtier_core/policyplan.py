@@ -98,7 +98,7 @@ def preference_of(policy: Policy, shares: tuple[TierShare, ...] = ()) -> Placeme
         )
     if isinstance(policy, WholeRequest):
         allowed = frozenset({PlanKind.REQUEST_ON_CPU, PlanKind.ALL_ROWS_MOVED})
-        return PlacementPreference(policy.name, allowed, PlanKind.REQUEST_ON_CPU)
+        return PlacementPreference(policy.name, allowed, PlanKind.REQUEST_ON_CPU, whole=True)
     return PlacementPreference(policy.name)
 
 

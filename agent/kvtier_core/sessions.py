@@ -131,7 +131,7 @@ class RowStore:
             state.open_tier,
             recency_key(append.session.epoch, chunk),
             deadline,
-            self.placement.rule.home(append.session.number, chunk),
+            self.placement.rule.home(append.session.generation, chunk),
         )
         part = SealedPart(
             chunk=chunk,
@@ -332,6 +332,7 @@ class RowStore:
                 state.open_line = NO_LINE
         with self.lock:
             self.ledger.release(session.open_grant)
+        self.placement.rule.closed(session.generation)
         return rows
 
     # Sharing.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from kvtier_core.placements.preference import TierShare
+from kvtier_core.placements.preference import PlacementPreference, TierShare
 
 _GOLDEN = 0.6180339887498949
 
@@ -91,3 +91,10 @@ class WholeHomes:
         side = self._sides.pop(session, None)
         if side is not None:
             self._left[side[0]] += side[1]
+
+
+def homes_of(preference: PlacementPreference, sides: Mapping[int, int]) -> Homes:
+    """The rule that a preference asks for. sides: slots of the tiers that open chunks may lie in."""
+    if preference.whole:
+        return WholeHomes(sides)
+    return SharedHomes(preference.shares) if preference.shares else ByRecency()

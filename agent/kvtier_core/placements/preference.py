@@ -40,7 +40,8 @@ class PlacementPreference:
     """allowed: plans that may run. prefer: the one taken whenever it is legal and in time, whatever another
     would cost; None: the least declared cost decides. group_heads: KV heads of one staged slice; None: the
     planner's choice. staging_bytes: what one step may stage at once; None: what credits allow. shares: homes
-    of a session's rows; empty: the newest in the fastest tier that has room."""
+    of a session's rows; empty: the newest in the fastest tier that has room. whole: a session's rows all in
+    one tier instead."""
 
     policy: str
     allowed: frozenset[PlanKind] = frozenset(PlanKind)
@@ -48,6 +49,7 @@ class PlacementPreference:
     group_heads: int | None = None
     staging_bytes: int | None = None
     shares: tuple[TierShare, ...] = ()
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if not self.allowed:
@@ -58,6 +60,8 @@ class PlacementPreference:
             raise ValueError("a slice has at least one KV head")
         if self.staging_bytes is not None and self.staging_bytes < 0:
             raise ValueError("staging is never negative")
+        if self.whole and self.shares:
+            raise ValueError("a session is whole or shared out")
         total = sum(share.share for share in self.shares)
         if self.shares and (min(share.share for share in self.shares) < 0.0 or abs(total - 1.0) > 1e-9):
             raise ValueError("shares are parts of one whole")
