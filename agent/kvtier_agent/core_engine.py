@@ -114,7 +114,9 @@ class CoreEngine:
         except BaseException:
             self._reader.shutdown()
             raise
-        for found in self._engine.stats().recovered:
+        stats = self._engine.stats()
+        self._engine.prefer(self._plans.preference(stats.tiers))
+        for found in stats.recovered:
             log.info("%s", found.message)
 
     def open_session(self, terms: SessionTerms) -> SessionHandle:
