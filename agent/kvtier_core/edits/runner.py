@@ -195,7 +195,8 @@ class Edits:
         check_epoch(parent, request.position_epoch)
         check_between_steps(parent, "fork")
         alive = self._alive(request.deadline)
-        homes, grant = store.placement.reserve_open(len(parent.layers), request.deadline)
+        slots = store.placement.check_fits(parent.spec.max_tokens, len(parent.layers), store.layout)
+        homes, grant = store.placement.reserve_session(number, len(parent.layers), slots, request.deadline)
         try:
             child = Session(
                 number=number,
@@ -222,6 +223,7 @@ class Edits:
         except BaseException:
             with store.lock:
                 store.ledger.release(grant)
+            store.placement.rule.closed(number)
             raise
         self._branching.commit_branch(branch)
         return child, indexes
