@@ -93,7 +93,8 @@ def lru_kernel(
     age = tl.load(age_at + s, mask=in_hot, other=0).to(tl.int32)
     old = tl.load(tok + s, mask=in_hot, other=-1)
     pinned = tl.load(pin_ptr + row * stride_pin + s, mask=in_hot, other=1) != 0
-    bucket = tl.where(old >= 0, tl.minimum(epoch - age, NB - 2), NB - 1)
+    # An age past its epoch is a broken state: it must not become a bin that is not there.
+    bucket = tl.where(old >= 0, tl.maximum(tl.minimum(epoch - age, NB - 2), 0), NB - 1)
     bucket = tl.where(pinned, 0, bucket)
     counts = tl.histogram(bucket, NB, mask=in_hot)
     bins = tl.arange(0, NB)

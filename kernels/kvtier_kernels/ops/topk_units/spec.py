@@ -216,8 +216,9 @@ def specs() -> tuple[KernelSpec, ...]:
             bench_gpu=_bench(("gqa8-pages-128k", 8, 8192, 128), ("rows-128k", 8, 131072, 2048)),
             aot_module="kvtier_kernels.ops.topk_units.triton_impl",
             aot=(
-                _variant("sort-512", "sort_kernel", _SORT, {"X": 512, "ROWS": 64}, 4),
-                _variant("sort-8192", "sort_kernel", _SORT, {"X": 8192, "ROWS": 64}, 8),
+                _variant("sort-512-k128", "sort_kernel", _SORT, {"X": 512, "K": 256, "ROWS": 64}, 4),
+                _variant("sort-8192-k128", "sort_kernel", _SORT, {"X": 8192, "K": 256, "ROWS": 64}, 8),
+                _variant("sort-8192-all", "sort_kernel", _SORT, {"X": 8192, "K": 8192, "ROWS": 64}, 8),
                 _variant("histogram-first", "histogram_kernel", _COUNT, {"LEVEL": 0, **_TILES}, 8),
                 _variant("histogram-last", "histogram_kernel", _COUNT, {"LEVEL": 3, **_TILES}, 8),
                 _variant("write", "write_kernel", _WRITE, {"ROWS": 64, **_TILES}, 8),

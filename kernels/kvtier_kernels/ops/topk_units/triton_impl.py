@@ -88,18 +88,20 @@ def sort_kernel(
     most,
     stride_r,
     X: tl.constexpr,
+    K: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program a row of at most X scores."""
+    """One program a row of at most X scores, of which fewer than K are taken."""
     row = tl.program_id(0)
     ids = tl.arange(0, X)
     n = tl.load(valid_ptr + row)
     take = tl.maximum(tl.minimum(tl.minimum(tl.load(k_ptr + row), n), most), 0)
     at = score_ptr + row.to(tl.int64) * stride_r + ids
     packed = _packed(tl.load(at, mask=ids < n, other=0.0), ids, n, X)
-    ordered = tl.sort(packed, descending=True)
-    last = tl.sum(tl.where(ids == take - 1, ordered, 0), 0)
-    behind = tl.sum(tl.where(ids == take, ordered, 0), 0)
+    ordered = tl.topk(packed, K) if K < X else tl.sort(packed, descending=True)
+    rank = tl.arange(0, K)
+    last = tl.sum(tl.where(rank == take - 1, ordered, 0), 0)
+    behind = tl.sum(tl.where(rank == take, ordered, 0), 0)
     chosen = packed >= tl.where(take > 0, last, 0x7FFFFFFFFFFFFFFF)
     start = _before(valid_ptr, k_ptr, row, most, ROWS)
     place = start + tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -267,6 +269,7 @@ def topk_units_triton(score: Tensor, valid_len: Tensor, k: Tensor, *, max_k: int
     if rows == 0:
         indptr.zero_()
     elif width <= SORT_WIDTH:
+        wide = max(16, triton.next_power_of_2(width))
         sort_kernel[(rows,)](
             score,
             valid_len,
@@ -277,7 +280,8 @@ def topk_units_triton(score: Tensor, valid_len: Tensor, k: Tensor, *, max_k: int
             runner_up,
             most,
             score.stride(0),
-            X=max(16, triton.next_power_of_2(width)),
+            X=wide,
+            K=min(wide, max(16, triton.next_power_of_2(most + 1))),
             ROWS=64,
             num_warps=8 if width > 1024 else 4,
         )
