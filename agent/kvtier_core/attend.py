@@ -54,6 +54,16 @@ class Attended:
         return max(0.0, self.transfer_seconds - self.stall_seconds)
 
 
+def check_cover(plan: Plan, chunk_tokens: int) -> None:
+    """That an exact plan reads chunks [0, n) once each and all but the last one whole: SUPPORT_OVERLAP,
+    SUPPORT_GAP. Whoever made the plan, what is merged is every row once."""
+    for at, read in enumerate(plan.reads):
+        if read.chunk < at:
+            raise CoreError(Reason.SUPPORT_OVERLAP, f"chunk {read.chunk} is read twice")
+        if read.chunk > at or (read.rows != chunk_tokens and read is not plan.reads[-1]):
+            raise CoreError(Reason.SUPPORT_GAP, f"rows of chunk {at} are not read")
+
+
 class Attention:
     """Attends rows of one engine's store. Single-threaded: the engine's lock is held."""
 
@@ -76,6 +86,7 @@ class Attention:
     def exact(self, plan: Plan, append: Append, query: Query, promise: Promise | None = None) -> Attended:
         """All visible rows of the plan. promise: blocks of these rows that are on their way already. DEADLINE
         between chunks; typed errors of tiers, and of states that were formed elsewhere."""
+        check_cover(plan, self._store.layout.chunk_tokens)
         if plan.group_heads:
             return self._by_heads(plan, append, query)
 

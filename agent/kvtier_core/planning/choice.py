@@ -49,14 +49,12 @@ def decide(
     None left: B.8 out of what the request's contract allows. An exact request gets an exact plan or none.
     """
     judged = [_judge(plan, terms, preference, forced, failed) for plan in plans]
-    legal = [plan for plan in judged if plan.lost is None]
-    priced = [plan for plan in legal if plan.cost is not None]
-    pool = priced or legal
+    # In time or not: where something can be priced, what cannot is no way around a deadline.
+    priced = any(plan.cost is not None and plan.lost in (None, Lost.DEADLINE) for plan in judged)
+    pool = [plan for plan in judged if plan.lost is None and (plan.cost is not None or not priced)]
     preferred = [plan for plan in pool if plan.kind is preference.prefer]
     approximate = _approximate(terms)
-    if not pool:
-        return Decision(None, (*judged, approximate), fallback_of(terms))
-    best = min(preferred or pool, key=_rank)
+    best = min(preferred or pool, key=_rank) if pool else None
     outvoted = Lost.NOT_PREFERRED if preferred else Lost.COST
 
     def named(plan: Candidate) -> Candidate:
@@ -64,7 +62,8 @@ def decide(
             return plan
         return replace(plan, lost=Lost.UNMEASURED if plan.cost is None and priced else outvoted)
 
-    return Decision(best, (*(named(plan) for plan in judged), approximate))
+    considered = (*(named(plan) for plan in judged), approximate)
+    return Decision(best, considered, None if best is not None else fallback_of(terms))
 
 
 def _judge(

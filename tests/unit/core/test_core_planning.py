@@ -300,12 +300,12 @@ def test_what_is_chosen_is_legal_in_time_and_nothing_cheaper_was_skipped(
     assert {plan.kind for plan in decision.considered} == {*ORDER, Approximate.SELECTED_SUPPORT}
     assert all((plan.lost is None) == (plan is decision.chosen) for plan in decision.considered)
     assert (decision.chosen is None) == (decision.fallback is not None)
+    open_to = [plan for plan in found if plan.lost is None and (forced is None or plan.kind is forced)]
+    anything_priced = any(plan.seconds is not None for plan in open_to)
     in_time = [
         plan
-        for plan in found
-        if plan.lost is None
-        and (forced is None or plan.kind is forced)
-        and (slack is None or plan.seconds is None or plan.seconds <= slack)
+        for plan in open_to
+        if (not anything_priced if plan.seconds is None else slack is None or plan.seconds <= slack)
     ]
     if decision.chosen is None:
         assert not in_time

@@ -1,0 +1,276 @@
+"""A tier that slows down in the middle of a step, loses rows, answers late or twice: another exact plan or a
+typed fallback, in time, and never other bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kvtier_core.admission import Fallback
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.placements.preference import PlacementPreference, PlanKind
+from kvtier_core.planner import PlanTerms
+from kvtier_core.planning.facts import Rates
+from kvtier_core.stepplans import Planned
+from tests.unit.core.rowsdouble import CPU, GPU, LAYOUT, NVME, World, world
+from tests.unit.core.tierdoubles import Read
+
+WHERE = [NVME, CPU, NVME, GPU]
+
+
+@contextmanager
+def opened(where: Sequence[int] = WHERE, **options: object) -> Iterator[World]:
+    made = world(where, **options)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def attend(made: World, kind: PlanKind | None = None) -> Planned:
+    with torch.inference_mode():
+        return made.plans.exact(made.append, made.query, made.visible, step=0, forced=kind)
+
+
+@pytest.fixture(scope="module")
+def want() -> torch.Tensor:
+    with opened([GPU] * 4) as made:
+        return attend(made).attended.out
+
+
+def failing(times: int, reason: Reason) -> Callable[[Sequence[Read]], None]:
+    left = [times]
+
+    def pick(reads: Sequence[Read]) -> None:
+        if left[0]:
+            left[0] -= 1
+            reads[0].end(CoreError(reason, "a fault of this double"))
+        else:
+            reads[0].end()
+
+    return pick
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [Reason.CHECKSUM_MISMATCH, Reason.STORAGE_UNAVAILABLE, Reason.IDENTITY_MISMATCH, Reason.SHORT_COPY],
+)
+def test_rows_lost_once_are_read_by_the_next_plan(want: torch.Tensor, reason: Reason) -> None:
+    with opened() as made:
+        made.store.storage.pick = failing(1, reason)
+        planned = attend(made)
+        assert made.plans.buffers.available == made.plans.buffers.limit
+    assert planned.plan.kind is PlanKind.ALL_ROWS_MOVED
+    assert planned.failed == (("supportPartition", reason.value),)
+    assert planned.plan.lost["supportPartition"] == "FAILED"
+    assert torch.equal(planned.attended.out, want)
+
+
+RECOMPUTE = PlanTerms(
+    fallbacks=frozenset({Fallback.RECOMPUTE_EXACT, Fallback.POSTPONE_FOR_EXACT_RETRY}),
+    recompute=2.0,
+    retry=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("terms", "slack", "action"),
+    [
+        pytest.param(PlanTerms(), None, Fallback.REJECT_NO_LEGAL_PATH, id="nothing-allowed"),
+        pytest.param(RECOMPUTE, None, Fallback.RECOMPUTE_EXACT, id="recompute"),
+        pytest.param(RECOMPUTE, 1.0, Fallback.POSTPONE_FOR_EXACT_RETRY, id="no-time-to-recompute"),
+        pytest.param(RECOMPUTE, 0.25, Fallback.REJECT_NO_LEGAL_PATH, id="no-time-at-all"),
+    ],
+)
+def test_rows_lost_for_good_end_in_the_contracts_fallback(
+    want: torch.Tensor, terms: PlanTerms, slack: float | None, action: Fallback
+) -> None:
+    deadline = None if slack is None else 100.0 + slack
+    with opened(terms=terms, deadline=deadline) as made:
+        made.store.storage.pick = failing(1 << 20, Reason.STORAGE_UNAVAILABLE)
+        with pytest.raises(CoreError) as lost:
+            attend(made)
+        assert lost.value.reason is Reason.STORAGE_UNAVAILABLE
+        assert lost.value.facts["fallback"] == action.value
+        assert lost.value.facts["attempted"] == (
+            "supportPartition:STORAGE_UNAVAILABLE,allRowsMoved:STORAGE_UNAVAILABLE"
+        )
+        made.store.storage.pick = lambda reads: reads[0].end()
+        assert torch.equal(attend(made).attended.out, want)
+
+
+def test_a_tier_that_slows_down_ends_the_frame_at_its_deadline_and_a_repeat_gives_the_same_bits(
+    want: torch.Tensor,
+) -> None:
+    with opened(deadline=101.0) as made:
+
+        def slower(reads: Sequence[Read]) -> None:
+            made.clock.now += 0.4
+
+        made.store.storage.pick = slower
+        with pytest.raises(CoreError) as late:
+            attend(made)
+        assert late.value.reason is Reason.DEADLINE
+        assert late.value.facts["fallback"] == Fallback.REJECT_NO_LEGAL_PATH.value
+        assert made.clock.now < 102.0
+        waiting = [read for read in made.store.storage.reads if not read.sink.over]  # type: ignore[attr-defined]
+        held = made.plans.buffers.limit - made.plans.buffers.available
+        assert held == len(waiting) == 2
+    with opened() as made:
+        made.store.storage.pick = lambda reads: reads[-1].end()
+        assert torch.equal(attend(made).attended.out, want)
+
+
+def test_bytes_that_come_late_reach_nobody(want: torch.Tensor) -> None:
+    with opened(deadline=101.0) as made:
+        late: list[Read] = []
+
+        def expires(reads: Sequence[Read]) -> None:
+            made.clock.now = 101.5
+            for read in reads:
+                late.append(read)
+                read.sink.done(0, CoreError(Reason.DEADLINE, "storage did not end in time"))
+
+        made.store.storage.pick = expires
+        with pytest.raises(CoreError) as refused:
+            attend(made)
+        assert refused.value.reason is Reason.DEADLINE
+        for read in late:
+            read.source = torch.full(LAYOUT.shape, 7.0)
+        made.store.storage.pick = lambda reads: reads[0].end()
+        again = World(
+            made.store,
+            made.plans,
+            made.append,
+            type(made.query)(made.query.q, made.query.first_position, made.query.frame, None),
+            made.visible,
+            made.clock,
+        )
+        first = attend(again).attended.out
+        for read in late:
+            read.land()
+            read.sink.drained(0)
+        assert torch.equal(first, want)
+        assert torch.equal(attend(again).attended.out, want)
+        assert made.plans.buffers.available == made.plans.buffers.limit
+
+
+def test_what_is_answered_twice_counts_once(want: torch.Tensor) -> None:
+    with opened() as made:
+
+        def twice(reads: Sequence[Read]) -> None:
+            reads[0].end()
+            reads[0].sink.done(0, CoreError(Reason.CHECKSUM_MISMATCH, "and again"))
+            reads[0].end()
+
+        made.store.storage.pick = twice
+        planned = attend(made)
+        assert made.plans.buffers.available == made.plans.buffers.limit
+    assert planned.failed == ()
+    assert torch.equal(planned.attended.out, want)
+
+
+def test_a_frame_that_cannot_be_in_time_is_refused_before_anything_is_read() -> None:
+    """B.9: predicted_finish > deadline. Storage was measured at one block a second."""
+    postpone = PlanTerms(fallbacks=frozenset({Fallback.POSTPONE_FOR_EXACT_RETRY}), retry=0.0)
+    with opened(deadline=101.0, rates=Rates(1e-6), terms=postpone) as made:
+        made.store.storage.measured.read_bytes_per_second = float(LAYOUT.payload_bytes)
+        planner = type(made.plans)(
+            made.store, made.clock, None, query_heads=4, rates=Rates(1e-6), terms=postpone
+        )
+        with pytest.raises(CoreError) as late:
+            planner.exact(made.append, made.query, made.visible, step=0)
+        assert late.value.reason is Reason.DEADLINE
+        assert late.value.facts["supportPartition"] == "DEADLINE"
+        assert late.value.facts["fallback"] == Fallback.POSTPONE_FOR_EXACT_RETRY.value
+        assert made.store.storage.reads == []
+
+
+def test_the_policy_of_a_cache_decides_which_plan_runs(want: torch.Tensor) -> None:
+    moved = PlacementPreference("flexgen", prefer=PlanKind.ALL_ROWS_MOVED)
+    with opened(terms=PlanTerms(preference=moved)) as made:
+        planned = attend(made)
+    assert planned.plan.kind is PlanKind.ALL_ROWS_MOVED
+    assert set(planned.plan.labels) == {"nvme:staged", "cpu:staged", "gpu:partial"}
+    assert planned.plan.lost["supportPartition"] == "NOT_PREFERRED"
+    assert torch.equal(planned.attended.out, want)
+
+
+def test_a_decision_is_made_once_for_a_placement() -> None:
+    with opened([CPU, GPU]) as made:
+        for _ in range(5):
+            attend(made)
+        assert made.plans.planner.decided == 1
+        attend(made, PlanKind.ALL_ROWS_MOVED)
+        assert made.plans.planner.decided == 1
+        assert made.plans.inspect(made.append.session, 0).why()["requestOnCpu"] == "REQUEST_SPLIT"
+
+
+# Promises.
+
+
+def layers(made: World) -> None:
+    """A second layer with the same chunks."""
+    first = made.append.session.layers[0]
+    made.append.session.layers.append(type(first)(first.open_tier, first.frontier, list(first.lines)))
+
+
+def test_the_next_layers_blocks_come_while_this_one_is_computed(want: torch.Tensor) -> None:
+    with opened([NVME] * 4) as made, torch.inference_mode():
+        layers(made)
+        session, storage = made.append.session, made.store.storage
+        options = {"step": 0, "next_layer_follows": True}
+        first = made.plans.exact(made.append, made.query, made.visible, **options)  # type: ignore[arg-type]
+        assert (first.attended.promised_bytes, len(storage.reads)) == (0, 8)
+        made.clock.now += 2.0
+        for read in storage.reads[4:]:
+            read.end()
+        made.clock.now += 1.0
+        made.append.layer = 1
+        second = made.plans.exact(made.append, made.query, made.visible, step=0)
+        assert len(storage.reads) == 8
+        assert second.attended.promised_bytes == 4 * LAYOUT.payload_bytes
+        assert second.attended.hidden_seconds == 2.0
+        assert second.attended.stall_seconds == 0.0
+        assert torch.equal(second.attended.out, first.attended.out)
+        assert torch.equal(second.attended.out, want)
+        assert made.plans.buffers.available == made.plans.buffers.limit
+        assert session.session_id == "r1"
+
+
+@pytest.mark.parametrize("how", ["another layer", "another step", "closed", "no layer follows"])
+def test_a_promise_that_is_not_kept_changes_nothing(want: torch.Tensor, how: str) -> None:
+    with opened([NVME] * 4) as made, torch.inference_mode():
+        if how != "no layer follows":
+            layers(made)
+        storage = made.store.storage
+        made.plans.exact(made.append, made.query, made.visible, step=0, next_layer_follows=True)
+        promised = storage.reads[4:]
+        assert len(promised) == (0 if how == "no layer follows" else 4)
+        if how == "closed":
+            made.plans.forget("r1")
+        elif how == "another step":
+            made.append.layer = 1
+            out = made.plans.exact(made.append, made.query, made.visible, step=1).attended.out
+            assert torch.equal(out, want)
+        else:
+            out = made.plans.exact(made.append, made.query, made.visible, step=0).attended.out
+            assert torch.equal(out, want)
+        for read in promised:
+            if not read.sink.over:  # type: ignore[attr-defined]
+                read.end()
+        assert made.plans.buffers.available == made.plans.buffers.limit
+
+
+def test_a_promise_leaves_buffers_to_frames() -> None:
+    with opened([NVME] * 8) as made, torch.inference_mode():
+        layers(made)
+        made.plans.buffers.limit = 8
+        made.plans.exact(made.append, made.query, made.visible, step=0, next_layer_follows=True)
+        assert made.plans.buffers.available == 4
+        made.append.layer = 1
+        made.plans.exact(made.append, made.query, made.visible, step=0)
+        assert made.plans.buffers.available == 8
