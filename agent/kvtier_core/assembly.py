@@ -15,6 +15,7 @@ import torch
 from kvtier_core.checksums import SUPPORTED
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import CODEC_IDENTITY, ChunkLayout
+from kvtier_core.placements.policy import check_policy
 from kvtier_core.tiers.arena import MAX_SEGMENTS, SEGMENT_BYTES, ArenaOptions
 from kvtier_core.tiers.base import (
     DEFAULT_CAPABILITY,
@@ -47,7 +48,6 @@ from kvtier_crds.manifest import (
 from kvtier_crds.manifest import Tier as TierEntry
 
 SIMULATED = "simulated"
-PLACEMENT_POLICIES = ("recency",)
 MAX_IO_THREADS = 64
 
 
@@ -129,12 +129,7 @@ def check_manifest(manifest: RuntimeManifest) -> None:
         raise CoreError(
             Reason.MANIFEST_INVALID, "an engine runs the exact manifest; selectors come with a step"
         )
-    if manifest.placement.policy not in PLACEMENT_POLICIES:
-        legal = ", ".join(PLACEMENT_POLICIES)
-        raise CoreError(
-            Reason.MANIFEST_INVALID,
-            f"placement.policy {manifest.placement.policy} cannot run; legal: {legal}",
-        )
+    check_policy(manifest.placement, geometry)
     for tier in manifest.tiers:
         where = f"tiers[{tier.tier_class_name}]"
         if tier.codec != CODEC_IDENTITY:

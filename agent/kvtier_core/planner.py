@@ -187,7 +187,7 @@ class StepPlanner:
     ) -> None:
         self._store = store
         self._query_heads = query_heads
-        self._credits = credits
+        self._held = self._credits = credits
         self._rates = rates
         self.terms = terms
         self._tiers = tuple(tier_facts(tier) for tier in store.tiers)
@@ -204,6 +204,11 @@ class StepPlanner:
     def prefer(self, preference: PlacementPreference) -> None:
         """From the next decision on; what was decided is forgotten."""
         self.terms = replace(self.terms, preference=preference)
+        most = self._held.staging_bytes
+        if preference.staging_bytes is not None:
+            # Slices of heads adapt to what they may take, so they must know it before they are priced.
+            most = min(most, preference.staging_bytes)
+        self._credits = replace(self._held, staging_bytes=most)
         self._kept.clear()
 
     def plan(

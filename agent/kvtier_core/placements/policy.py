@@ -15,7 +15,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.exact_placements import PlacementRefused
 from kvtier_core.placements.flexgen import AttentionSite, EngineConstants, Split
 from kvtier_core.placements.wholerequest import Curve
-from kvtier_crds.manifest import Placement
+from kvtier_crds.manifest import Geometry, Placement
 
 MAX_POINTS = 16
 
@@ -92,6 +92,17 @@ def policy_of(placement: Placement) -> Policy:
         f"placement policy {placement.policy} is not one of recency, flexGen, headGroups, wholeRequest",
         {"policy": placement.policy},
     )
+
+
+def check_policy(placement: Placement, geometry: Geometry) -> None:
+    """What `policy_of` refuses, and a slice of more KV heads than the model has: MANIFEST_INVALID."""
+    policy = policy_of(placement)
+    heads = policy.group_heads if isinstance(policy, HeadGroups) else None
+    if heads is not None and heads > geometry.kv_heads:
+        raise CoreError(
+            Reason.MANIFEST_INVALID,
+            f"placement headGroups: groupHeads {heads} of {geometry.kv_heads} KV heads",
+        )
 
 
 def _flex_gen(read: _Reader) -> FlexGen:

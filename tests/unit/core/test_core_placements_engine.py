@@ -11,7 +11,19 @@ import torch
 
 from kvtier_core.engine import CacheEngine
 from kvtier_core.placements.preference import PlacementPreference, PlanKind, TierShare
-from tests.unit.core.builders import CHUNK, LAYERS, Driver, Rows, TierBudget, cpu, engine, gpu, nvme
+from tests.unit.core.builders import (
+    CHUNK,
+    KV_HEADS,
+    LAYERS,
+    SLOT,
+    Driver,
+    Rows,
+    TierBudget,
+    cpu,
+    engine,
+    gpu,
+    nvme,
+)
 
 TIERS = (gpu(8), cpu(24), nvme(24))
 ROWS = Rows.random(8 * CHUNK + 3, seed=5)
@@ -86,6 +98,30 @@ def test_head_groups_move_host_rows_in_slices_and_the_bits_are_the_same(tmp_path
     assert found["ram"] > 0
     assert kinds == {"headGroups"}
     assert torch.equal(out, played(tmp_path, None, tiers)[0])
+
+
+# One KV head's rows of the five chunks in host memory, twice.
+SLICES = 2 * 5 * SLOT // KV_HEADS
+
+
+@pytest.mark.parametrize(
+    ("staging", "heads"), [(2 * SLICES, 2), (2 * SLICES - 1, 1), (SLICES, 1), (SLICES - 1, None)]
+)
+def test_grouping_adapts_to_the_staging_that_the_policy_declares(
+    tmp_path: Path, staging: int, heads: int | None
+) -> None:
+    with engine(tmp_path, (gpu(8), cpu(24))) as built:
+        built.prefer(PlacementPreference("headGroups", prefer=PlanKind.HEAD_GROUPS, staging_bytes=staging))
+        driver = Driver.open(built, ROWS)
+        driver.play(PREFILL, 1, block=CHUNK)
+        decision = built.inspect_plan(driver.handle.session_id, driver.handle.generation, 0)
+        assert decision.chosen is not None
+        if heads is None:
+            assert decision.why()["headGroups"] == "STAGING_TOO_SMALL"
+            assert decision.chosen.kind is not PlanKind.HEAD_GROUPS
+        else:
+            assert (decision.chosen.kind, decision.chosen.group_heads) == (PlanKind.HEAD_GROUPS, heads)
+        driver.close()
 
 
 def test_a_short_request_lies_whole_on_the_first_tier_and_the_next_one_beside_it(tmp_path: Path) -> None:

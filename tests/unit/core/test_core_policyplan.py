@@ -12,7 +12,15 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.nodeplan import NodePlan, TierFigures, node_plan
 from kvtier_core.placements.flexgen import AttentionSite, Split
-from kvtier_core.placements.policy import FlexGen, HeadGroups, Policy, Recency, WholeRequest, policy_of
+from kvtier_core.placements.policy import (
+    FlexGen,
+    HeadGroups,
+    Policy,
+    Recency,
+    WholeRequest,
+    check_policy,
+    policy_of,
+)
 from kvtier_core.placements.preference import RECENCY, PlacementPreference, PlanKind, TierShare
 from kvtier_core.placements.wholerequest import Curve
 from kvtier_core.policyplan import policy_plan, preference_of
@@ -120,6 +128,15 @@ def test_a_parameter_that_is_none_is_refused_by_name(
         policy_of(placement)
     assert error.value.reason is reason
     assert names in error.value.message
+
+
+def test_a_slice_of_more_heads_than_there_are_is_refused_before_a_cache_is_built() -> None:
+    manifest = compiled("chat-headgroups")
+    check_policy(changed("headgroups", groupHeads=3), manifest.model.geometry)
+    with pytest.raises(CoreError) as error:
+        check_policy(changed("headgroups", groupHeads=4), manifest.model.geometry)
+    assert error.value.reason is Reason.MANIFEST_INVALID
+    assert "4 of 3 KV heads" in error.value.message
 
 
 # From the policy to the plan.
