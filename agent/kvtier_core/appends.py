@@ -50,10 +50,10 @@ class Session:
     """producers: (first position, index of the producer's digest), ascending; the same in all layers.
     epoch: grows with each step of any session; what is sealed in one step is equally recent, by position.
     step_first: position of the first query of the step that runs. number: names the lines that the session
-    makes; a truncation gives it another, since lines of before may live on in a fork. position_epoch: grows
-    with each edit of the history; positions: what is seen of the rows, and where; edits: points at which that
-    changed, ascending; turning: how keys turn, once some were moved. last_edit: what was asked last and the
-    frontier then."""
+    makes; a truncation that takes lines gives it another, since they may live on in a fork. position_epoch:
+    grows with each edit of the history; positions: what is seen of the rows, and where; edits: points at
+    which that changed, ascending; turning: how keys turn, once some were moved. last_edit: what was asked
+    last and the frontier then."""
 
     number: int
     session_id: str

@@ -57,6 +57,15 @@ class Branching:
 
     # Truncate.
 
+    def loses_lines(self, session: Session, to: int) -> bool:
+        """Whether a cut at row `to` takes a line from the session, and not just rows from its open chunk."""
+        chunk, rows = divmod(to, self._store.layout.chunk_tokens)
+        stays = chunk + 1 if rows else chunk
+        return any(
+            len(state.lines) > stays or (rows > 0 and state.lines[chunk] != state.open_line)
+            for state in session.layers
+        )
+
     def prepare_cut(self, session: Session, to: int, number: int, alive: Callable[[], None]) -> Cut:
         """Reads what a cut at row `to` must keep of the chunk that it goes through. `to` is at most the
         frontier of every layer. Typed errors of tiers; nothing is held then."""

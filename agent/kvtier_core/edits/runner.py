@@ -42,7 +42,7 @@ class Context(Protocol):
 
 class Edits:
     """Edits the sessions of one store; the engine's lock is held. issue: a number that no session has had,
-    which names lines and histories. intern, digest_of: producers by index and back."""
+    to name lines. intern, digest_of: producers by index and back."""
 
     def __init__(
         self,
@@ -105,10 +105,11 @@ class Edits:
         row, view = session.positions.truncate(least, to)
         if view == session.positions and all(state.frontier == row for state in session.layers):
             return False
-        number = self._issue()
+        # A line that goes may live on elsewhere, or in a late completion: its name is not given again.
+        number = self._issue() if self._branching.loses_lines(session, row) else session.number
         cut = self._branching.prepare_cut(session, row, number, alive)
         try:
-            source = dataclasses.replace(session.source, publication_generation=number)
+            source = _next_history(session.source)
             indexes = self._indexed(context, source, row, view, alive)
         except BaseException:
             self._branching.abort_cut(cut)
@@ -131,7 +132,7 @@ class Edits:
             view = repositioned(session.positions, frontier, operation)
         if view == session.positions:
             return False
-        source = dataclasses.replace(session.source, publication_generation=self._issue())
+        source = _next_history(session.source)
         for chunk in view.hidden_chunks(self._store.layout.chunk_tokens, frontier):
             self._branching.forget_chunk(session, chunk)
         self._changed(context, source, view, [None] * len(session.layers))
@@ -227,3 +228,8 @@ class Edits:
             raise
         self._branching.commit_branch(branch)
         return child, indexes
+
+
+def _next_history(source: SourceBinding) -> SourceBinding:
+    """Of the same session after an edit: what its rows are named by does not come again."""
+    return dataclasses.replace(source, publication_generation=source.publication_generation + 1)

@@ -2,9 +2,9 @@
 sessions, against lists of rows.
 
 The model: a session is a list of (stored position, position, k, v); an answer is attention over it in
-float64, each key turned from where it was stored to where it stands. A chunk is a name; a fork takes the names
-of sealed ones along. So the engine must hold exactly as many chunks as there are names: one less was freed
-early, one more has leaked. Stopping checks the ledger.
+float64, each key turned from where it was stored to where it stands. A chunk is a name; a fork takes the
+names of sealed ones along. So the engine must hold exactly as many chunks as there are names: one less was
+freed early, one more has leaked. Stopping checks the ledger.
 """
 
 from __future__ import annotations
