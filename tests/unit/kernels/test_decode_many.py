@@ -192,3 +192,19 @@ def test_a_distance_that_changes_begins_another_run() -> None:
     ]
     assert runs[0].cut(1, 3).count == 2
     assert (runs[0].cut(1, 3).key_array[0] == pool[1, 0].numpy()).all()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("libraries")
+def test_rows_that_are_not_finite_spoil_what_they_reach_and_nothing_else() -> None:
+    q, pool = drawn((9, 3, 64), 64, 4, 2, 3)
+    pool[1, 0, 1, 5] = torch.inf
+    pool[1, 1, 1, 6, 7] = torch.nan
+    each = [Sequenced((0, 1), 64), Sequenced((2, 3), 64)]
+    got = together(q, pool, each)
+    assert_same(AttentionState(got.m[1:], got.l[1:], got.u[1:], FRAME), [alone(q[1:], pool, each[1])])
+    want = alone(q[:1], pool, each[0])
+    sound = torch.isfinite(want.u[0])
+    assert torch.equal(torch.isfinite(got.u[0]), sound)
+    assert torch.equal(got.u[0][sound], want.u[0][sound])
+    assert sound.any() and not sound.all()

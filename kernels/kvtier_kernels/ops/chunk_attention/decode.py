@@ -3,8 +3,8 @@
 Why it exists: a decode step is bound by memory and by the number of calls, not by arithmetic. Chunks that lie
 at equal distances are read in place by one product; what is element by element runs over all chunks of all
 queries at once; and chunks that several queries share are read once for all of them. It must not know
-where chunks live. Bit equality with `chunk_state` and `merge` is held by tests/unit/kernels/test_decode_states.py
-and test_decode_many.py.
+where chunks live. Bit equality with `chunk_state` and `merge` is held by test_decode_states.py and
+test_decode_many.py in tests/unit/kernels.
 """
 
 from __future__ import annotations

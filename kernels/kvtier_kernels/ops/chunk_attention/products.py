@@ -6,7 +6,8 @@ product costs a call for each chunk, and on rows that no cache holds it runs at 
 speed; numpy's takes any regular distance between chunks and keeps nearer to it. Both add up one product
 after the other with fused multiply-adds, so their bits are the same as long as neither takes a path of its
 own for small shapes. Which path a library takes is not promised, so `agrees` compares them for a shape when
-it first comes, and where they differ everything runs on torch. It must not know which chunks these are.
+it first comes, and where they differ everything runs on torch. Rows that are not finite give what they give,
+without numpy's warnings. It must not know which chunks these are.
 
 Measured (torch 2.15 with MKL, numpy 2 with OpenBLAS 0.3.31, fp32): keys differ when rows x queries <= 1,200,
 values and states when there is a single query.
@@ -47,17 +48,19 @@ def key_products(q: Floats, keys: Floats) -> Floats:
     if width != queries:
         wide = np.zeros((q.shape[0], width, q.shape[2]), np.float32)
         wide[:, :queries] = q
-    logits: Floats = np.matmul(keys, wide.transpose(0, 2, 1))
+    with np.errstate(all="ignore"):
+        logits: Floats = np.matmul(keys, wide.transpose(0, 2, 1))
     return logits[..., :queries]
 
 
-def value_products(p: Floats, values: Floats) -> Floats:
-    """[n, Hk, queries, d]: p [n, Hk, queries, R] times values [n, Hk, R, d], summed in fixed blocks of rows,
-    ascending. queries >= 2."""
-    u: Floats = np.matmul(p[..., :VALUE_BLOCK], values[:, :, :VALUE_BLOCK])
-    for lo in range(VALUE_BLOCK, p.shape[3], VALUE_BLOCK):
-        hi = lo + VALUE_BLOCK
-        u += np.matmul(p[..., lo:hi], values[:, :, lo:hi])
+def value_products(p: Floats, values: Floats, out: Floats | None = None) -> Floats:
+    """[..., queries, d]: p [..., queries, R] times values [..., R, d], summed in fixed blocks of rows,
+    ascending, into `out` where that is given. queries >= 2."""
+    with np.errstate(all="ignore"):
+        u: Floats = np.matmul(p[..., :VALUE_BLOCK], values[..., :VALUE_BLOCK, :], out=out)
+        for lo in range(VALUE_BLOCK, p.shape[-1], VALUE_BLOCK):
+            hi = lo + VALUE_BLOCK
+            u += np.matmul(p[..., lo:hi], values[..., lo:hi, :])
     return u
 
 
@@ -127,5 +130,6 @@ def folds(width: int) -> bool:
 def fold(weights: Floats, states: Floats) -> Floats:
     """[H, width]: the sum over n of weights [H, n] times states [H, n, width], ascending."""
     twice = np.broadcast_to(weights[:, None], (weights.shape[0], 2, weights.shape[1]))
-    total: Floats = np.matmul(np.ascontiguousarray(twice), states)
+    with np.errstate(all="ignore"):
+        total: Floats = np.matmul(np.ascontiguousarray(twice), states)
     return total[:, 0]

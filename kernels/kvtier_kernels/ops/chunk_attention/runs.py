@@ -18,8 +18,8 @@ from kvtier_kernels.ops.chunk_attention.products import Floats
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
     """n chunks in ascending order of their rows. keys, values: each chunk's float32 [Hk, R, d], rows
-    contiguous; key_array, value_array: the same memory as one view [n, Hk, R, d], which may reach over several
-    allocations and is good as long as the tensors are kept."""
+    contiguous; key_array, value_array: the same memory as one view [n, Hk, R, d], which may reach over
+    several allocations and is good as long as the tensors are kept."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]

@@ -1,0 +1,100 @@
+"""Paged decode has the bits of one chunk at a time, however its pages lie and whoever computes them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtier_kernels.ops.chunk_attention import chunk_state, products
+from kvtier_kernels.ops.paged_decode import paged_decode_torch
+from kvtier_kernels.state import AttentionState, LogitFrame, merge_ascending
+
+PAGE, SPLIT, SCALE = 16, 64, 0.125
+CHUNK_PAGES = SPLIT // PAGE
+PAGES = 160
+TABLES = {
+    "straight": list(range(PAGES)),
+    "scattered": torch.randperm(PAGES, generator=torch.Generator().manual_seed(1)).tolist(),
+    "backwards": list(range(PAGES))[::-1],
+    "straight within chunks": [
+        chunk * CHUNK_PAGES + page
+        for chunk in torch.randperm(PAGES // CHUNK_PAGES, generator=torch.Generator().manual_seed(2)).tolist()
+        for page in range(CHUNK_PAGES)
+    ],
+    "straight but for two": [*range(9), 12, 11, 10, *range(13, PAGES), 9],
+}
+
+
+def inputs(hq: int, hk: int, d: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(hq)
+    k, v = (torch.randn(PAGES, PAGE, hk, d, generator=g).to(dtype) for _ in range(2))
+    return (torch.randn(3, hq, d, generator=g) * 2).to(dtype), k, v
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, table: list[int], n: int) -> AttentionState:
+    rows = [x[table].flatten(0, 1)[:n].float() for x in (k, v)]
+    states = [
+        chunk_state(
+            q.float(),
+            rows[0][lo : lo + SPLIT],
+            rows[1][lo : lo + SPLIT],
+            scale=SCALE,
+            q_pos0=n - 1,
+            row_pos0=lo,
+            frame=LogitFrame(SCALE),
+        )
+        for lo in range(0, n, SPLIT)
+    ]
+    return merge_ascending(states)
+
+
+@pytest.mark.parametrize("library", ["numpy where it agrees", "torch alone"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
+@pytest.mark.parametrize("heads", [(9, 3, 64), (8, 1, 128), (2, 2, 16)], ids=str)
+def test_any_table_has_the_bits_of_one_chunk_at_a_time(
+    heads: tuple[int, int, int],
+    table: list[int],
+    workers: int,
+    library: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if library == "torch alone":
+        monkeypatch.setattr(products, "agrees", lambda *_: False)
+    q, k, v = inputs(*heads)
+    lengths = [PAGES * PAGE, 40 * PAGE + 3, 7]
+    tables = torch.tensor([table] * 3, dtype=torch.int32)
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        got = paged_decode_torch(
+            q, k, v, tables, lens, scale=SCALE, split_tokens=SPLIT, workers=pool if workers else None
+        )
+    for b, n in enumerate(lengths):
+        want = expected(q[b : b + 1], k, v, table, n)
+        for name in ("m", "l", "u"):
+            a, e = getattr(got, name)[b : b + 1].contiguous(), getattr(want, name).contiguous()
+            assert torch.equal(a.view(torch.int32), e.view(torch.int32)), (b, name)
+
+
+@pytest.mark.parametrize("layout", ["half precision", "pages apart", "rows apart"])
+def test_caches_that_cannot_be_read_in_place_have_the_same_bits(layout: str) -> None:
+    q, k, v = inputs(9, 3, 64, torch.float16 if layout == "half precision" else torch.float32)
+    if layout == "pages apart":
+        k, v = (torch.cat((x, torch.full_like(x, torch.nan)), 1)[:, :PAGE] for x in (k, v))
+    if layout == "rows apart":
+        k, v = (torch.cat((x, torch.full_like(x, torch.nan)), 3)[..., :64] for x in (k, v))
+    n = 10 * SPLIT
+    got = paged_decode_torch(
+        q[:1],
+        k,
+        v,
+        torch.arange(PAGES, dtype=torch.int32)[None],
+        torch.tensor([n], dtype=torch.int32),
+        scale=SCALE,
+        split_tokens=SPLIT,
+    )
+    want = expected(q[:1], k, v, list(range(PAGES)), n)
+    assert torch.equal(got.u, want.u) and torch.equal(got.l, want.l) and torch.equal(got.m, want.m)
