@@ -1,0 +1,127 @@
+"""Edits on an agent without tensors: what reaches the engine, and what a fork is in the agent's own books."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.v1 import attention_pb2
+from kvtier_agent.cachehost import CacheHost, Session
+from kvtier_agent.sessionedits import SessionEditor
+from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Move, Operation, Reposition, Truncate
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.enforcement import ServedArm, SessionFacts
+from tests.unit.agent.agent_fakes import Bench, FakeEngine
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path)
+    await made.apply()
+    yield made
+    await made.close()
+
+
+async def opened(bench: Bench) -> tuple[Session, FakeEngine]:
+    host: CacheHost = next(iter(bench.node.caches.values()))
+    session = await host.open_session(SessionFacts("beta", "", "root", "root"), 0.125, 100, "")
+    engine = host.runner.engine
+    assert isinstance(engine, FakeEngine)
+    return session, engine
+
+
+def editor(bench: Bench, offers: list[tuple[str, int]] | None = None) -> SessionEditor:
+    def offer(session: Session, version: int, answer: attention_pb2.OpenSessionResponse) -> None:
+        (offers if offers is not None else []).append((session.handle.session_id, version))
+        answer.local_channel_refused = "none here"
+
+    return SessionEditor(bench.node, offer)
+
+
+def request(bench: Bench, session: Session, **edit: object) -> attention_pb2.EditSessionRequest:
+    return attention_pb2.EditSessionRequest(
+        session_id=session.handle.session_id,
+        generation=session.handle.generation,
+        boot_id=bench.node.boot_id,
+        tenant="beta",
+        position_epoch=1,
+        **edit,  # type: ignore[arg-type]
+    )
+
+
+ranges = attention_pb2.DropEdit(ranges=[attention_pb2.PositionRange(first=1, last=4)])
+moves = attention_pb2.RepositionEdit(moves=[attention_pb2.PositionMove(first=1, last=4, to=0)])
+OPERATIONS = [
+    pytest.param({"truncate": attention_pb2.TruncateEdit(to=5)}, Truncate(5), id="truncate"),
+    pytest.param({"drop": ranges}, Drop(((1, 4),)), id="drop"),
+    pytest.param({"drop": attention_pb2.DropEdit()}, Drop(()), id="drop-nothing"),
+    pytest.param({"reposition": moves}, Reposition((Move(1, 4, 0),)), id="moves"),
+    pytest.param(
+        {"reposition": attention_pb2.RepositionEdit(close_gaps=True)}, Reposition(), id="close-gaps"
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "operation"), OPERATIONS)
+async def test_an_edit_reaches_the_engine_as_what_it_means(
+    bench: Bench, edit: dict[str, object], operation: Operation
+) -> None:
+    session, engine = await opened(bench)
+    answer = await editor(bench).edit(request(bench, session, **edit))
+    (asked,) = engine.edits
+    assert isinstance(asked, EditRequest)
+    assert (asked.operation, asked.position_epoch) == (operation, 1)
+    assert asked.deadline is not None
+    assert (answer.changed, answer.position_epoch, answer.next_position) == (True, 2, 7)
+    assert (answer.rows, answer.chunks, answer.HasField("child")) == (5, 4, False)
+
+
+async def test_a_fork_is_a_session_of_the_same_arm_and_no_unit_of_evidence(bench: Bench) -> None:
+    session, engine = await opened(bench)
+    offers: list[tuple[str, int]] = []
+    fork = attention_pb2.ForkEdit(traceparent="00-trace", local_channel_version=1)
+    answer = await editor(bench, offers).edit(request(bench, session, fork=fork))
+    assert isinstance(engine.edits[0], ForkRequest)
+    child = bench.node.session(answer.child.session_id, answer.child.generation, "beta")
+    assert child is not session and child.traceparent == "00-trace"
+    assert (child.assignment.arm, child.assignment.sampled) == (ServedArm.BASELINE, False)
+    assert not child.counted
+    assert offers == [(child.handle.session_id, 1)]
+    assert answer.child.boot_id == bench.node.boot_id
+    assert answer.child.chunk_tokens == session.host.manifest.chunk_tokens
+    assert answer.child.local_channel_refused == "none here"
+    assert (answer.position_epoch, answer.next_position) == (2, 7)
+    with pytest.raises(CoreError):
+        bench.node.session(answer.child.session_id, answer.child.generation, "alpha")
+    await session.host.close_session(child)
+    assert bench.node.session(session.handle.session_id, session.handle.generation, "beta") is session
+
+
+@pytest.mark.parametrize("reason", [Reason.STEP_ORDER, Reason.NO_DESTINATION_CAPACITY])
+async def test_what_the_engine_refuses_opens_nothing(bench: Bench, reason: Reason) -> None:
+    session, engine = await opened(bench)
+    engine.refusal = CoreError(reason, "not now")
+    for edit in ({"fork": attention_pb2.ForkEdit()}, {"truncate": attention_pb2.TruncateEdit()}):
+        with pytest.raises(CoreError) as refused:
+            await editor(bench).edit(request(bench, session, **edit))
+        assert refused.value.reason is reason
+    assert list(session.host.sessions) == [session.handle.session_id]
+    assert session.frames_running == 0
+
+
+async def test_a_draining_agent_forks_nothing_and_still_edits(bench: Bench) -> None:
+    session, _ = await opened(bench)
+    bench.node.draining = True
+    with pytest.raises(CoreError) as refused:
+        await editor(bench).edit(request(bench, session, fork=attention_pb2.ForkEdit()))
+    assert refused.value.reason is Reason.DRAINING
+    assert (await editor(bench).edit(request(bench, session, drop=ranges))).changed
+
+
+async def test_an_edit_is_a_use_of_the_session(bench: Bench) -> None:
+    session, _ = await opened(bench)
+    bench.clock.advance(100)
+    await editor(bench).edit(request(bench, session, drop=ranges))
+    assert session.host.idle_sessions(50 * 10**9) == []
