@@ -18,7 +18,7 @@ from kvtier_kernels.ops.int8_sieve.torch_impl import Sieve, check_select
 from kvtier_kernels.ops.scoring import want
 
 MAX_K = 256
-BLOCK = 1024
+BLOCK = 512
 LOWEST = tl.constexpr(-0x7FFFFFFF - 1)
 
 

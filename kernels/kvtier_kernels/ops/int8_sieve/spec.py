@@ -29,7 +29,7 @@ from kvtier_kernels.testing.inputs import strided
 
 _SCAN = "kvtier_kernels.ops.int8_sieve.triton_impl"
 _SELECT = "kvtier_kernels.ops.int8_sieve.select_triton"
-_SIZES = {"K": 3, "k": 6, "cap": 20}
+_SIZES = {"K": 2, "k": 6, "cap": 20}
 AXES = {
     "B": "requests",
     "K": "drafts of a query",
@@ -156,7 +156,7 @@ def _select_variants(hk: int, group: int, drafts: int, width: int) -> tuple[AotV
             *("indptr_ptr", "units_ptr", "member_ptr", "dropped_ptr", "runner_ptr", "units", "k"),
         ),
     }
-    sizes = {"HK": hk, "K": drafts, "BN": 1024}
+    sizes = {"HK": hk, "K": drafts, "BN": 512}
     constants: dict[str, dict[str, int]] = {
         "keys": sizes | {"G": group},
         "list": sizes | {"KP": width},
@@ -209,7 +209,7 @@ def _scan_spec() -> KernelSpec:
         refusals=(
             _refusal("image-dtype", {"cq": torch.zeros(1, 1, 16, 64)}, "want cq int8"),
             _refusal("steps", {"scale": torch.zeros(1, 1, 15)}, "want scale"),
-            _refusal("head-dim", {"q": torch.zeros(1, 3, 4, 32)}, "disagree"),
+            _refusal("head-dim", {"q": torch.zeros(1, 2, 4, 32)}, "disagree"),
             _refusal("drafts", {"q": torch.zeros(1, 17, 4, 64)}, "at most 64", "triton"),
             _refusal("past-the-capacity", {"seq_lens": torch.tensor([17], dtype=torch.int32)}, r"\[0, 16\]"),
             _refusal(
@@ -219,8 +219,8 @@ def _scan_spec() -> KernelSpec:
                 "triton",
             ),
         ),
-        # 37 images of 64 bytes and their steps; 3 drafts of one head of 64 floats; two bounds each.
-        costs=(Cost("gqa1", 37 * 68 + 3 * 64 * 4 + 37 * 3 * 8, 2 * 37 * 3 * 64),),
+        # 37 images of 64 bytes and their steps; 2 drafts of one head of 64 floats; two bounds each.
+        costs=(Cost("gqa1", 37 * 68 + 2 * 64 * 4 + 37 * 2 * 8, 2 * 37 * 2 * 64),),
         exempt={Hazard.PADDED: units},
         bench=bench_cases("float32", 2048, 8192, hq=9, hk=3, d=64, **_SIZES | {"K": 1}),
         bench_gpu=tuple(
@@ -242,14 +242,14 @@ def _select_cases() -> tuple[Case, ...]:
     cases = (
         *(c for c in standard_cases(**_SIZES) if c.dtype == "float32" and c.axes["d"] == 64),
         case("unknown", (40,), "unknown", more=_SIZES),
-        case("starved", (60,), "starved", hk=1, more=_SIZES | {"cap": 7}),
-        case("distinct", (140, 60), "distinct", more=_SIZES | {"cap": 15}),
-        case("cap-below-the-drafts", (60,), "distinct", hk=1, more=_SIZES | {"cap": 2}),
+        case("starved", (60,), "starved", hk=1, more=_SIZES | {"K": 3, "cap": 7}),
+        case("distinct", (140, 60), "distinct", more=_SIZES | {"K": 3, "cap": 15}),
+        case("cap-below-the-drafts", (60,), "distinct", hk=1, more=_SIZES | {"K": 3, "cap": 2}),
         case("cap-past-the-units", (20,), "distinct", hk=1, more=_SIZES | {"cap": 64}),
         case("nothing-asked", (40,), "distinct", hk=1, more=_SIZES | {"k": 0}),
         case("one-draft", (40,), hk=1, more=_SIZES | {"K": 1}),
         case("no-drafts", (40, 20), "no-drafts", hk=1, more=_SIZES),
-        case("two-blocks", (1030,), hq=2, hk=1, more=_SIZES | {"K": 2, "k": 40, "cap": 60}),
+        case("two-blocks", (520,), hq=2, hk=1, more=_SIZES | {"K": 2, "k": 40, "cap": 60}),
         case("many-drafts", (50,), "distinct", hq=1, hk=1, more=_SIZES | {"K": 31, "cap": 40}),
     )
     return tuple(replace(c, axes={n: x for n, x in c.axes.items() if n != "d"}) for c in cases)
@@ -278,14 +278,14 @@ def _select_spec() -> KernelSpec:
             Invariance("strides", ("strided",), lambda x: strided(x, ("upper",)), Hazard.STRIDED),
         ),
         refusals=(
-            _refusal("scores-dtype", {"upper": torch.zeros(1, 3, 4, 16).half()}, "want upper float32"),
+            _refusal("scores-dtype", {"upper": torch.zeros(1, 2, 4, 16).half()}, "want upper float32"),
             _refusal("no-room", {"cap": 0}, "at most 0"),
             _refusal("too-many-drafts", {"upper": torch.zeros(1, 32, 4, 16)}, "1 to 31"),
-            _refusal("drafts", {"candidates": torch.tensor([4], dtype=torch.int32)}, r"\[0, 3\]"),
+            _refusal("drafts", {"candidates": torch.tensor([3], dtype=torch.int32)}, r"\[0, 2\]"),
             _refusal("k257", {"k": 257}, "at most 256", "triton"),
         ),
-        # 37 scores of 3 drafts of one head, and 20 units with their masks.
-        costs=(Cost("gqa1", 4 * 37 * 3 + 8 * 20, 37 * 3),),
+        # 37 scores of 2 drafts of one head, and 20 units with their masks.
+        costs=(Cost("gqa1", 4 * 37 * 2 + 8 * 20, 37 * 2),),
         exempt={
             Hazard.FAR: "scores are made contiguous, and every offset is an int64 from the program's id on",
             Hazard.HEAD_DIMS: "scores have no channels",
