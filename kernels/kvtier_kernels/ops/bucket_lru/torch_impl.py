@@ -1,4 +1,4 @@
-"""Bucketed LRU without a total order, vectorised over rows.
+"""Bucketed LRU on the CPU: a row at a time, vectorised within it, without an order of all slots.
 
 It exists so that a step's units find slots in time linear in slots and units. It must not know what a
 unit's bytes are, who copies them or when a copy is done: the pin is all it is told.
@@ -6,8 +6,9 @@ unit's bytes are, who copies them or when a copy is done: the pin is all it is t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from kvtier_kernels.ops.chunk_attention import ShapeError
 BUCKETS = 256
 # Ages are int16; the epoch is rebased before it leaves them.
 EPOCH_LIMIT = 2**15 - 1
+
+Array = np.ndarray[Any, Any]
 
 
 class BucketLru(NamedTuple):
@@ -69,70 +72,65 @@ def check_inputs(
 def bucket_lru_torch(
     want: Tensor, slot_tok: Tensor, age: Tensor, loc: Tensor, pin: Tensor, epoch: Tensor
 ) -> BucketLru:
-    """See the package."""
+    """See the package. Tensors on the CPU."""
     rows, width, *_ = check_inputs(want, slot_tok, age, loc, pin, epoch)
+    if want.device.type != "cpu":
+        raise ShapeError(f"tensors on the CPU, got {want.device}")
     lists = want.new_full((4, rows, width), -1)
-    hit_slot, victim, miss, evicted = lists
-    if rows == 0 or width == 0:
-        _rebase(age, epoch)
-        none = epoch.new_zeros(rows)
-        return BucketLru(hit_slot, victim, miss, evicted, none, none.clone(), slot_tok, age, loc, epoch)
-    _rebase(age, epoch)
-    valid = want >= 0
-    unit = want.clamp_min(0).long()
-    slot = loc.gather(1, unit)
-    held = valid & (slot >= 0) & (slot_tok.gather(1, slot.clamp_min(0).long()) == want)
-    hit_slot.copy_(torch.where(held, slot, -1))
-    row = torch.arange(rows, device=want.device)[:, None].expand(rows, width)
-    now = epoch.to(age.dtype)
-    age[row[held], slot[held].long()] = now[row[held]]
-
-    first = _first(unit, valid & ~held)
-    order = first.cumsum(1) - 1
-    n_miss = first.sum(1).to(torch.int32)
-    bucket = torch.where(slot_tok >= 0, (epoch[:, None] - age).clamp_max(BUCKETS - 2), BUCKETS - 1)
-    bucket = bucket.masked_fill(pin, 0)
-    chosen, taken = _victims(bucket, n_miss)
-
-    at, slots = chosen.nonzero(as_tuple=True)
-    rank = (chosen.cumsum(1) - 1)[chosen]
-    old = slot_tok[chosen]
-    victim[at, rank] = slots.to(torch.int32)
-    evicted[at, rank] = old
-    miss[row[first], order[first]] = want[first]
-    gone = old >= 0
-    loc[at[gone], old[gone].long()] = -1
-    new = miss[at, rank]
-    slot_tok[at, slots] = new
-    loc[at, new.long()] = slots.to(torch.int32)
-    age[at, slots] = now[at]
-    return BucketLru(hit_slot, victim, miss, evicted, n_miss, n_miss - taken, slot_tok, age, loc, epoch)
-
-
-def _rebase(age: Tensor, epoch: Tensor) -> None:
-    """Distances up to BUCKETS - 1 stay what they are, longer ones become that: buckets end before."""
+    n_miss, shortfall = want.new_zeros(rows), want.new_zeros(rows)
     back = torch.where(epoch > EPOCH_LIMIT, epoch - (BUCKETS - 1), 0)
-    age.copy_((age - back[:, None]).clamp_min(0))
-    epoch -= back
+    if bool(back.any()):
+        # Distances up to BUCKETS - 1 stay what they are, longer ones become that: buckets end before.
+        age.copy_((age - back[:, None]).clamp_min(0))
+        epoch -= back
+    written, asked, tok, ages, at, pinned = (x.numpy() for x in (lists, want, slot_tok, age, loc, pin))
+    for r, now in enumerate(epoch.tolist()):
+        missing, served = _row(asked[r], tok[r], ages[r], at[r], pinned[r], now, written[:, r])
+        n_miss[r], shortfall[r] = missing, missing - served
+    hit_slot, victim, miss, evicted = lists
+    return BucketLru(hit_slot, victim, miss, evicted, n_miss, shortfall, slot_tok, age, loc, epoch)
 
 
-def _first(unit: Tensor, missing: Tensor) -> Tensor:
-    """Of equal missing units of a row, the first."""
-    keyed, order = torch.where(missing, unit, -1).sort(dim=1, stable=True)
-    new = torch.ones_like(missing)
-    new[:, 1:] = keyed[:, 1:] != keyed[:, :-1]
-    return torch.zeros_like(missing).scatter_(1, order, new & (keyed >= 0))
+def _row(
+    want: Array, tok: Array, age: Array, loc: Array, pin: Array, now: int, lists: Array
+) -> tuple[int, int]:
+    """(units missing, units that got a slot) of one row; writes its state and its four lists."""
+    hit_slot, victim, miss, evicted = lists
+    valid = want >= 0
+    slot = loc[np.where(valid, want, 0)]
+    held = valid & (slot >= 0)
+    held &= tok[np.where(held, slot, 0)] == want
+    hit_slot[held] = slot[held]
+    age[slot[held]] = now
+    units = _first(want[valid & ~held], loc)
+    miss[: units.size] = units
+
+    bucket = np.minimum(now - age.astype(np.int32), BUCKETS - 2)
+    bucket[tok < 0] = BUCKETS - 1
+    bucket[pin] = 0
+    counts = np.bincount(bucket, minlength=BUCKETS)
+    at_least = counts[::-1].cumsum()[::-1]
+    take = min(units.size, int(at_least[1]))
+    cut = int(np.count_nonzero(at_least[1:] >= take))
+    chosen = bucket > cut
+    room = take - int(at_least[cut] - counts[cut])
+    chosen[np.flatnonzero(bucket == cut)[:room]] = True
+
+    slots = np.flatnonzero(chosen)
+    old = tok[slots]
+    victim[:take], evicted[:take] = slots, old
+    loc[old[old >= 0]] = -1
+    loc[units] = -1
+    tok[slots] = units[:take]
+    loc[units[:take]] = slots
+    age[slots] = now
+    return int(units.size), take
 
 
-def _victims(bucket: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """(slots chosen bool [R,HOT], how many int32 [R]): highest buckets first, then the lowest slots."""
-    rows = bucket.shape[0]
-    flat = bucket + BUCKETS * torch.arange(rows, device=bucket.device)[:, None]
-    counts = torch.bincount(flat.view(-1), minlength=rows * BUCKETS).view(rows, BUCKETS)
-    at_least = counts.flip(1).cumsum(1).flip(1)
-    take = torch.minimum(wanted, at_least[:, 1].to(torch.int32))
-    enough = at_least[:, 1:] >= take[:, None]
-    cut = enough.sum(1, keepdim=True)
-    room = take - (at_least - counts).gather(1, cut)[:, 0]
-    tied = bucket == cut
-    return (bucket > cut) | (tied & (tied.cumsum(1) <= room[:, None])), take
+def _first(missing: Array, loc: Array) -> Array:
+    """Each missing unit once, in the order of its first place. Leaves marks below 0 in loc."""
+    marks = np.arange(missing.size - 1, -1, -1, dtype=loc.dtype)
+    # Written backwards: of equal ids the last write stays, which is that of the first place.
+    loc[missing[::-1]] = -2 - marks
+    first: Array = missing[loc[missing] == (-2 - marks)[::-1]]
+    return first
