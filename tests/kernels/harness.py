@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
 from kvtier_kernels.registry import registry
@@ -17,18 +19,28 @@ DEVICE = os.environ.get("KVTIER_KERNELS_DEVICE", "cpu")
 SPECS = registry()
 
 
-def run(spec: KernelSpec, backend: str, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Named outputs, on the CPU. The inputs are left as they are."""
+def run(
+    spec: KernelSpec, backend: str, inputs: dict[str, Any], *, device: str = DEVICE
+) -> dict[str, torch.Tensor]:
+    """Named outputs, on the CPU. The inputs are left as they are; Triton gets them on the device."""
     own = fresh(inputs, spec.mutates)
-    if DEVICE != "cpu" and backend == "triton":
-        own = to_device(own, DEVICE)
+    if device != "cpu" and backend == "triton":
+        own = to_device(own, device)
     with correct_bf16() if DEVICE == "cpu" else nullcontext():
         result = spec.implementations[backend]()(**own)
     return {name: x.detach().cpu() for name, x in spec.outputs(result).items()}
 
 
 def want(spec: KernelSpec, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The reference's named outputs."""
     return spec.outputs(spec.reference(**fresh(inputs, spec.mutates)))
+
+
+@cache
+def wanted(op: str, case: str) -> dict[str, torch.Tensor]:
+    """The reference's named outputs of a case, computed once for all implementations."""
+    spec = next(s for s in SPECS if s.name == op)
+    return want(spec, spec.make_inputs(spec.case(case)))
 
 
 def unlike(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
@@ -46,8 +58,6 @@ def backends(spec: KernelSpec) -> tuple[str, ...]:
 
 def every(kind: str) -> list[Any]:
     """pytest parameters (spec, backend, item) over the registry; kind: cases, invariances, refusals."""
-    import pytest
-
     out = []
     for spec in SPECS:
         for backend in backends(spec):
