@@ -48,12 +48,15 @@ class RawChannel:
 
     def __init__(self, path: str | Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(SECONDS)
         folder = os.open(Path(path).parent, os.O_PATH | os.O_CLOEXEC)
         try:
             self.socket.connect(f"/proc/self/fd/{folder}/{Path(path).name}")
+        except OSError:
+            self.socket.close()
+            raise
         finally:
             os.close(folder)
+        self.socket.settimeout(SECONDS)
         self.ring: mmap.mmap | None = None
         self.answers: mmap.mmap | None = None
         self.answers_fd = -1

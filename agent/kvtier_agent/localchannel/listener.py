@@ -33,7 +33,7 @@ from kvtier_core.errors import CoreError, Reason
 
 log = logging.getLogger(__name__)
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_BACKLOG = 16
+_BACKLOG = 128
 # Connections that have not attached yet are counted as channels, so there is room for a few above sessions.
 _SPARE_CHANNELS = 16
 WATCH_SECONDS = 0.5

@@ -45,7 +45,7 @@ class Rings:
 
     def span(self, offset: int, size: int) -> tuple[int, int]:
         """[start, end) of a frame's tensors in both rings; FRAME_INVALID outside of them."""
-        if offset % ALIGNMENT or size <= 0 or offset + size > self.size:
+        if offset < 0 or offset % ALIGNMENT or size <= 0 or offset + size > self.size:
             raise CoreError(
                 Reason.FRAME_INVALID,
                 f"offset: {size} bytes at {offset} are not an aligned part of a ring of {self.size} bytes",

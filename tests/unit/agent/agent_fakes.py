@@ -167,6 +167,7 @@ class Bench:
     ) -> None:
         self.clock = clock or FakeClock()
         self.engines: list[FakeEngine] = []
+        self.engines_made: Callable[[RuntimeManifest], FakeEngine] = FakeEngine
         self.key_secrets: list[str] = []
         self.baseline = baseline or baseline_manifest()
         self.candidate = quest_candidate(self.baseline)
@@ -189,7 +190,7 @@ class Bench:
     ) -> FakeEngine:
         if self.build_refusal is not None:
             raise self.build_refusal
-        engine = FakeEngine(manifest)
+        engine = self.engines_made(manifest)
         self.key_secrets.append(key_secret)
         self.engines.append(engine)
         return engine
