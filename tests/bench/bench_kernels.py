@@ -14,11 +14,10 @@ from collections.abc import Iterator
 
 from tests import bench
 from tests.bench.rows import Row
-from tests.bench.timing import threads
 
 PREFIX = "kernels_"
 # Suites of their own that belong to this one too, where they exist.
-ALSO = ("attention_call", "tokens_per_second")
+ALSO = ("paged_decode", "engine_step", "attention_call", "tokens_per_second")
 
 
 def parts() -> dict[str, str]:
@@ -35,5 +34,4 @@ def rows() -> Iterator[Row]:
         raise ValueError(f"KVTIER_BENCH_PARTS: {', '.join(unknown)}; there are: {', '.join(known)}")
     for part in chosen:
         print(f"measuring {part}", flush=True)
-        with threads(1):
-            yield from importlib.import_module(f"tests.bench.{known[part]}").rows()
+        yield from importlib.import_module(f"tests.bench.{known[part]}").rows()

@@ -16,7 +16,7 @@ from kvtier_kernels.registry import registry
 from kvtier_kernels.spec import Case, Inputs, KernelSpec
 from kvtier_kernels.testing.inputs import fresh
 from tests.bench.rows import Row
-from tests.bench.timing import Floors, copy_gb_per_s, read_gb_per_s
+from tests.bench.timing import Floors, copy_gb_per_s, read_gb_per_s, threads
 
 CASE_SECONDS = 0.4
 RUNS = range(5, 60)
@@ -32,8 +32,13 @@ def chosen_ops() -> list[KernelSpec]:
 
 
 def rows() -> Iterator[Row]:
-    yield Row("memory.copy", copy_gb_per_s(), "GB/s")
-    yield Row("memory.read", read_gb_per_s(), "GB/s")
+    with threads(1):
+        yield Row("memory.copy", copy_gb_per_s(), "GB/s")
+        yield Row("memory.read", read_gb_per_s(), "GB/s")
+        yield from _op_rows()
+
+
+def _op_rows() -> Iterator[Row]:
     floors = Floors()
     for spec in chosen_ops():
         for case in spec.bench:

@@ -30,13 +30,6 @@ def best(call: Callable[[], Any], runs: int = RUNS) -> float:
     return min(seconds(call) for _ in range(runs))
 
 
-def alternately(a: Callable[[], Any], b: Callable[[], Any], runs: int = RUNS) -> tuple[float, float]:
-    """Best seconds of each, runs interleaved so that a busy machine troubles both alike."""
-    a(), b()
-    pairs = [(seconds(a), seconds(b)) for _ in range(runs)]
-    return min(x for x, _ in pairs), min(y for _, y in pairs)
-
-
 def copy_gb_per_s(size: int = COPY_BYTES, runs: int = 8) -> float:
     """Read and written bytes of a copy of `size` bytes, in 10^9 a second."""
     source = torch.ones(size // 4)

@@ -21,8 +21,8 @@ SPECS = [pytest.param(spec, id=spec.name) for spec in registry()]
 
 def test_parts_are_the_modules_beside_the_suite() -> None:
     known = bench_kernels.parts()
-    assert {"registry", "gpu", "paged_decode"} <= known.keys()
-    assert known["gpu"] == "kernels_gpu"
+    assert {"registry", "gpu", "chunks", "paged_decode"} <= known.keys()
+    assert (known["gpu"], known["paged_decode"]) == ("kernels_gpu", "bench_paged_decode")
 
 
 @pytest.mark.parametrize(
