@@ -366,12 +366,12 @@ class RowStore:
 
     # Reading.
 
-    def staging_job(self, line: int) -> Callable[[StagingBuffer], None]:
+    def staging_job(self, line: int, deadline: float | None = None) -> Callable[[StagingBuffer], None]:
         """Brings a line's payload into a staging buffer when called. A sealed chunk is verified; an open one
         has no checksum yet, never left memory and is copied as it is."""
         tier, ref = self.tiers[int(self.directory.tier[line])], self.ref(line)
         if ChunkState(int(self.directory.state[line])) is not ChunkState.OPEN:
-            return partial(tier.read, ref, self.identities[line])
+            return partial(tier.read, ref, self.identities[line], deadline=deadline)
         payload = tier.view(ref)
 
         def copy_open(buffer: StagingBuffer) -> None:
@@ -379,10 +379,10 @@ class RowStore:
 
         return copy_open
 
-    def read_rows(self, line: int) -> Tensor:
+    def read_rows(self, line: int, deadline: float | None = None) -> Tensor:
         """A verified copy of the line's payload [2, Hk, C, d] in host memory."""
         buffer = StagingBuffer(self.layout)
-        self.staging_job(line)(buffer)
+        self.staging_job(line, deadline)(buffer)
         return buffer.payload
 
     def rows_equal(self, session: Session, layer: int, first: int, k: Tensor, v: Tensor) -> bool:

@@ -14,6 +14,8 @@ from kvtier_client.client import AttentionClient, declared_fingerprint
 from kvtier_client.errors import KvtierError
 from kvtier_client.hf import KvtierCache, attach
 from kvtier_core.errors import Reason
+from kvtier_core.rope import rope_table
+from kvtier_crds.canonical import Parameters
 from kvtier_crds.manifest import Rope, RopeScaling
 from tests.engine.agent_process import (
     CACHE,
@@ -122,6 +124,29 @@ def test_rows_that_were_cropped_come_again_the_same(channel: AttentionClient, ti
         cache.crop(0)
         assert cache.get_seq_length() == 550
         assert cache.session.position_epoch == 2
+
+
+def test_a_batch_is_cropped_sequence_by_sequence(channel: AttentionClient, tiny_model: Any) -> None:
+    ids, more = torch.cat((prompt(40), prompt(40, 1))), torch.cat((prompt(9, 2), prompt(9, 3)))
+    mask = torch.ones(2, 49, dtype=torch.long)
+    mask[1, :7] = 0
+    with attach(tiny_model), torch.no_grad(), opened(channel, tiny_model, batch_size=2) as cache:
+        places = (mask.cumsum(1) - 1).clamp_min(0)
+
+        def go_on() -> torch.Tensor:
+            out: torch.Tensor = tiny_model(
+                more, cache=cache, attention_mask=mask, position_ids=places[:, 40:]
+            ).logits
+            return out
+
+        tiny_model(ids, cache=cache, attention_mask=mask[:, :40], position_ids=places[:, :40])
+        once = go_on()
+        cache.crop(-9)
+        assert torch.equal(go_on(), once)
+        with pytest.raises(KvtierError, match="leaves 6 positions, padding included; legal: 7"):
+            cache.crop(-43)
+        with pytest.raises(KvtierError, match="a batch of 2"):
+            cache.fork()
 
 
 def test_prompt_lookup_takes_rows_back_and_decodes_greedily(
@@ -235,6 +260,52 @@ def test_dynamic_ntk_may_drop_and_not_move(started: Agent, tiny_model: Any) -> N
             cache.reposition()
         assert refused.value.reason is Reason.UNSUPPORTED
         logits(tiny_model, cache, prompt(2))
+
+
+TABLES = [
+    pytest.param({"rope_type": "default"}, id="default"),
+    pytest.param({"rope_type": "default", "partial_rotary_factor": 0.5}, id="partial"),
+    pytest.param({"rope_type": "linear", "factor": 4.0}, id="linear"),
+    pytest.param(
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+        id="llama3",
+    ),
+    pytest.param({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, id="yarn"),
+]
+
+
+@pytest.mark.parametrize("parameters", TABLES)
+def test_a_declared_table_is_transformers_own(parameters: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=192,
+        num_attention_heads=6,
+        head_dim=64,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_theta": 50_000.0, **parameters},
+    )
+    want = LlamaRotaryEmbedding(config).inv_freq
+    texts = {name: str(value) for name, value in parameters.items() if name != "rope_type"}
+    model = baseline_manifest(tiny_geometry()).model.model_copy(
+        update={
+            "rope": Rope(
+                theta="50000", scaling=RopeScaling(type=parameters["rope_type"], parameters=Parameters(texts))
+            )
+        }
+    )
+    got = rope_table(model).frequencies
+    if "partial_rotary_factor" in parameters:
+        # The plain Llama ignores it; models that do not, use this formula over the part.
+        want = 50_000.0 ** -(torch.arange(0, 32, 2) / 32)
+    assert torch.allclose(got.float(), want, rtol=1e-6, atol=0)
 
 
 Change = Callable[[attention_pb2.EditSessionRequest], None]

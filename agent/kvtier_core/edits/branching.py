@@ -15,8 +15,22 @@ from torch import Tensor
 
 from kvtier_core.appends import NO_LINE, LayerState, Session
 from kvtier_core.directory import logical_id
+from kvtier_core.errors import CoreError, Reason
 from kvtier_core.sessions import RowStore
 from kvtier_core.tiers.base import SlotRef
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """deadline: seconds on `clock`; None for none."""
+
+    clock: Callable[[], float]
+    deadline: float | None
+
+    def check(self) -> None:
+        """DEADLINE once it has passed."""
+        if self.deadline is not None and self.clock() > self.deadline:
+            raise CoreError(Reason.DEADLINE, "the deadline passed before the edit was done")
 
 
 @dataclass(slots=True)
@@ -49,8 +63,7 @@ class Branch:
 
 
 class Branching:
-    """Changes sessions of one store. The engine's lock is held; `alive` raises when the caller is out of
-    time, and is asked between layers."""
+    """Changes sessions of one store. The engine's lock is held; patience is asked between layers."""
 
     def __init__(self, store: RowStore) -> None:
         self._store = store
@@ -66,29 +79,29 @@ class Branching:
             for state in session.layers
         )
 
-    def prepare_cut(self, session: Session, to: int, number: int, alive: Callable[[], None]) -> Cut:
+    def prepare_cut(self, session: Session, to: int, number: int, patience: Patience) -> Cut:
         """Reads what a cut at row `to` must keep of the chunk that it goes through. `to` is at most the
         frontier of every layer. Typed errors of tiers; nothing is held then."""
         cut = Cut(session, to, number)
         try:
             for layer, state in enumerate(session.layers):
-                alive()
-                cut.layers.append(self._reopened(cut, layer, state))
+                patience.check()
+                cut.layers.append(self._reopened(cut, layer, state, patience.deadline))
         except BaseException:
             self.abort_cut(cut)
             raise
         return cut
 
-    def _reopened(self, cut: Cut, layer: int, state: LayerState) -> Reopened:
+    def _reopened(self, cut: Cut, layer: int, state: LayerState, deadline: float | None) -> Reopened:
         store = self._store
         chunk, rows = divmod(cut.to, store.layout.chunk_tokens)
         if not rows or state.lines[chunk] == state.open_line:
             return Reopened()
-        k, v = store.layout.rows(store.read_rows(state.lines[chunk]), rows)
+        k, v = store.layout.rows(store.read_rows(state.lines[chunk], deadline), rows)
         kept = Reopened(k.clone(), v.clone())
         if state.open_line == NO_LINE:
             logical = logical_id(cut.number, layer, chunk)
-            kept.ref = store.placement.slot(state.open_tier, logical)
+            kept.ref = store.placement.slot(state.open_tier, logical, deadline)
         return kept
 
     def abort_cut(self, cut: Cut) -> None:
@@ -141,29 +154,36 @@ class Branching:
 
     # Fork.
 
-    def prepare_branch(self, parent: Session, child: Session, alive: Callable[[], None]) -> Branch:
+    def prepare_branch(self, parent: Session, child: Session, patience: Patience) -> Branch:
         """Fills the child's open chunks, which its open credit pays for. The child's layers hold their open
         tiers and nothing else yet. Typed errors of tiers; nothing but the credit is held then."""
         branch = Branch(parent, child)
         try:
             for layer, state in enumerate(parent.layers):
-                alive()
-                branch.opened.append(self._copy_open(branch, layer, state))
+                patience.check()
+                branch.opened.append(self._copy_open(branch, layer, state, patience.deadline))
         except BaseException:
             self.abort_branch(branch)
             raise
         return branch
 
-    def _copy_open(self, branch: Branch, layer: int, state: LayerState) -> SlotRef | None:
+    def _copy_open(
+        self, branch: Branch, layer: int, state: LayerState, deadline: float | None
+    ) -> SlotRef | None:
         if state.open_line == NO_LINE:
             return None
         store, home = self._store, branch.child.layers[layer].open_tier
         tier = store.pool(home)
         chunk, rows = divmod(state.frontier, store.layout.chunk_tokens)
-        ref = store.placement.slot(home, logical_id(branch.child.number, layer, chunk))
-        tier.adopt(ref)
         payload = store.pool(state.open_tier).view(store.ref(state.open_line))
-        tier.append(ref, 0, *store.layout.rows(payload, rows))
+        ref = store.placement.slot(home, logical_id(branch.child.number, layer, chunk), deadline)
+        try:
+            tier.adopt(ref)
+            tier.append(ref, 0, *store.layout.rows(payload, rows))
+        except BaseException:
+            with store.lock:
+                tier.release(ref)
+            raise
         return ref
 
     def abort_branch(self, branch: Branch) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvtier_core.appends import NO_LINE, LayerState, Session
-from kvtier_core.edits.branching import Branching
+from kvtier_core.edits.branching import Branching, Patience
 from kvtier_core.edits.checks import (
     bad_argument,
     check_between_steps,
@@ -22,7 +22,6 @@ from kvtier_core.edits.checks import (
 )
 from kvtier_core.edits.history import record
 from kvtier_core.edits.requests import Drop, EditAnswer, EditRequest, ForkRequest, Reposition, Truncate
-from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import SourceBinding
 from kvtier_core.positions import PositionView
 from kvtier_core.rope import rope_table
@@ -72,9 +71,8 @@ class Edits:
             check_epoch(session, request.position_epoch)
         changed = again
         if not again:
-            alive = self._alive(request.deadline)
             if isinstance(operation, Truncate):
-                changed = self._truncate(context, operation, alive)
+                changed = self._truncate(context, operation, Patience(self._clock, request.deadline))
             else:
                 changed = self._view(context, operation)
             if changed:
@@ -88,14 +86,7 @@ class Edits:
             chunks=sum(line != NO_LINE for state in session.layers for line in state.lines),
         )
 
-    def _alive(self, deadline: float | None) -> Callable[[], None]:
-        def check() -> None:
-            if deadline is not None and self._clock() > deadline:
-                raise CoreError(Reason.DEADLINE, "the deadline passed before the edit was done")
-
-        return check
-
-    def _truncate(self, context: Context, operation: Truncate, alive: Callable[[], None]) -> bool:
+    def _truncate(self, context: Context, operation: Truncate, patience: Patience) -> bool:
         """Between layers of a step too: it ends a step that stopped half-way."""
         session, to = context.session, operation.to
         least = min(state.frontier for state in session.layers)
@@ -107,10 +98,10 @@ class Edits:
             return False
         # A line that goes may live on elsewhere, or in a late completion: its name is not given again.
         number = self._issue() if self._branching.loses_lines(session, row) else session.number
-        cut = self._branching.prepare_cut(session, row, number, alive)
+        cut = self._branching.prepare_cut(session, row, number, patience)
         try:
             source = _next_history(session.source)
-            indexes = self._indexed(context, source, row, view, alive)
+            indexes = self._indexed(context, source, row, view, patience)
         except BaseException:
             self._branching.abort_cut(cut)
             raise
@@ -161,7 +152,7 @@ class Edits:
         source: SourceBinding,
         rows: int,
         view: PositionView,
-        alive: Callable[[], None],
+        patience: Patience,
     ) -> list[LayerIndex | None]:
         """Indexes of rows [0, rows) under another source, built again from the rows themselves: a view that
         is edited has none."""
@@ -178,8 +169,8 @@ class Edits:
                 continue
             index = family.index(digest)
             for chunk, first in enumerate(range(0, rows, size)):
-                alive()
-                payload = self._store.read_rows(state.lines[chunk])
+                patience.check()
+                payload = self._store.read_rows(state.lines[chunk], patience.deadline)
                 index.append(first, self._store.layout.rows(payload, min(size, rows - first))[0])
             built.append(index)
         return built
@@ -195,7 +186,7 @@ class Edits:
         parent, store = context.session, self._store
         check_epoch(parent, request.position_epoch)
         check_between_steps(parent, "fork")
-        alive = self._alive(request.deadline)
+        patience = Patience(self._clock, request.deadline)
         slots = store.placement.check_fits(parent.spec.max_tokens, len(parent.layers), store.layout)
         homes, grant = store.placement.reserve_session(number, len(parent.layers), slots, request.deadline)
         try:
@@ -214,10 +205,10 @@ class Edits:
                 edits=list(parent.edits),
                 turning=parent.turning,
             )
-            branch = self._branching.prepare_branch(parent, child, alive)
+            branch = self._branching.prepare_branch(parent, child, patience)
             try:
                 rows = parent.layers[0].frontier
-                indexes = self._indexed(context, source, rows, parent.positions, alive)
+                indexes = self._indexed(context, source, rows, parent.positions, patience)
             except BaseException:
                 self._branching.abort_branch(branch)
                 raise

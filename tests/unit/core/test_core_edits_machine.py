@@ -43,7 +43,8 @@ from tests.unit.core.builders import (
 
 SESSIONS = 4
 MOST = 5 * CHUNK
-TIERS = [gpu(LAYERS * SESSIONS + 2), cpu(5), nvme(256)]
+# Open chunks of two sessions in the fastest tier; those of others in the next, where sealed ones make room.
+TIERS = [gpu(LAYERS * 2 + 1), cpu(LAYERS * 2 + 5), nvme(256)]
 GROUP = QUERY_HEADS // KV_HEADS
 
 
