@@ -1,8 +1,8 @@
 """[paged_decode] on the CPU at 8k rows of SmolLM2's shape: as many times the seconds that memory needs.
 
 The floor is the time in which torch.sum reads the same K and V, measured alternately. All rows come from
-memory: caches take turns, and together they are larger than what the processor keeps. float32; with one thread,
-and with as many as torch takes by itself.
+memory: caches take turns, and together they are larger than what the processor keeps. float32; with one
+thread, and with as many as torch takes by itself.
 """
 
 from __future__ import annotations
