@@ -44,6 +44,7 @@ def _cases() -> tuple[Case, ...]:
         _case("rebase", (12, 12), 16, 40, "old", Hazard.DUPLICATE),
         _case("same-epoch", (12, 12), 16, 40, "same-epoch"),
         _case("stale-loc", (12,), 16, 40, "stale"),
+        _case("none-by-any-number-below-0", (12, 16), 16, 40, "below-0"),
         _case("ages-past-the-buckets", (12,), 16, 40, "ancient"),
         _case("odd-sizes", (33, 7), 37, 101, Hazard.RAGGED),
         _case("far-rows", (6, 0, 0, 0, 6), 8, 20, Hazard.FAR),
@@ -72,6 +73,9 @@ def make_inputs(case: Case) -> Inputs:
             want[r, :n] = torch.randperm(units, generator=g)[:n].int()
     if "same-epoch" in case.traits:
         age[:, ::2] = now
+    if "below-0" in case.traits:
+        loc[loc < 0] = -7
+        loc[:, ::3][loc[:, ::3] < 0] = -100_000
     if "stale" in case.traits:
         loc[loc < 0] = 3
     pin = torch.rand(rows, hot, generator=g) < (0.5 if "pinned" in case.traits else 0.0)

@@ -81,7 +81,11 @@ def lru_kernel(
     held = valid & (slot >= 0) & (tl.load(tok + slot, mask=valid & (slot >= 0), other=-1) == unit)
     tl.store(hit_ptr + out + i, tl.where(held, slot, -1), mask=in_want)
     missing = valid & ~held
+    tl.debug_barrier()
+    # Whatever a unit without a slot had in loc, if only below every mark, must not win the minimum.
+    tl.store(loc + unit, unit * 0 - 1, mask=missing)
     mark = i - W - 1
+    tl.debug_barrier()
     tl.atomic_min(loc + unit, mark, mask=missing)
     tl.debug_barrier()
     tl.store(age_at + slot, (slot * 0 + epoch).to(tl.int16), mask=held)
