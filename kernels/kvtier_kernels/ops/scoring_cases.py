@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtier_kernels.compare import Within
 from kvtier_kernels.spec import Case, Hazard, Implementation
+from kvtier_kernels.testing.inputs import reserved
 
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -112,9 +113,9 @@ def far_requests(x: Tensor) -> Tensor:
     to 32 elements before the first, where other values are. Virtual memory; the gaps are never touched."""
     step, lead = 2**31 - 16, 64
     inner = x[0].contiguous()
-    pool = torch.empty(lead + 2 * step + inner.numel(), dtype=x.dtype)
+    pool = reserved(lead + 2 * step + inner.numel(), x.dtype)
     pool[:lead] = 1
-    view = pool.as_strided((3, *inner.shape), (step, *inner.stride()), lead)
+    view = pool[lead:].as_strided((3, *inner.shape), (step, *inner.stride()))
     view.copy_(x)
     return view
 

@@ -22,7 +22,7 @@ from kvtier_kernels.spec import (
     KernelSpec,
     Refusal,
 )
-from kvtier_kernels.testing.inputs import strided
+from kvtier_kernels.testing.inputs import reserved, strided
 
 _MODULE = "kvtier_kernels.ops.fractal.triton_impl"
 _FAR_STRIDE = 2**30
@@ -77,8 +77,7 @@ def _apart(x: Tensor, axis: int) -> Tensor:
     int32 product wraps to is memory that is never touched, so it reads 0."""
     strides = list(torch.empty(x.shape, device="meta").stride())
     strides[axis] = _FAR_STRIDE
-    pool = torch.empty(4 * _FAR_STRIDE + x.numel(), dtype=x.dtype)
-    return pool.as_strided(x.shape, strides, 2 * _FAR_STRIDE).copy_(x)
+    return reserved(3 * _FAR_STRIDE + x.numel(), x.dtype).as_strided(x.shape, strides).copy_(x)
 
 
 def make_row_inputs(case: Case) -> Inputs:

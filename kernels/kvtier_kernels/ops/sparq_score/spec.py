@@ -23,7 +23,7 @@ from kvtier_kernels.ops.scoring_cases import (
 from kvtier_kernels.ops.sparq_score.ref import sparq_alpha_ref, sparq_score_ref
 from kvtier_kernels.ops.sparq_score.torch_impl import sparq_dims
 from kvtier_kernels.spec import AotVariant, Case, Cost, Hazard, Inputs, Invariance, KernelSpec, Refusal
-from kvtier_kernels.testing.inputs import strided
+from kvtier_kernels.testing.inputs import reserved, strided
 
 _R = 16
 _FAR_STRIDE = 2**25
@@ -75,8 +75,7 @@ def score_inputs(c: Case) -> Inputs:
 def _far(rows: torch.Tensor) -> torch.Tensor:
     """Channels 128 and up lie past 2^32 elements; int32 wraps them to the first ones, which are 1."""
     _, _, r, n = rows.shape
-    pool = torch.empty(160 * _FAR_STRIDE, dtype=rows.dtype)
-    view = pool.as_strided((1, 1, 160, n), (0, 0, _FAR_STRIDE, 1))
+    view = reserved(160 * _FAR_STRIDE, rows.dtype).as_strided((1, 1, 160, n), (0, 0, _FAR_STRIDE, 1))
     view[:, :, :r] = 1
     view[:, :, 128 : 128 + r] = rows
     return view
