@@ -68,8 +68,8 @@ Policy = Recency | FlexGen | HeadGroups | WholeRequest
 
 
 def policy_of(placement: Placement) -> Policy:
-    """MANIFEST_INVALID for a parameter that is missing, of another type or out of range, naming it;
-    UNSUPPORTED for a policy that this version does not know."""
+    """MANIFEST_INVALID for a policy that this version does not know, or a parameter that is missing, of
+    another type or out of range; it names which."""
     read = _Reader(placement.policy, placement.parameters)
     try:
         if placement.policy == "recency":
@@ -88,8 +88,8 @@ def policy_of(placement: Placement) -> Policy:
     except PlacementRefused as refused:
         raise CoreError(Reason.MANIFEST_INVALID, f"placement {placement.policy}: {refused}") from refused
     raise CoreError(
-        Reason.UNSUPPORTED,
-        f"placement policy {placement.policy} is not one of recency, flexGen, headGroups, wholeRequest",
+        Reason.MANIFEST_INVALID,
+        f"placement.policy {placement.policy} cannot run; legal: recency, flexGen, headGroups, wholeRequest",
         {"policy": placement.policy},
     )
 

@@ -108,4 +108,4 @@ def test_steps_run_by_the_policys_plan_and_answer_as_under_recency(
 def test_an_unknown_policy_builds_no_engine(tmp_path: Path) -> None:
     with pytest.raises(CoreError) as error:
         Answered(tmp_path, Placement(policy="random"))
-    assert error.value.reason is Reason.UNSUPPORTED
+    assert error.value.reason is Reason.MANIFEST_INVALID

@@ -88,7 +88,7 @@ def test_a_policy_that_this_version_does_not_know_is_refused_when_the_cache_is_b
     manifest = baseline_manifest().model_copy(update={"placement": Placement(policy="random")})
     with pytest.raises(CoreError) as error:
         PlanReporter(manifest, FIGURES)
-    assert error.value.reason is Reason.UNSUPPORTED
+    assert error.value.reason is Reason.MANIFEST_INVALID
 
 
 def test_the_plan_is_of_the_tier_that_is_read_through_copies_and_of_its_measured_bandwidth() -> None:

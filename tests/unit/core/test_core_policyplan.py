@@ -105,7 +105,7 @@ def changed(name: str, **values: Scalar | None) -> Placement:
 
 
 BAD: dict[str, tuple[Placement, Reason, str]] = {
-    "a policy of another version": (Placement(policy="random"), Reason.UNSUPPORTED, "random"),
+    "a policy of another version": (Placement(policy="random"), Reason.MANIFEST_INVALID, "random"),
     "missing": (changed("flexgen", promptTokens=None), Reason.MANIFEST_INVALID, "promptTokens"),
     "of another type": (changed("flexgen", gridSteps="20"), Reason.MANIFEST_INVALID, "gridSteps"),
     "a boolean": (changed("flexgen", gridSteps=True), Reason.MANIFEST_INVALID, "gridSteps"),
