@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvtier.v1 import common_pb2
 from kvtier_client.client import AttentionClient, declared_fingerprint
 from kvtier_client.errors import KvtierError
 from kvtier_client.hf import KvtierCache, attach
+from kvtier_client.pipe import Transport
 from kvtier_core.errors import Reason
 from kvtier_crds.manifest import RuntimeManifest
 from tests.engine.agent_process import (
@@ -81,6 +83,45 @@ def test_generate_through_three_tiers_gives_dynamic_caches_tokens(
     assert {r.exactness for r in receipts} == {"EXACT"}
     assert receipts[-1].simulated
     assert receipts[-1].frontier == 1023
+
+
+@pytest.mark.parametrize("transport", ["local", "grpc"])
+def test_a_ragged_batch_of_four_has_the_tokens_of_each_alone_and_of_dynamic_cache(
+    real_agent: Agent, tiny_model: Any, transport: Transport
+) -> None:
+    """Twelve open chunks and two more in the gpu tier, two in the cpu tier, the rest in storage."""
+    batch = common_pb2.CacheRef(namespace=CACHE.namespace, name="batch", uid="batch-uid")
+    budgets = {**BUDGETS, "gpu-sim": 14 * CHUNK_BYTES}
+    real_agent.apply_baseline(
+        baseline_manifest(tiny_geometry(layers=3), cache=batch, budgets=budgets), cache=batch
+    )
+    lengths, new = (300, 270, 256, 40), 5
+    ids, mask = torch.zeros(4, 300, dtype=torch.long), torch.zeros(4, 300, dtype=torch.long)
+    for index, n in enumerate(lengths):
+        ids[index, 300 - n :], mask[index, 300 - n :] = prompt(n, seed=index)[0], 1
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
+    want = tiny_model.generate(ids, attention_mask=mask, **options)[:, 300:]
+    with AttentionClient(real_agent.socket_path, transport=transport) as client:
+        fields: dict[str, Any] = {
+            "namespace": batch.namespace,
+            "name": batch.name,
+            "model_fingerprint": declared_fingerprint(client, batch.namespace, batch.name),
+            "config": tiny_model.config,
+            "tenant": "alpha",
+            "max_tokens": 512,
+        }
+        with attach(tiny_model), KvtierCache(client, batch_size=4, **fields) as cache:
+            got = tiny_model.generate(ids, attention_mask=mask, cache=cache, **options)[:, 300:]
+            receipts = cache.take_receipts()
+            assert (cache.transport, bool(cache.why_grpc)) == (transport, transport == "grpc")
+            assert cache.close() == sum(lengths) + 4 * (new - 1)
+        assert torch.equal(got, want)
+        assert {r.exactness for r in receipts} == {"EXACT"}
+        assert {tier for r in receipts for tier in r.bytes_by_tier} == {"gpu-sim", "dram", "nvme"}
+        for index, n in enumerate(lengths):
+            with attach(tiny_model), KvtierCache(client, **fields) as cache:
+                one = tiny_model.generate(ids[index : index + 1, 300 - n :], cache=cache, **options)
+            assert torch.equal(one[0, n:], want[index])
 
 
 REFUSED = [

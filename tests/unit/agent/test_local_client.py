@@ -1,4 +1,4 @@
-"""The client's end of a local channel: rings, blocks, a lost connection, fallbacks, and an agent that lies."""
+"""The client's end of a local channel: rings, blocks, a lost connection, fallbacks, an agent that lies."""
 
 from __future__ import annotations
 
