@@ -48,6 +48,7 @@ class Answer:
     tiers: dict[str, int]
     seconds: float
     per_token: float | None
+    transport: str  # what carried its frames
 
 
 class Engine:
@@ -132,7 +133,14 @@ class Engine:
         assert last is not None
         per_token = (last - first) / (len(tokens) - 1) if len(tokens) > 1 else None
         answer = Answer(
-            tokens, cache.arm, exactness, sorted(approximate_by), tiers, last - started, per_token
+            tokens,
+            cache.arm,
+            exactness,
+            sorted(approximate_by),
+            tiers,
+            last - started,
+            per_token,
+            cache.transport,
         )
         return answer, cache
 
@@ -223,6 +231,7 @@ class Workload:
             tiers=answer.tiers,
             seconds=answer.seconds,
             per_token=answer.per_token,
+            transport=answer.transport,
         )
 
     # --- probes ------------------------------------------------------------
