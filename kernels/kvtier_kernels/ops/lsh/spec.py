@@ -151,7 +151,12 @@ def _hash_variant(dtype: str, d: int, bits: int, tables: int) -> AotVariant:
 def _collide_variants(dtype: str, hq: int, hk: int, d: int, bits: int, tables: int) -> tuple[AotVariant, ...]:
     ints = ("code", "starts", "ends", "content", "hits", "counts", "total", "indptr", "ids")
     types = {f"{n}_ptr": "*i32" for n in ints} | {"code_ptr": "*u16", "log_p_ptr": "*fp32"}
-    types |= {"q_ptr": f"*{TYPES[dtype]}", "keys_ptr": f"*{TYPES[dtype]}", "log_choose": "fp32"}
+    types |= {
+        "q_ptr": f"*{TYPES[dtype]}",
+        "keys_ptr": f"*{TYPES[dtype]}",
+        "log_choose": "fp32",
+        "log_below": "fp32",
+    }
     group = hq // hk
 
     def variant(kernel: str, names: tuple[str, ...], constants: dict[str, Any], warps: int) -> AotVariant:
@@ -192,7 +197,7 @@ def _collide_variants(dtype: str, hq: int, hk: int, d: int, bits: int, tables: i
         ),
         variant(
             "log_p",
-            ("q_ptr", "keys_ptr", "indptr_ptr", "ids_ptr", "log_p_ptr", "log_choose", *steps),
+            ("q_ptr", "keys_ptr", "indptr_ptr", "ids_ptr", "log_p_ptr", "log_choose", "log_below", *steps),
             log_p,
             4,
         ),
@@ -269,6 +274,7 @@ def _collide_spec() -> KernelSpec:
             case("one-hit", (60,), hk=1, more=_more(h=1)),
             case("five-hits", (60,), hk=1, more=_more(h=5)),
             case("all-tables", (60,), hk=1, more=_more(h=4, L=4, K=1)),
+            case("all-of-sixteen", (30,), "near", hq=2, hk=1, more=_more(h=16, L=16, K=1)),
             case("many-tables", (40,), "near", hq=1, hk=1, more=_more(L=60, K=8, cap=40)),
         ),
         make_inputs=collide_inputs,

@@ -20,6 +20,7 @@ MAX_BITS = 16
 MAX_HITS = 16
 # With at most MAX_HITS wanted and no more than that many expected, terms past 32 are below 1e-9 of the first.
 TAIL_TERMS = 32
+_LOG_HALF = math.log(0.5)
 
 
 class Collisions(NamedTuple):
@@ -132,8 +133,9 @@ def check_collide(
 def _log_p(same: Tensor, bits: int, tables: int, min_hits: int) -> Tensor:
     """ln P(X >= min_hits), X binomial(tables, same^bits), float32, accurate at both ends.
 
-    1 minus the terms below min_hits cancels when little is expected; then the terms from min_hits on are
-    summed, each from the one before, with the first one's logarithm set apart so that nothing underflows.
+    1 minus the terms below min_hits where those are less than half; else, since that cancels, the sum of the
+    terms from min_hits on. Either sum is taken relative to its term next to min_hits, whose logarithm is
+    known, so that nothing underflows.
     """
     log_r = bits * torch.log(same)
     r = torch.exp(log_r)
@@ -141,17 +143,22 @@ def _log_p(same: Tensor, bits: int, tables: int, min_hits: int) -> Tensor:
     r = torch.where(certain, 0.5, r)
     log_miss = torch.log1p(-r)
     odds = r / (1 - r)
-    below = term = torch.exp(tables * log_miss)
-    for j in range(1, min_hits):
-        term = term * odds * ((tables - j + 1) / j)
-        below = below + term
-    more = tail = torch.ones_like(r)
+
+    def log_term(j: int) -> Tensor:
+        return log_choose(tables, j) + j * log_r + (tables - j) * log_miss
+
+    down = term = torch.ones_like(r)
+    for j in range(min_hits - 1, 0, -1):
+        term = term * (j / (tables - j + 1)) / odds
+        down = down + term
+    up = term = torch.ones_like(r)
     for j in range(min_hits, min(tables, min_hits + TAIL_TERMS)):
-        tail = tail * odds * ((tables - j) / (j + 1))
-        more = more + tail
-    first = log_choose(tables, min_hits) + min_hits * log_r + (tables - min_hits) * log_miss
-    rare = first + torch.log(more)
-    return torch.where(certain, 0.0, torch.where(below < 0.5, torch.log1p(-below.clamp_max(0.5)), rare))
+        term = term * odds * ((tables - j) / (j + 1))
+        up = up + term
+    below = log_term(min_hits - 1) + torch.log(down)
+    likely = torch.log1p(-torch.exp(below.clamp_max(_LOG_HALF)))
+    found = torch.where(below < _LOG_HALF, likely, log_term(min_hits) + torch.log(up))
+    return torch.where(certain, 0.0, found)
 
 
 def log_choose(n: int, k: int) -> float:

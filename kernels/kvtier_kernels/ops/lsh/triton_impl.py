@@ -157,6 +157,7 @@ def log_p_kernel(
     ids_ptr,
     log_p_ptr,
     log_choose,
+    log_below,
     stride_qb,
     stride_qh,
     stride_kb,
@@ -203,19 +204,20 @@ def log_p_kernel(
     chance = tl.where(certain, 0.5, chance)
     log_miss = _log_rest(chance)
     odds = chance / (1.0 - chance)
-    term = tl.exp(L * log_miss)
-    below = term
-    for j in tl.static_range(1, H):
-        term = term * odds * ((L - j + 1) / j)
-        below += term
-    tail = tl.full([BN], 1.0, tl.float32)
-    more = tail
+    down = tl.full([BN], 1.0, tl.float32)
+    term = down
+    for i in tl.static_range(1, H):
+        term = term * ((H - i) / (L - H + i + 1)) / odds
+        down += term
+    up = tl.full([BN], 1.0, tl.float32)
+    term = up
     for j in tl.static_range(H, min(L, H + TERMS)):
-        tail = tail * odds * ((L - j) / (j + 1))
-        more += tail
-    rare = log_choose + H * log_r + (L - H) * log_miss + tl.log(more)
-    likely = _log_rest(tl.minimum(below, 0.5))
-    out = tl.where(certain, 0.0, tl.where(below < 0.5, likely, rare))
+        term = term * odds * ((L - j) / (j + 1))
+        up += term
+    below = log_below + (H - 1) * log_r + (L - H + 1) * log_miss + tl.log(down)
+    rare = log_choose + H * log_r + (L - H) * log_miss + tl.log(up)
+    likely = _log_rest(tl.exp(tl.minimum(below, -0.6931471805599453)))
+    out = tl.where(certain, 0.0, tl.where(below < -0.6931471805599453, likely, rare))
     tl.store(log_p_ptr + e, out, mask=there)
 
 
@@ -299,6 +301,7 @@ def lsh_collide_triton(
         ids,
         log_p,
         log_choose(tables, min_hits),
+        log_choose(tables, min_hits - 1),
         *q.stride()[:2],
         *keys.stride()[:3],
         HQ=hq,
