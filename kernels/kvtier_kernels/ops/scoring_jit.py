@@ -45,7 +45,9 @@ def lse_kernel(m_ptr, l_ptr, out_ptr, blocks, BLOCK: tl.constexpr):
     top = tl.max(m, 0)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(l * tl.exp2(m - anchor), 0)
-    lse = tl.where(total > 0, (anchor + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453, top)
+    # NaN stays NaN: only a sum of nothing is 0.
+    lse = (anchor + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453
+    lse = tl.where(total == 0, float("-inf"), lse)
     tl.store(out_ptr + r, lse)
 
 

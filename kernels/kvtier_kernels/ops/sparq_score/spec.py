@@ -67,6 +67,8 @@ def score_inputs(c: Case) -> Inputs:
         unread = torch.ones(d, dtype=torch.bool)
         unread[dims.long().flatten()] = False
         k[:, :, unread] = math.inf
+    if "nan-row" in c.traits:
+        k[..., 3] = math.nan
     if Hazard.FAR in c.traits:
         k, dims = _far(k[:, :, :r]), (torch.arange(r, dtype=torch.int32) + 128).expand(1, 1, r)
     return {"q": q, "k_t": k, "dims": dims, "seq_lens": lens(c), "scale": 1 / math.sqrt(d)}
@@ -185,7 +187,6 @@ def specs() -> tuple[KernelSpec, ...]:
     shared: dict[str, Any] = {
         "axes": AXES,
         "dtypes": ("float32", "float16", "bfloat16"),
-        "cases": _cases(),
         "bench": _bench("float32", 2048, 8192, hq=9, hk=3, d=64, r=16),
         "bench_gpu": _bench("bfloat16", 32768, 131072, hq=64, hk=8, d=128, r=32),
         "aot_module": _MODULE,
@@ -194,6 +195,7 @@ def specs() -> tuple[KernelSpec, ...]:
     strides = Invariance("strides", ("strided",), lambda x: strided(x, ("q", "k_t", "dims")), Hazard.STRIDED)
     score = KernelSpec(
         name="sparq_score",
+        cases=(*_cases(), case("nan-row", (140,), "nan-row", hk=1, more={"r": _R})),
         make_inputs=score_inputs,
         reference=sparq_score_ref,
         implementations=both("sparq_score", "sparq_score"),
@@ -214,6 +216,7 @@ def specs() -> tuple[KernelSpec, ...]:
     )
     alpha = KernelSpec(
         name="sparq_alpha",
+        cases=_cases(),
         make_inputs=alpha_inputs,
         reference=sparq_alpha_ref,
         implementations=both("sparq_score", "sparq_alpha"),
