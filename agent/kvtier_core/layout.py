@@ -10,9 +10,12 @@ head. Each head's rows are contiguous, which is what attention over a chunk read
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    # Names of digests and keys are made of this module's constants, by processes that have no tensors.
+    import torch
+    from torch import Tensor
 
 FLOAT_BYTES = 4
 LAYOUT_ID = "kv-head-major-f32/1"
@@ -56,6 +59,6 @@ class ChunkLayout:
 
     def assemble(self, k: Tensor, v: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """A fresh payload whose first rows are `k`, `v`; the rest is zero."""
-        payload = torch.zeros(self.shape, dtype=torch.float32, device=device)
+        payload = k.new_zeros(self.shape, device=device)
         self.write_rows(payload, 0, k, v)
         return payload
