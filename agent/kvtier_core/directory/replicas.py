@@ -18,6 +18,9 @@ from kvtier_core.errors import CoreError, Reason
 PUBLISHED = int(ReplicaState.PUBLISHED)
 MAX_LEASES = (1 << 16) - 1
 
+_STATES = tuple(ReplicaState)
+"""By number: a call of the enumeration costs more than all other fields of a copy together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Replica:
@@ -65,7 +68,7 @@ class ReplicaTable:
         columns = self.of(tier)
         return Replica(
             tier=tier,
-            state=ReplicaState(columns.state.cells[line]),
+            state=_STATES[columns.state.cells[line]],
             slot=columns.slot.cells[line],
             slot_generation=columns.slot_generation.cells[line],
             generation=columns.generation.cells[line],

@@ -55,6 +55,7 @@ class SlotState(IntEnum):
     QUARANTINED = 5
 
 
+_STATES = tuple(SlotState)
 _RESERVED, _PUBLISHED = int(SlotState.RESERVED), int(SlotState.PUBLISHED)
 
 
@@ -164,7 +165,7 @@ class SlotTable:
 
     def state(self, ref: SlotRef) -> SlotState:
         self.check(ref)
-        return SlotState(int(self._state[ref.slot]))
+        return _STATES[self._states[ref.slot]]
 
     def set_state(self, ref: SlotRef, state: SlotState) -> None:
         with self._lock:
