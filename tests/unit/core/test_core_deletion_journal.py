@@ -15,6 +15,7 @@ from kvtier_core.transactions.deletion import (
     JournalEntry,
 )
 from kvtier_core.transactions.erasing import JournalFile
+from tests.unit.core.builders import Unsynced
 from tests.unit.core.txnbench import block_key
 
 SPACE = b"n" * 32
@@ -80,7 +81,7 @@ def test_the_journal_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_torn_entry_is_cut_off_wherever_it_tore(tmp_path: Path) -> None:
-    journal = JournalFile(tmp_path, "deletions", OsFileOps())
+    journal = JournalFile(tmp_path, "deletions", Unsynced())
     journal.append(entry(1), Answers())
     whole = journal.size
     journal.append(entry(2), Answers())
@@ -88,11 +89,11 @@ def test_a_torn_entry_is_cut_off_wherever_it_tore(tmp_path: Path) -> None:
     data = (tmp_path / "deletions").read_bytes()
     for cut in range(whole, len(data)):
         (tmp_path / "deletions").write_bytes(data[:cut])
-        journal = JournalFile(tmp_path, "deletions", OsFileOps())
+        journal = JournalFile(tmp_path, "deletions", Unsynced())
         assert journal.entries == (entry(1),) and journal.size == whole
         journal.append(entry(3), Answers())
         journal.close()
-        journal = JournalFile(tmp_path, "deletions", OsFileOps())
+        journal = JournalFile(tmp_path, "deletions", Unsynced())
         assert journal.entries == (entry(1), entry(3))
         journal.close()
 

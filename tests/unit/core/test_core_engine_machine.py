@@ -31,7 +31,20 @@ from tests.unit.core.blockpump import (
     stored,
     until,
 )
-from tests.unit.core.builders import BLOCK, CHUNK, LAYERS, SLOT, Driver, Rows, cpu, engine, gpu, keeping, nvme
+from tests.unit.core.builders import (
+    BLOCK,
+    CHUNK,
+    LAYERS,
+    SLOT,
+    Driver,
+    Rows,
+    Unsynced,
+    cpu,
+    engine,
+    gpu,
+    keeping,
+    nvme,
+)
 
 TOKENS = 4 * CHUNK
 SESSIONS = 2
@@ -61,7 +74,9 @@ class SessionsAndBlocks(RuleBasedStateMachine):
         self.pins: list[tuple[list[int], Pinned]] = []
 
     def start(self) -> None:
-        self.engine = self.stack.enter_context(engine(self.folder, TIERS, capabilities=keeping()))
+        self.engine = self.stack.enter_context(
+            engine(self.folder, TIERS, files=Unsynced(), capabilities=keeping())
+        )
 
     # Sessions.
 

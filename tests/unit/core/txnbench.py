@@ -11,11 +11,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from kvtier_core.checksums import checksum
 from kvtier_core.directory import ChunkState, Directory, ReplicaState
+from kvtier_core.directory.replicas import Replica
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, Tier
@@ -223,11 +225,13 @@ class Facts:
         return self.duration
 
 
+@cache
 def content(name: int, version: int = 0) -> bytes:
     """The bytes of block `name`: different for each, so that a mix-up shows."""
     return (hashlib.sha256(f"{name}/{version}".encode()).digest() * (SIZE // 32 + 1))[:SIZE]
 
 
+@cache
 def block_key(name: int) -> bytes:
     return hashlib.sha256(f"key {name}".encode()).digest()
 
@@ -378,8 +382,8 @@ class BlockBench:
     # What must always hold.
 
     def lines(self) -> list[int]:
-        states = self.directory.state
-        return [line for line in range(self.directory.used) if states[line] != ChunkState.FREE]
+        states = self.directory.cells("state")[: self.directory.used]
+        return [line for line, state in enumerate(states) if state != ChunkState.FREE]
 
     def check(self, spoiled: frozenset[tuple[int, int]] = frozenset(), *, deep: bool = True) -> None:
         """`spoiled`: copies whose bytes a test has changed. deep: the directory's whole columns as well."""
@@ -397,7 +401,7 @@ class BlockBench:
                     assert state is SlotState.PUBLISHED
                     if copy.leases or self.directory.state[line] != ChunkState.TOMBSTONED:
                         # Of a deleted block that nobody reads, bytes may be half erased.
-                        self._check_bytes(line, tier, spoiled)
+                        self._check_bytes(line, tier, copy, spoiled)
                 elif copy.state is ReplicaState.RESERVED:
                     assert state is not SlotState.PUBLISHED
         dead = [move for move in self.moves.open_moves() if move.state is TxnState.DEAD]
@@ -412,11 +416,10 @@ class BlockBench:
         for item in self.all_held():
             self._check_held(item)
 
-    def _check_bytes(self, line: int, tier: int, spoiled: frozenset[tuple[int, int]]) -> None:
+    def _check_bytes(self, line: int, tier: int, copy: Replica, spoiled: frozenset[tuple[int, int]]) -> None:
         """A byte that can be served was published under that key and generation."""
-        copy = self.directory.replica(line, tier)
-        expected = self.published[(int(self.directory.logical[line]), copy.generation)]
-        assert (line, tier) in spoiled or self.serve(line, tier) == expected
+        expected = self.published[(self.directory.logical_of(line), copy.generation)]
+        assert (line, tier) in spoiled or self.tiers[tier].data[copy.slot] == expected
 
     def _check_held(self, item: HeldItem) -> None:
         """What a device may still write into belongs to an open move, or is quarantined."""
