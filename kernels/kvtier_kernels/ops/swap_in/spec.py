@@ -66,6 +66,7 @@ def make_plan_inputs(case: Case) -> Inputs:
         if Hazard.DUPLICATE in case.traits:
             victim[r, 5:7] = victim[r, 3].clone()
             victim[r, 9], victim[r, 10] = victim[r, 10].clone(), victim[r, 9].clone()
+            victim[r, 13], victim[r, 14] = victim[r, 2].clone(), victim[r, 12].clone()
         if "unknown" in case.traits:
             victim[r, n - 1], miss[r, 2] = slots, units
         if "gaps" in case.traits:
