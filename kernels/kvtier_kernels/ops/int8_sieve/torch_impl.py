@@ -101,18 +101,18 @@ def int8_scan_torch(q: Tensor, cq: Tensor, scale: Tensor, seq_lens: Tensor) -> B
         # [Hk, K*G, d]: the images are read once for all drafts.
         x = q[b].float().view(drafts, hk, group, d).transpose(0, 1).reshape(hk, drafts * group, d)
         reach = x.abs().sum(-1, keepdim=True) * radius_factor(d) + _FLOOR
+        middle = torch.empty(hk, drafts * group, n, device=q.device)
         for lo in range(0, n, _BLOCK):
-            hi = min(n, lo + _BLOCK)
-            step = scale[b, :, None, lo:hi]
-            middle = torch.bmm(x, cq[b, :, lo:hi].float().transpose(1, 2)) * step
-            radius = step * reach + _FLOOR
-            known = torch.isfinite(middle) & torch.isfinite(radius)
-            for out, side, unknown in (
-                (upper, middle + radius, math.inf),
-                (lower, middle - radius, -math.inf),
-            ):
-                found = torch.where(known, side, unknown).view(hk, drafts, group, hi - lo)
-                out[b, :, :, lo:hi] = found.transpose(0, 1).reshape(drafts, hq, hi - lo)
+            middle[:, :, lo : lo + _BLOCK] = torch.bmm(
+                x, cq[b, :, lo : min(n, lo + _BLOCK)].float().transpose(1, 2)
+            )
+        step = scale[b, :, None, :n]
+        middle *= step
+        radius = step * reach + _FLOOR
+        known = torch.isfinite(middle) & torch.isfinite(radius)
+        for out, bound, worst in ((upper, middle + radius, math.inf), (lower, middle - radius, -math.inf)):
+            found = torch.where(known, bound, worst).view(hk, drafts, group, n)
+            out[b, :, :, :n] = found.transpose(0, 1).reshape(drafts, hq, n)
     return Bounds(upper, lower)
 
 

@@ -62,9 +62,10 @@ def lsh_hash_torch(x: Tensor, planes: Tensor, *, bits: int) -> Tensor:
     """
     tables = check_hash(x, planes, bits)
     side = x.reshape(-1, x.shape[-1]).float() @ planes > 0
-    place = torch.tensor([1 << b for b in range(bits)], dtype=torch.int32, device=x.device)
-    codes = (side.view(-1, tables, bits) * place).sum(-1)
-    return codes.to(torch.uint16).view(*x.shape[:-1], tables)
+    # A code is below 2^16, so float32 holds it.
+    place = torch.tensor([float(1 << b) for b in range(bits)], device=x.device)
+    codes = side.view(-1, bits).float() @ place
+    return codes.to(torch.int32).to(torch.uint16).view(*x.shape[:-1], tables)
 
 
 def lsh_tables(codes: Tensor, seq_lens: Tensor, *, bits: int) -> tuple[Tensor, Tensor, Tensor]:

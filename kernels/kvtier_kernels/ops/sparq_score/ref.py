@@ -55,5 +55,5 @@ def sparq_alpha_ref(
             for g in range(h * hq // hk, (h + 1) * hq // hk):
                 # Rows past the selected ones may hold anything: only those are touched.
                 s = _logits(q[b, g], k_t[b, h][:, rows], listed, len(rows), scale)
-                alpha[b, g] = min(1.0, float(torch.exp(s - lse[b, g].double()).sum()))
+                alpha[b, g] = torch.exp(s - lse[b, g].double()).sum().clamp_max(1.0)
     return alpha

@@ -42,7 +42,8 @@ def _cases() -> tuple[Case, ...]:
     far = case("far-channels", (20,), Hazard.FAR, hq=2, hk=1, d=160, dtype="float16", more={"r": _R})
     uncovered = case("nothing-covered", (20,), "uncovered", hk=1, more={"r": _R})
     few = case("few-channels", (20,), hk=1, more={"r": 3})
-    return (*standard_cases(r=_R), far, uncovered, few)
+    nan_row = case("nan-row", (140,), "nan-row", hk=1, more={"r": _R})
+    return (*standard_cases(r=_R), far, uncovered, few, nan_row)
 
 
 def score_inputs(c: Case) -> Inputs:
@@ -187,6 +188,7 @@ def specs() -> tuple[KernelSpec, ...]:
     shared: dict[str, Any] = {
         "axes": AXES,
         "dtypes": ("float32", "float16", "bfloat16"),
+        "cases": _cases(),
         "bench": _bench("float32", 2048, 8192, hq=9, hk=3, d=64, r=16),
         "bench_gpu": _bench("bfloat16", 32768, 131072, hq=64, hk=8, d=128, r=32),
         "aot_module": _MODULE,
@@ -195,7 +197,6 @@ def specs() -> tuple[KernelSpec, ...]:
     strides = Invariance("strides", ("strided",), lambda x: strided(x, ("q", "k_t", "dims")), Hazard.STRIDED)
     score = KernelSpec(
         name="sparq_score",
-        cases=(*_cases(), case("nan-row", (140,), "nan-row", hk=1, more={"r": _R})),
         make_inputs=score_inputs,
         reference=sparq_score_ref,
         implementations=both("sparq_score", "sparq_score"),
@@ -216,7 +217,6 @@ def specs() -> tuple[KernelSpec, ...]:
     )
     alpha = KernelSpec(
         name="sparq_alpha",
-        cases=_cases(),
         make_inputs=alpha_inputs,
         reference=sparq_alpha_ref,
         implementations=both("sparq_score", "sparq_alpha"),

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvtier_kernels.ops.scoring import Scores, check_heads, check_lens, seen, want
+from kvtier_kernels.ops.scoring import Scores, check_heads, check_lens, want
 from kvtier_kernels.state import AttentionState, FrameMismatch
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -73,23 +73,19 @@ def sparq_score_torch(q: Tensor, k_t: Tensor, dims: Tensor, seq_lens: Tensor, *,
     hq = hk * group
     score = torch.full((batch, hk, capacity), -math.inf, device=q.device)
     lse = torch.full((batch, hq), -math.inf, device=q.device)
-    longest = int(seq_lens.max()) if batch else 0
-    if longest == 0:
-        return Scores(score, lse)
     few = _queries(q, dims, hk, scale)
-    at = dims.long().clamp_min(0)
-    live = seen(seq_lens, longest)[:, None, None]
-    rows = torch.stack(
-        [k_t[b, h, :, :longest].index_select(0, at[b, h]) for b in range(batch) for h in range(hk)]
-    )
-    padded = (dims < 0).flatten(0, 1).unsqueeze(-1)
-    if bool(padded.any()):
-        # The query is 0 there, but 0 * NaN is NaN: what a padded entry points at must not be multiplied.
-        rows = torch.where(padded, 0, rows)
-    logits = torch.bmm(few.flatten(0, 1), rows.float()).view(batch, hk, group, longest)
-    masked = logits.masked_fill(~live, -math.inf)
-    score[..., :longest] = masked.sum(2)
-    return Scores(score, torch.logsumexp(masked, -1).view(batch, hq))
+    for b, n in enumerate(seq_lens.tolist()):
+        if n == 0:
+            continue
+        logits = torch.empty(hk, group, n, device=q.device)
+        for h in range(hk):
+            # A padded channel is left out rather than weighed 0: 0 * NaN is NaN.
+            used = dims[b, h] >= 0
+            rows = k_t[b, h, :, :n].index_select(0, dims[b, h][used])
+            torch.mm(few[b, h][:, used], rows.float(), out=logits[h])
+        score[b, :, :n] = logits.sum(1)
+        lse[b] = torch.logsumexp(logits, -1).flatten()
+    return Scores(score, lse)
 
 
 def check_selection(indptr: Tensor, ids: Tensor, segments: int) -> None:
