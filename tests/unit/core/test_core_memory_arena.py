@@ -253,6 +253,11 @@ class WritesToMemory(TorchDispatchMode):
         super().__init__()
         self.ops: list[str] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No compiler runs here, and to tell it to stay away would import it, for seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> object:

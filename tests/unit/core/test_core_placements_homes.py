@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -102,3 +102,4 @@ class WholeSessions(RuleBasedStateMachine):
 
 
 TestWholeSessions = WholeSessions.TestCase
+TestWholeSessions.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
