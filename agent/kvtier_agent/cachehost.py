@@ -46,6 +46,7 @@ from kvtier_evidence.window import WindowKey
 _MAX_CLOSED = 4096
 _NO_PROGRESS = Progress(0, 0.0, 0.0)
 _EXACT_PLAN = StepPlan(ServedArm.BASELINE, False, None, "")
+_BASELINE, _CANDIDATE = ServedArm.BASELINE, ServedArm.CANDIDATE
 _EXACT_MODE = FrameMode(False, False, None, lambda: False)
 
 # Zero-tolerance counters by the refusal that moves them, for sessions that a candidate serves.
@@ -101,7 +102,8 @@ class Session:
         return self.window is not None and self.assignment.in_radius
 
 
-@dataclass(frozen=True)
+# As in engine_port: made for each frame, and changed by nobody.
+@dataclass(slots=True)
 class FrameAnswer:
     """`compared_error`: the step error when this frame completed a compared step; NaN is a missing value."""
 
@@ -111,7 +113,7 @@ class FrameAnswer:
     compared_error: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FrameWork:
     """A frame of a session, checked, with its number of queries."""
 
@@ -120,7 +122,7 @@ class FrameWork:
     queries: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Prepared:
     """How a frame is computed. first_query: of its step; decode: whether it is a step's only query."""
 
@@ -135,7 +137,7 @@ class _Prepared:
     @property
     def candidates(self) -> bool:
         """Whether a candidate's answer is computed."""
-        return self.mode.publish_candidate or self.mode.compare
+        return self.mode is not _EXACT_MODE and (self.mode.publish_candidate or self.mode.compare)
 
     def exact(self) -> FrameMode:
         return FrameMode(False, False, None, self.mode.may_publish)
@@ -247,6 +249,8 @@ class CacheHost:
     ) -> list[FrameAnswer | CoreError]:
         """As `attend_many`, computed in the caller's thread, which must not be the event loop's. evidence:
         what is seen of the frames goes there, from this thread."""
+        if len(frames) == 1:
+            return [self._one_now(frames[0], evidence)]
         for work in frames:
             work.session.frames_running += 1
         try:
@@ -254,17 +258,12 @@ class CacheHost:
             engine = self.runner.engine
             plain = [one for one in prepared if not one.candidates]
             computed: list[FrameResult | CoreError] = []
-            if len(plain) == 1:
-                computed = [self._computed(plain[0])]
-            elif plain:
+            if plain:
                 together = [(one.frame, one.mode) for one in plain]
                 try:
                     computed = list(self.runner.here(lambda: engine.step_many(together)))
                 except CoreError as error:
                     computed = [error] * len(plain)
-            if len(plain) == len(prepared):
-                pairs = zip(prepared, computed, strict=True)
-                return [self._settled(one, result, evidence) for one, result in pairs]
             settled = {
                 id(one): self._settled(one, result, evidence)
                 for one, result in zip(plain, computed, strict=True)
@@ -273,6 +272,16 @@ class CacheHost:
         finally:
             for work in frames:
                 work.session.frames_running -= 1
+
+    def _one_now(self, work: FrameWork, evidence: FrameEvidence) -> FrameAnswer | CoreError:
+        work.session.frames_running += 1
+        try:
+            one = self._prepare(work.session, work.frame, work.queries)
+            if one.candidates:
+                return self._attend_now(one, evidence)
+            return self._settled(one, self._computed(one), evidence)
+        finally:
+            work.session.frames_running -= 1
 
     def _prepare(self, session: Session, frame: FrameInput, queries: int) -> _Prepared:
         """How the frame is computed now."""
@@ -347,7 +356,7 @@ class CacheHost:
             session.first_decode_step = frame.step
         session.last_used_ns = self._clock()
         self._progress(session, frame, result.receipt.stall_seconds if one.decode else 0.0, evidence)
-        served = ServedArm.CANDIDATE if result.from_candidate else ServedArm.BASELINE
+        served = _CANDIDATE if result.from_candidate else _BASELINE
         fallback = one.plan.fallback
         if one.mode.publish_candidate and not result.from_candidate and not fallback:
             lost = not self.enforcement.may_publish(session.assignment)

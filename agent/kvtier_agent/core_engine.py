@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ from kvtier_core.receipts import (
     StepReceipt,
     StepRequest,
 )
+from kvtier_core.receipts import ExactnessClass as CoreExactness
 from kvtier_core.release.leases import GrantTerms
 from kvtier_core.sharing import SharedBlocks
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, TierMount
@@ -238,6 +240,8 @@ def step_request(frame: FrameInput, geometry: Geometry) -> StepRequest:
 
 
 _EXACT = StepMode()
+_CANDIDATE = PublishArm.CANDIDATE
+_EXACTNESS = {kind: ExactnessClass(kind.value) for kind in CoreExactness}
 
 
 def step_mode(mode: FrameMode) -> StepMode:
@@ -256,12 +260,12 @@ def answered(answer: StepAnswer) -> FrameResult:
     comparison = None
     if answer.comparison is not None:
         comparison = FrameComparison(answer.comparison.diff_norm, answer.comparison.exact_norm)
-    return frame_result(answer, comparison, answer.receipt.arm is PublishArm.CANDIDATE)
+    return frame_result(answer, comparison, answer.receipt.arm is _CANDIDATE)
 
 
 def frame_result(answer: StepAnswer, comparison: FrameComparison | None, from_candidate: bool) -> FrameResult:
     return FrameResult(
-        out=np.ascontiguousarray(answer.out.detach().cpu().numpy(), dtype="<f4").tobytes(),
+        out=_bytes(answer.out),
         receipt=frame_receipt(answer.receipt),
         comparison=comparison,
         from_candidate=from_candidate,
@@ -270,7 +274,7 @@ def frame_result(answer: StepAnswer, comparison: FrameComparison | None, from_ca
 
 def frame_receipt(receipt: StepReceipt) -> FrameReceipt:
     return FrameReceipt(
-        exactness=ExactnessClass(receipt.exactness.value),
+        exactness=_EXACTNESS[receipt.exactness],
         manifest_digest=receipt.manifest_digest,
         support_digest=receipt.support_digest,
         frontier=receipt.frontier,
@@ -303,6 +307,13 @@ def block_facts(info: ChunkInfo) -> BlockFacts:
         producer_digest=info.producer_digest,
         sealed=info.sealed,
     )
+
+
+def _bytes(out: torch.Tensor) -> bytes:
+    """C-contiguous float32, whatever device and strides it has."""
+    # The core computes in inference mode, so there is no graph to detach from.
+    array: np.ndarray[Any, np.dtype[np.float32]] = (out if out.device.type == "cpu" else out.cpu()).numpy()
+    return array.astype("<f4", copy=False).tobytes()
 
 
 def _tensor(data: Payload, heads: int, dim: int) -> torch.Tensor:

@@ -39,6 +39,7 @@ _Waiting = tuple[int, int, torch.Size]
 @dataclass(frozen=True, slots=True)
 class _Attached:
     index: int
+    generation: int
     session_tag: bytes
     boot_tag: bytes
 
@@ -60,7 +61,7 @@ class LocalWire:
         self.broken: KvtierError | None = None
         self.lost = False
         self.max_frames = min(wire.MAX_FRAMES, offer.max_frames or wire.MAX_FRAMES)
-        self._attached: dict[str, _Attached] = {}
+        self._attached: dict[Sender, _Attached] = {}
         self._waiting: deque[list[_Waiting]] = deque()
         self._sequence = 0
         self._buffer = bytearray(wire.MAX_ANSWER_BYTES)
@@ -105,14 +106,14 @@ class LocalWire:
             at = self._ring.write(offset, frame.k)
             at = self._ring.write(at, frame.v)
             at = self._ring.write(at, frame.q)
-            attached = self._attached[frame.sender.opened.session_id]
+            attached = self._attached[frame.sender]
             records.append(
                 wire.FrameRecord(
                     attachment=attached.index,
                     layer=frame.layer,
                     rows=frame.k.shape[0],
                     queries=frame.q.shape[0],
-                    generation=frame.sender.opened.generation,
+                    generation=attached.generation,
                     step=frame.step,
                     first_row_position=frame.position,
                     first_query_position=frame.position,
@@ -281,8 +282,8 @@ class LocalWire:
 
     def _note(self, sender: Sender, answered: wire.Attached) -> None:
         opened = sender.opened
-        self._attached[opened.session_id] = _Attached(
-            answered.attachment, wire.tag(opened.session_id), wire.tag(opened.boot_id)
+        self._attached[sender] = _Attached(
+            answered.attachment, opened.generation, wire.tag(opened.session_id), wire.tag(opened.boot_id)
         )
         self.tokens[opened.session_id] = answered.next_token
 

@@ -38,6 +38,8 @@ class Kind(IntEnum):
     ENDED = 19
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
 # magic, version, kind, bytes of the whole message, records, clock: nanoseconds of the sender's
 # CLOCK_MONOTONIC.
 HEADER = struct.Struct("<4sHHIIq")
@@ -100,6 +102,18 @@ class FrameRecord:
     next_layer_follows: bool = False
     extra: bytes = b""
 
+    @property
+    def lowest(self) -> int:
+        """Of the numbers that may not be negative."""
+        return min(
+            self.step,
+            self.first_row_position,
+            self.first_query_position,
+            self.committed_frontier,
+            self.deadline_ms,
+            self.position_epoch,
+        )
+
 
 def header(kind: Kind, size: int, count: int, clock_ns: int) -> bytes:
     return HEADER.pack(MAGIC, VERSION, kind, HEADER.size + size, count, clock_ns)
@@ -116,10 +130,10 @@ def read_header(message: bytes | bytearray | memoryview, size: int) -> tuple[Kin
         raise MalformedError(f"version: {version} is not {VERSION}")
     if length != size:
         raise MalformedError(f"length: the header says {length}, {size} bytes came")
-    try:
-        return Kind(kind), count, clock_ns
-    except ValueError:
-        raise MalformedError(f"kind: {kind}") from None
+    known = _KINDS.get(kind)
+    if known is None:
+        raise MalformedError(f"kind: {kind}")
+    return known, count, clock_ns
 
 
 def pack_hello(hello: Hello, clock_ns: int) -> bytes:

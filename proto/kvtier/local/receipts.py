@@ -198,6 +198,7 @@ def unpack_answers(message: bytes | bytearray | memoryview, size: int, count: in
     """The records of an ANSWERS message whose header was read; MalformedError."""
     at = HEADER.size
     found = []
+    view = memoryview(message)
     for _ in range(count):
         if at + ANSWER.size > size:
             raise MalformedError(f"length: {size} bytes hold no {count} answers")
@@ -214,7 +215,7 @@ def unpack_answers(message: bytes | bytearray | memoryview, size: int, count: in
                 raise MalformedError(f"detail: {wrong}") from None
         elif kind != _RECEIPT:
             raise MalformedError(f"tail: {kind}")
-        found.append(AnswerRecord(sequence, step, layer, out_bytes, error, bytes(message[at:end])))
+        found.append(AnswerRecord(sequence, step, layer, out_bytes, error, bytes(view[at:end])))
         at = end
     if at != size:
         raise MalformedError(f"length: {size - at} bytes after the last answer")

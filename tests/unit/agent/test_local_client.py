@@ -39,7 +39,7 @@ from tests.unit.agent.local_channel_rig import (
 FACTS = ReceiptFacts(1, 1, "", "", "", 1, 1, (), (), True, 0.0, 0.0, "", 1, 1, "", 0.0, 0.0, 0, 0)
 
 
-@dataclass
+@dataclass(eq=False)
 class Sender:
     opened: attention_pb2.OpenSessionResponse
     tenant: str = "beta"
