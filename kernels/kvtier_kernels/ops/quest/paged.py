@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.ops.chunk_attention import ShapeError
+from kvtier_kernels.ops.gather import all_heads, head_rows
 
 REDUCTIONS = ("max", "none")
 
@@ -50,9 +51,12 @@ def quest_score_paged_torch(
     out = torch.full((batch, hk if reduce == "max" else hq, width), -torch.inf)
     for b, n in enumerate(n_pages.tolist()):
         where = (page_table[b, :n] >= 0).nonzero().flatten()
-        pages = page_table[b, where].long()
+        pages = page_table[b, where].long().expand(hk, -1)
         groups = q[b].float().view(hk, hq // hk, d)
-        low, high = (x[pages].float().permute(1, 2, 0) for x in (kmin, kmax))
+        low, high = (
+            head_rows(x.unsqueeze(1), pages, torch.zeros_like(pages), all_heads(hk, hk, q)).transpose(1, 2)
+            for x in (kmin, kmax)
+        )
         upper = torch.bmm(groups.clamp_min(0), high)
         upper += torch.bmm(groups.clamp_max(0), low)
         out[b, :, where] = upper.amax(1) if reduce == "max" else upper.view(hq, -1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.ops.chunk_attention import ShapeError
+from kvtier_kernels.ops.gather import all_heads, head_rows, zero_rows
 from kvtier_kernels.state import AttentionState, LogitFrame, identity
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -143,15 +144,11 @@ def _request(
     unit, inside = units[place].long(), slot % unit_tokens
     there &= (unit >= 0) & ((place < end[:, None] - 1) | (inside < last_unit_len[:, None]))
     token = torch.where(there, unit * unit_tokens + inside, 0)
-    row = (pages[token // page].long(), token % page)
-
     heads = hk if there.shape[0] <= hk else hq
-    of_list = torch.arange(heads) * there.shape[0] // heads
-    kv = (torch.arange(heads) * hk // heads)[:, None]
-    seen = there[of_list]
-    k = k_cache[row[0][of_list], row[1][of_list], kv].float()
-    v = v_cache[row[0][of_list], row[1][of_list], kv].float()
-    k, v = (torch.where(seen.unsqueeze(-1), x, 0.0) for x in (k, v))
+    of_list = all_heads(heads, there.shape[0], q)
+    seen, token = there[of_list], token[of_list]
+    where = (pages[token // page].long(), token % page, all_heads(heads, hk, q))
+    k, v = (zero_rows(head_rows(x, *where), seen) for x in (k_cache, v_cache))
     s = torch.bmm(q.view(heads, hq // heads, d), k.transpose(1, 2))
     if log_weight is not None:
         s += torch.where(there, log_weight[place], 0.0)[of_list].unsqueeze(1)
