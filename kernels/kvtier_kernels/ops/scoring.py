@@ -37,15 +37,15 @@ def check_heads(q: Tensor, hk: int) -> int:
     return int(q.shape[1]) // hk
 
 
-def check_lens(lens: Tensor, batch: int, capacity: int) -> None:
+def check_lens(lens: Tensor, batch: int, capacity: int, name: str = "seq_lens") -> None:
     """int32 [B], each in [0, capacity]. Lengths on a GPU are not looked at: that would wait for it on
     every call. Raises ShapeError."""
     want(
         lens.dtype == torch.int32 and lens.shape == (batch,),
-        f"want seq_lens int32 [{batch}], got {lens.dtype} {tuple(lens.shape)}",
+        f"want {name} int32 [{batch}], got {lens.dtype} {tuple(lens.shape)}",
     )
     if batch and lens.device.type == "cpu":
-        want(int(lens.min()) >= 0 and int(lens.max()) <= capacity, f"seq_lens must lie in [0, {capacity}]")
+        want(int(lens.min()) >= 0 and int(lens.max()) <= capacity, f"{name} must lie in [0, {capacity}]")
 
 
 def check_strides(**tensors: Tensor) -> None:

@@ -121,6 +121,43 @@ def test_with_nothing_selected_the_mean_answers_alone_with_the_approximate_mass(
         sparq_remainder(nothing, torch.full((1, 1), 1.5), torch.zeros(1, 1), torch.ones(1, 1, 2))
 
 
+class TestNothingLeftOut:
+    """Each approximation becomes the thing itself when it leaves nothing out."""
+
+    g = torch.Generator().manual_seed(4)
+    q = torch.randn(1, 4, 16, generator=g)
+    k = torch.randn(1, 2, 30, 16, generator=g)
+    logits = torch.einsum("hgd,hnd->hgn", q.view(2, 2, 16), k[0]) * 0.25
+    lse = torch.logsumexp(logits, -1).flatten()[None]
+    shares = torch.softmax(logits, -1).sum(1)[None]
+
+    def test_sparq_with_all_channels_is_the_logits_and_all_rows_hold_everything(self) -> None:
+        k_t, dims = self.k.transpose(2, 3).contiguous(), sparq_dims(self.q, 2, 16)
+        got = sparq_score_torch(self.q, k_t, dims, lens(30), scale=0.25)
+        torch.testing.assert_close(got.score, self.logits.sum(1)[None])
+        torch.testing.assert_close(got.lse, self.lse)
+        ids = torch.arange(30, dtype=I32).repeat(2)
+        alpha = sparq_alpha_torch(self.q, k_t, dims, got.lse, lens(0, 30, 60), ids, scale=0.25)
+        torch.testing.assert_close(alpha, torch.ones(1, 4))
+
+    def test_pq_with_the_keys_as_codebook_is_the_softmax(self) -> None:
+        codes = torch.arange(30, dtype=torch.uint8).expand(1, 2, 1, 30)
+        got = pq_score_torch(pq_lut_torch(self.q, self.k.unsqueeze(2)), codes, lens(30), scale=0.25)
+        torch.testing.assert_close(got.score, self.shares)
+        torch.testing.assert_close(got.lse, self.lse)
+
+    def test_clusters_of_one_row_are_the_softmax_and_the_exact_state(self) -> None:
+        one = torch.ones(1, 2, 30, dtype=I32)
+        for by_rows in (False, True):
+            got = centroid_score_torch(self.q, self.k, one, scale=0.25, by_rows=by_rows)
+            torch.testing.assert_close(got.score, self.shares)
+            torch.testing.assert_close(got.lse, self.lse)
+        v = torch.randn(1, 2, 30, 8, generator=self.g)
+        o, lse = finalize(centroid_estimate_torch(self.q, self.k, one, v, one > 0, scale=0.25))
+        torch.testing.assert_close(lse, self.lse)
+        torch.testing.assert_close(o.view(2, 2, 8), torch.softmax(self.logits, -1) @ v[0])
+
+
 def test_sparq_ranks_wrongly_when_the_deciding_channel_is_dropped() -> None:
     """q = (2, -1.9): one channel of two says that three loose keys win; together they cancel."""
     q = torch.tensor([[[2.0, -1.9]]])

@@ -24,16 +24,17 @@ LOWEST = tl.constexpr(-0x7FFFFFFF - 1)
 
 @triton.jit
 def _key(x):
-    """int32 in the order of float32; NaN largest."""
-    x = tl.where(x != x, float("inf"), x + 0.0)
+    """int32 in the order of float32; NaN as +inf. Integers only, so that no small number can be flushed."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x7F800000)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return tl.where((bits < 0) & (nan == 0), -size, size)
 
 
 @triton.jit
 def _value(key):
     """The float32 of a key."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+    return tl.where(key < 0, (-key) ^ (-0x7FFFFFFF - 1), key).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -76,6 +76,7 @@ def select_inputs(c: Case) -> Inputs:
     if "unknown" in c.traits:
         upper[..., 3], upper[..., 7], upper[..., 9:11] = math.nan, math.inf, -math.inf
         upper[..., 1::5] = -0.0
+        upper[..., 12], upper[..., 13], upper[..., 14] = 2.0**-149, -(2.0**-149), -math.nan
     if "starved" in c.traits:
         upper[:, 0] += 100
     for b, length in enumerate(c.seq_lens):
@@ -281,7 +282,11 @@ def _select_spec() -> KernelSpec:
             _refusal("scores-dtype", {"upper": torch.zeros(1, 2, 4, 16).half()}, "want upper float32"),
             _refusal("no-room", {"cap": 0}, "at most 0"),
             _refusal("too-many-drafts", {"upper": torch.zeros(1, 32, 4, 16)}, "1 to 31"),
-            _refusal("drafts", {"candidates": torch.tensor([3], dtype=torch.int32)}, r"\[0, 2\]"),
+            _refusal(
+                "drafts",
+                {"candidates": torch.tensor([3], dtype=torch.int32)},
+                r"candidates must lie in \[0, 2\]",
+            ),
             _refusal("k257", {"k": 257}, "at most 256", "triton"),
         ),
         # 37 scores of 2 drafts of one head, and 20 units with their masks.

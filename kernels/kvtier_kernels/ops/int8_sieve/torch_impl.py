@@ -128,7 +128,7 @@ def check_select(upper: Tensor, seq_lens: Tensor, candidates: Tensor, hk: int, k
     want(k >= 0 and cap >= 1, f"k = {k} units a draft, at most {cap} in all")
     want(batch * hk * cap < 2**31, f"{batch * hk} lists of {cap} units pass int32")
     check_lens(seq_lens, batch, units)
-    check_lens(candidates, batch, drafts)
+    check_lens(candidates, batch, drafts, "candidates")
     return hq // hk
 
 
