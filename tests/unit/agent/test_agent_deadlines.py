@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +24,7 @@ from kvtier_agent.telemetry import Metrics, Telemetry
 from kvtier_agent.tierdirs import NodeTiers
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import SessionFacts
-from kvtier_core.sessions import RowStore
-from kvtier_core.tiers.staging import StagingBuffer
+from kvtier_core.tiers.fileops import Buffer, OsFileOps
 from tests.engine.agent_process import baseline_manifest, default_tiers
 from tests.unit.agent.agent_fakes import Bench
 
@@ -111,22 +110,17 @@ def test_a_read_that_hangs_holds_an_engine_no_longer_than_its_frames_deadline(
     """Room for the open chunks in memory, the sealed ones are read from storage."""
     chunk = 256 * 2 * 2 * 64 * 4
     cache = Cache(tmp_path, {"gpu-sim": 2 * chunk, "dram": 0, "nvme": 64 * chunk}, time.monotonic)
-    staging_job, release = RowStore.staging_job, threading.Event()
+    read, release = OsFileOps.read, threading.Event()
 
-    def hanging(self: RowStore, line: int) -> Callable[[StagingBuffer], None]:
-        job = staging_job(self, line)
-
-        def wait(buffer: StagingBuffer) -> None:
-            release.wait(20)
-            job(buffer)
-
-        return wait
+    def hanging(self: OsFileOps, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        release.wait(20)
+        return read(self, fd, buffers, offset)
 
     try:
         cache.engine.step(cache.frame(0, 600), EXACT)
         want = cache.engine.step(cache.frame(600, 1), EXACT)
         assert "nvme" in want.receipt.bytes_by_tier
-        monkeypatch.setattr(RowStore, "staging_job", hanging)
+        monkeypatch.setattr(OsFileOps, "read", hanging)
         for _ in range(3):
             asked = time.monotonic()
             with pytest.raises(CoreError) as refused:
