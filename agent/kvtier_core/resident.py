@@ -30,6 +30,7 @@ from kvtier_core.selectors.base import LayerIndex
 from kvtier_core.sessions import RowStore
 from kvtier_kernels.ops.chunk_attention.decode import Reading, merge_queries, reads_in_place, run_states
 from kvtier_kernels.ops.chunk_attention.runs import ChunkRun, chunk_runs
+from kvtier_kernels.ops.chunk_attention.single import attend_one
 
 _GROUP = 64
 """States that are formed between two looks at the clock."""
@@ -211,6 +212,8 @@ class ResidentDecode:
         late: dict[int, CoreError] = {}
         scaled = self._scaled(frames)
         groups = groups_of(shared_readings(frames, self._size))
+        if len(frames) == len(groups) == 1 and not self._is_late(frames[0]):
+            return [attend_one(scaled, groups[0])]
         parts = []
         for group in groups:
             for index, frame in enumerate(frames):

@@ -15,7 +15,8 @@ from torch import Tensor
 from kvtier_kernels.ops.chunk_attention import chunk_state, products
 from kvtier_kernels.ops.chunk_attention.decode import Reading, merge_queries, merge_stacked, run_states
 from kvtier_kernels.ops.chunk_attention.runs import chunk_runs
-from kvtier_kernels.state import AttentionState, LogitFrame, merge_ascending
+from kvtier_kernels.ops.chunk_attention.single import attend_one
+from kvtier_kernels.state import AttentionState, LogitFrame, finalize, merge_ascending
 
 SCALE = 0.125
 FRAME = LogitFrame(SCALE)
@@ -64,6 +65,22 @@ def together(q: Tensor, pool: Tensor, each: Sequence[Sequenced], shared: int = 0
     return AttentionState(m, l, u, FRAME)
 
 
+def readings_of(pool: Tensor, one: Sequenced) -> list[Reading]:
+    """One query's, its last chunk apart."""
+    parts = [(one.chunks[:-1], pool.shape[3]), (one.chunks[-1:], one.visible)]
+    return [
+        Reading(run, (0,), visible)
+        for slots, visible in parts
+        for run in chunk_runs([pool[slot, 0] for slot in slots], [pool[slot, 1] for slot in slots])
+    ]
+
+
+def assert_same_output(got: Tensor, state: AttentionState) -> None:
+    want = finalize(state)[0]
+    assert got.shape == want.shape
+    assert torch.equal(got.contiguous().view(torch.int32), want.contiguous().view(torch.int32))
+
+
 def assert_same(got: AttentionState, want: Sequence[AttentionState]) -> None:
     for name in ("m", "l", "u"):
         a, b = getattr(got, name), torch.cat([getattr(one, name) for one in want])
@@ -96,7 +113,9 @@ def test_chunks_in_any_places(geometry: tuple[int, int, int], order: tuple[int, 
         q, pool = drawn(geometry, rows, 7, 1, rows)
         for visible in (1, 40, rows):
             one = Sequenced(order, visible)
-            assert_same(together(q, pool, [one]), [alone(q, pool, one)])
+            want = alone(q, pool, one)
+            assert_same(together(q, pool, [one]), [want])
+            assert_same_output(attend_one(q * SCALE, readings_of(pool, one)), want)
 
 
 @pytest.mark.usefixtures("libraries")
@@ -117,6 +136,29 @@ def test_a_shared_prefix(geometry: tuple[int, int, int], queries: int) -> None:
     q, pool = drawn(geometry, 64, 8, queries, queries)
     wants = [alone(q[i : i + 1], pool, one) for i, one in enumerate(each)]
     assert_same(together(q, pool, each, shared=3), wants)
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize("count", [1, 2, 5, 9, 33, 80])
+@pytest.mark.parametrize("steady", [True, False], ids=["one maximum", "many maxima"])
+def test_one_query_over_many_chunks(count: int, steady: bool) -> None:
+    q, pool = drawn((9, 3, 64), 64, count, 1, count)
+    if steady:
+        # The first row outshines all others, as a sink does, so that no later maximum changes.
+        pool[0, 0, :, 0] = 4 * q.view(3, 3, 64).mean(1)
+    one = Sequenced(tuple(range(count)), 29)
+    assert_same_output(attend_one(q * SCALE, readings_of(pool, one)), alone(q, pool, one))
+
+
+@pytest.mark.usefixtures("libraries")
+def test_a_query_whose_logits_are_all_minus_infinity_answers_zero() -> None:
+    q, pool = drawn((4, 2, 16), 64, 3, 1, 1)
+    q = q.abs() + 1
+    pool[:, 0] = -torch.inf
+    one = Sequenced((0, 1, 2), 40)
+    out = attend_one(q * SCALE, readings_of(pool, one))
+    assert_same_output(out, alone(q, pool, one))
+    assert not out.any()
 
 
 @pytest.mark.usefixtures("libraries")

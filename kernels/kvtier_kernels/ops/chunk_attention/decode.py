@@ -195,17 +195,22 @@ def merge_first(m: Tensor, l: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor
     count, width = both.shape[0], both.shape[-1]
     total = _fold(keep.view(count - 1, -1), take.view(count, -1), both.view(count, -1, width))
     total = total.view(both.shape[1:])
-    return running[-1], total[..., -1], total[..., :-1]
+    d = u.shape[-1]
+    return running[-1], total[..., d], total[..., :d]
 
 
 def _weights(m: Tensor, l: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of n states, over the first dimension: the running maximum [n, ...], the factor of what was merged
-    before [n-1, ...], that of each state [n, ...], and u with l [n, ..., d+1]."""
+    before [n-1, ...], that of each state [n, ...], and u with l and zeros [n, ..., w]."""
     running = torch.cummax(m, 0).values
     anchor = running.clamp_min(_LOWEST)
     keep = torch.exp(running[:-1] - anchor[1:])
     take = torch.exp(m - anchor)
-    return running, keep, take, torch.cat((u, l.unsqueeze(-1)), -1)
+    d = u.shape[-1]
+    both = u.new_zeros(*l.shape, products.fold_width(d))
+    both[..., :d] = u
+    both[..., d] = l
+    return running, keep, take, both
 
 
 def _merge_ragged(
@@ -231,7 +236,8 @@ def _merge_ragged(
     back = torch.empty(len(order), dtype=torch.int64)
     back[torch.tensor(order)] = torch.arange(len(order))
     total = total[back]
-    return peak[back], total[..., -1], total[..., :-1]
+    d = u.shape[-1]
+    return peak[back], total[..., d], total[..., :d]
 
 
 def _fold(keep: Tensor, take: Tensor, both: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ it first comes, and where they differ everything runs on torch. Rows that are no
 without numpy's warnings. It must not know which chunks these are.
 
 Measured (torch 2.15 with MKL, numpy 2 with OpenBLAS 0.3.31, fp32): keys differ when rows x queries <= 1,200,
-values and states when there is a single query.
+values and states when there is a single query, and states whose width is not whole vectors.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ Floats = NDArray[np.float32]
 QUERY_PAD = 4
 VALUE_BLOCK = 128
 _SMALL_PRODUCT = 1200
+_VECTOR = 16
 _FOLD_LENGTHS = (2, 3, 4, 7, 16, 33, 128)
 
 
@@ -107,6 +108,12 @@ def agrees(queries: int, rows: int, head_dim: int) -> bool:
             if not np.array_equal(values[i], want.numpy()):
                 return False
     return True
+
+
+def fold_width(head_dim: int) -> int:
+    """Numbers of a state for `fold`: u, l, and zeros up to whole vectors, since what is left over by them is
+    added up in another order."""
+    return (head_dim // _VECTOR + 1) * _VECTOR
 
 
 @lru_cache(maxsize=64)
