@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.ops.chunk_attention import ShapeError, chunk_state
+from kvtier_kernels.ops.gather import head_rows
 from kvtier_kernels.state import AttentionState, LogitFrame, identity, merge_ascending
 
 
@@ -128,7 +129,8 @@ def segment_decode_torch(
     """See the package. Inputs of any float dtype; rows are widened to float32 after the gather."""
     check_inputs(q, k_cache, v_cache, page_table, seg_ptr, seg_tok, delta, inv_freq, split_tokens)
     batch, hq, d = q.shape
-    page = k_cache.shape[1]
+    page, hk = k_cache.shape[1:3]
+    heads = torch.arange(hk)
     frame = LogitFrame(scale)
     owner = torch.repeat_interleave(torch.arange(batch), seg_ptr.diff().long())
     turned = rotate(q[owner], delta, inv_freq, interleaved=interleaved).float()
@@ -137,9 +139,9 @@ def segment_decode_torch(
     for i, (b, (first, end)) in enumerate(zip(owner.tolist(), runs, strict=True)):
         for chunk in range(first // split_tokens * split_tokens, end, split_tokens):
             lo, hi = max(first, chunk), min(end, chunk + split_tokens)
-            pages = page_table[b, lo // page : -(-hi // page)].long()
-            skip = lo % page
-            k, v = (x[pages].flatten(0, 1)[skip : skip + hi - lo].float() for x in (k_cache, v_cache))
+            token = torch.arange(lo, hi)
+            where = (page_table[b, token // page].long().expand(hk, -1), (token % page).expand(hk, -1), heads)
+            k, v = (head_rows(x, *where).transpose(0, 1) for x in (k_cache, v_cache))
             parts[b].append(
                 chunk_state(turned[i : i + 1], k, v, scale=scale, q_pos0=hi - 1, row_pos0=lo, frame=frame)
             )
