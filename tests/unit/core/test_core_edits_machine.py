@@ -121,7 +121,12 @@ class Edited(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), tokens=st.sampled_from([1, 1, 6, CHUNK - 1, CHUNK, CHUNK + 9]))
     def append(self, which: int, tokens: int) -> None:
         held = self.pick(which)
-        if held is None or held.frontier + tokens > MOST:
+        if held is not None:
+            self.go_on(held, tokens)
+
+    def go_on(self, held: Held, tokens: int = 1) -> None:
+        """One step, each of whose answers is compared."""
+        if held.frontier + tokens > MOST:
             return
         shape = (LAYERS, tokens)
         k = torch.randn(*shape, KV_HEADS, HEAD_DIM, generator=self.random)
@@ -176,12 +181,16 @@ class Edited(RuleBasedStateMachine):
 
     def settle(self, held: Held, operation: Operation, before: tuple[object, ...]) -> None:
         """Gives the edit to the engine and compares what the model has become."""
-        unedited = [(row, row) for row in range(held.frontier)]
-        held.edited = (
-            held.next != held.frontier or [(row.index, row.position) for row in held.rows] != unedited
-        )
+        # A row that was computed elsewhere and moved back has another history all the same.
+        unedited = [(row, row, row) for row in range(held.frontier)]
+        stand = [(row.index, row.stored, row.position) for row in held.rows]
+        held.edited = held.next != held.frontier or stand != unedited
         after = (held.frontier, held.next, [(row.index, row.position) for row in held.rows])
         assert self.edit(held, operation) == (after != before)
+        if isinstance(operation, Drop):
+            self.forget(held)
+        if after != before:
+            self.go_on(held)
 
     def state(self, held: Held) -> tuple[object, ...]:
         return (held.frontier, held.next, [(row.index, row.position) for row in held.rows])
@@ -215,7 +224,6 @@ class Edited(RuleBasedStateMachine):
         ranges = ((at, last),) if at < last else ()
         held.rows = [row for row in held.rows if not any(s <= row.position < e for s, e in ranges)]
         self.settle(held, Drop(ranges), before)
-        self.forget(held)
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 9))

@@ -3,8 +3,10 @@ an answer over an edited history says of itself."""
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,23 @@ from kvtier_core.positions import UNEDITED
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
 from kvtier_core.rope import RopeTable
 from kvtier_kernels.ops.segment_decode.torch_impl import rotate
-from tests.unit.core.builders import CANDIDATE, CHUNK, LAYERS, Driver, Rows, cpu, engine, gpu, nvme, quest
+from tests.unit.core import builders
+from tests.unit.core.builders import (
+    CANDIDATE,
+    CHUNK,
+    HEAD_DIM,
+    KV_HEADS,
+    LAYERS,
+    QUERY_HEADS,
+    SCALE,
+    Driver,
+    Rows,
+    cpu,
+    engine,
+    gpu,
+    nvme,
+    quest,
+)
 from tests.unit.core.editing import edit, fork
 
 TOKENS = 4 * CHUNK
@@ -84,6 +102,47 @@ def test_rows_around_a_drop_have_the_bits_of_their_chunks(tmp_path: Path) -> Non
     producers = [receipt.producer_digest for _, receipt in outs]
     assert producers[0] == producers[3] != producers[1] == producers[2]
     assert outs[0][1].rows_attended == 2 * CHUNK + 12
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
+def test_moved_rows_are_attended_where_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interleaved: bool
+) -> None:
+    """Against float64 with every key turned one by one, as complex numbers."""
+    given = builders.manifest
+
+    def declared(*terms: Any) -> Any:
+        found = given(*terms)
+        rope = found.model.rope.model_copy(update={"interleaved": interleaved})
+        return found.model_copy(update={"model": found.model.model_copy(update={"rope": rope})})
+
+    monkeypatch.setattr(builders, "manifest", declared)
+    with engine(tmp_path, NARROW) as built:
+        driver = Driver.open(built, Rows.random(1200))
+        driver.forward(2 * CHUNK)
+        edit(driver, Drop(((30, 90),)))
+        edit(driver, Reposition((Move(90, 2 * CHUNK, 1040),)))
+        first, rows = driver.position, driver.rows
+        assert first == 1040 + 2 * CHUNK - 90
+        # The driver takes rows by position; these come next.
+        new = Rows.random(first + 1, 5)
+        driver.rows = new
+        out = driver.forward(1)
+    seen = [*range(30), *range(90, 2 * CHUNK)]
+    shifts = [0] * 30 + [950] * (2 * CHUNK - 90) + [0]
+    pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + HEAD_DIM // 2) for i in range(HEAD_DIM // 2)]
+    for layer in range(LAYERS):
+        keys = torch.cat((rows.k[layer, seen], new.k[layer, first:])).double()
+        values = torch.cat((rows.v[layer, seen], new.v[layer, first:])).double()
+        for row, shift in enumerate(shifts):
+            for i, (a, b) in enumerate(pairs):
+                plane = torch.complex(keys[row, :, a], keys[row, :, b])
+                plane = plane * cmath.exp(1j * shift * 10000 ** (-2 * i / HEAD_DIM))
+                keys[row, :, a], keys[row, :, b] = plane.real, plane.imag
+        for head in range(QUERY_HEADS):
+            of = head * KV_HEADS // QUERY_HEADS
+            weights = (keys[:, of] @ new.q[layer, first, head].double() * SCALE).softmax(0)
+            assert (out[layer, 0, head].double() - weights @ values[:, of]).abs().max() < 2e-6
 
 
 def test_two_moves_side_by_side_are_one(tmp_path: Path) -> None:
