@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.kernels.harness import SPECS, run, unlike
+from kvtier_kernels.ops.swap_in.triton_impl import copy_kernel
+from tests.kernels.harness import DEVICE, SPECS, run, unlike
 
 ROWS, UNITS, SLOTS, WANT, HOST = 2, 30, 12, 9, 80
 OPS = {spec.name: spec for spec in SPECS}
@@ -52,3 +53,14 @@ def test_every_implementation_ends_with_the_same_slots() -> None:
             if unit >= 0:
                 assert torch.equal(ours["pool"][r * SLOTS + slot], ours["host"][ours["host_row"][r, unit]])
     assert int(ours["epoch"].max()) < 300
+
+
+def test_copies_outside_the_pools_are_left_out() -> None:
+    """What the launcher refuses on the CPU must not write anywhere on a GPU, where it cannot look."""
+    # The pools lie inside larger ones, so that a wrong read or write is seen and harms nobody.
+    host, pool = torch.ones(6, 16, device=DEVICE), torch.zeros(6, 16, device=DEVICE)
+    src = torch.tensor([0, -1, 4, 1, 2, 3], dtype=torch.int32, device=DEVICE)
+    dst = torch.tensor([0, 1, 2, -1, 3, 4], dtype=torch.int32, device=DEVICE)
+    copies = torch.tensor([6], dtype=torch.int32, device=DEVICE)
+    copy_kernel[(2,)](host[1:5], pool[1:5], src, dst, copies, 16, 4, 4, 16, 16, T=16)
+    assert pool[:, 0].tolist() == [0, 1, 0, 0, 1, 0]

@@ -128,6 +128,7 @@ _APPLY_CASES = (
     _apply_case("bf16-33", 7, 33, dtype="bfloat16"),
     _apply_case("bytes-13", 9, 13, dtype="uint8"),
     _apply_case("more-than-a-tile", 3, 2500),
+    _apply_case("several-pieces", 9, 7680),
     _apply_case("far-rows", 4, 13, Hazard.FAR, dtype="uint8"),
 )
 
