@@ -3,7 +3,10 @@ were edited, drops and repositions those of a DynamicCache whose rows were edite
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +28,7 @@ from tests.engine.agent_process import (
     tiny_geometry,
 )
 from tests.engine.exactness import CHUNK_BYTES as SMOL_CHUNK
-from tests.engine.exactness import CHUNK_TOKENS, GEOMETRY, TOLERANCE, greedy, prompts, reference
+from tests.engine.exactness import CHUNK_TOKENS, GEOMETRY, TOLERANCE, greedy, prompts
 from tests.engine.smollm2 import load_smollm2
 
 pytestmark = pytest.mark.timeout(240)
@@ -34,6 +37,8 @@ CHUNK_BYTES = 256 * 2 * 2 * 64 * 4
 # Open chunks of a session and its fork, and one more; the rest goes down.
 BUDGETS = {"gpu-sim": 7 * CHUNK_BYTES, "dram": 2 * CHUNK_BYTES, "nvme": 60 * (CHUNK_BYTES + 4096)}
 NTK = common_pb2.CacheRef(namespace=CACHE.namespace, name="ntk", uid="ntk-uid")
+CHAT = common_pb2.CacheRef(namespace="serving", name="chat", uid="chat-uid")
+GUIDE = Path(__file__).parents[2] / "docs/guides/cache-operations.md"
 SMOL = common_pb2.CacheRef(namespace=CACHE.namespace, name="smol", uid="smol-uid")
 THETA_SMOLLM2 = "100000"
 # Open chunks of a session and its fork in 30 layers; what is sealed is in all three tiers.
@@ -56,6 +61,7 @@ def started() -> Iterator[Agent]:
         agent.apply_baseline(tiny)
         agent.apply_baseline(ntk, cache=NTK)
         agent.apply_baseline(smol, cache=SMOL)
+        agent.apply_baseline(baseline_manifest(tiny_geometry(layers=3), cache=CHAT), cache=CHAT)
         yield agent
 
 
@@ -385,31 +391,32 @@ def test_smollm2_forked_cut_and_edited(started: Agent, smollm2: tuple[Any, Any])
     model, tokenizer = smollm2
     (ids,) = prompts(tokenizer, [270])
     steps = 4
-    want = reference(model, ids, 2 * steps)
+    plain = DynamicCache(config=model.config)
+    want = greedy(model, plain, ids, 2 * steps)
+    elsewhere = torch.tensor([[want.tokens[0] + 1]])
     with AttentionClient(started.socket_path) as client, attach(model):
         with opened(client, model, SMOL, max_tokens=512) as cache:
             begun = greedy(model, cache, ids, steps)
             last = torch.tensor([[begun.tokens[-1]]])
             with cache.fork() as child:
                 # One side goes on, the other takes another token and goes its own way.
-                other = greedy(model, child, torch.tensor([[want.tokens[0] + 1]]), steps)
+                other = greedy(model, child, elsewhere, steps)
                 here = greedy(model, cache, last, steps)
             assert begun.tokens + here.tokens == want.tokens
             # What was generated since the fork, taken back and generated again.
             cache.crop(-steps)
             again = greedy(model, cache, last, steps)
             assert again.tokens == here.tokens and torch.equal(again.logits, here.logits)
-        with opened(client, model, SMOL, max_tokens=512) as cache:
-            logits(model, cache, ids)
+            cache.crop(ids.shape[1] - cache.get_seq_length())
             cache.drop([(60, 250)])
             cache.reposition()
             edited = greedy(model, cache, last, steps)
-    alone = torch.cat((ids, torch.tensor([[*begun.tokens[:-1], want.tokens[0] + 1]])), dim=1)
-    assert other.tokens == reference(model, alone, steps).tokens
-    by_hand = DynamicCache(config=model.config)
-    logits(model, by_hand, ids)
-    edit_by_hand(model, by_hand, 60, 250)
-    kept = greedy(model, by_hand, last, steps)
+    # The same by hand: back to the fork, and back to the prompt.
+    plain.crop(-steps)
+    assert other.tokens == greedy(model, copy.deepcopy(plain), elsewhere, steps).tokens
+    plain.crop(ids.shape[1] - plain.get_seq_length())
+    edit_by_hand(model, plain, 60, 250)
+    kept = greedy(model, plain, last, steps)
     assert edited.tokens == kept.tokens
     assert (edited.logits - kept.logits).abs().max() < TOLERANCE
 
@@ -421,3 +428,21 @@ def test_an_unknown_session_is_told_so(started: Agent) -> None:
         with pytest.raises(KvtierError) as refused:
             client.edit_session(request)
     assert refused.value.reason is Reason.SESSION_UNKNOWN
+
+
+def test_the_example_of_the_guide_runs_as_printed(
+    started: Agent, tiny_model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    names = {
+        "socket_path": started.socket_path,
+        "model": tiny_model,
+        "prompt": prompt(300),
+        "question": prompt(12, 1),
+    }
+    exec(compile(example, str(GUIDE), "exec"), names)
+    names["client"].close()
+    assert capsys.readouterr().out.splitlines() == [
+        "236 positions are left",
+        "EXACT_OVER_EDITED_HISTORY",
+    ]
