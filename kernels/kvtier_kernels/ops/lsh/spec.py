@@ -26,7 +26,7 @@ from kvtier_kernels.spec import AotVariant, Case, Cost, Hazard, Inputs, Invarian
 from kvtier_kernels.testing.inputs import strided
 
 _MODULE = "kvtier_kernels.ops.lsh.triton_impl"
-_SIZES = {"L": 6, "K": 2, "h": 2, "cap": 48}
+_SIZES = {"L": 4, "K": 2, "h": 2, "cap": 48}
 AXES = {
     "B": "requests",
     "Hq": "query heads",
@@ -229,11 +229,11 @@ def _hash_spec() -> KernelSpec:
         refusals=(
             _refusal("bits", {"bits": 17}, "at most 16"),
             _refusal("part-of-a-code", {"bits": 5}, "whole codes"),
-            _refusal("planes-dtype", {"planes": torch.zeros(64, 12).half()}, "planes float32"),
+            _refusal("planes-dtype", {"planes": torch.zeros(64, 8).half()}, "planes float32"),
             _refusal("odd-stride", {"x": torch.zeros(2, 1, 65)[..., :64]}, "multiples of 16", "triton"),
         ),
-        # 5 vectors of 64 floats, 12 planes, 6 codes of two bytes each.
-        costs=(Cost("gqa1", 5 * 64 * 4 + 64 * 12 * 4 + 5 * 6 * 2, 2 * 5 * 64 * 12),),
+        # 5 vectors of 64 floats, 8 planes, 4 codes of two bytes each.
+        costs=(Cost("gqa1", 5 * 64 * 4 + 64 * 8 * 4 + 5 * 4 * 2, 2 * 5 * 64 * 8),),
         exempt=dict.fromkeys(apart, whole),
         bench=bench_cases("float32", 2048, hq=3, hk=3, d=64, **_more(L=150, K=10)),
         bench_gpu=bench_cases("bfloat16", 32768, hq=8, hk=8, d=128, **_more(L=150, K=10)),
@@ -267,12 +267,12 @@ def _collide_spec() -> KernelSpec:
         axes=AXES,
         dtypes=("float32", "float16", "bfloat16"),
         cases=(
-            *_cases(),
+            *(c for c in _cases() if c.id not in ("huge-logits", "zero-query", "d128-gqa3")),
             case("same", (20,), "same", hq=1, hk=1, more=_SIZES),
             case("capped", (100, 60), hq=2, hk=1, more=_more(cap=5)),
             case("near-opposite-and-zero", (40,), "near", more=_more(cap=40)),
             case("one-hit", (60,), hk=1, more=_more(h=1)),
-            case("five-hits", (60,), hk=1, more=_more(h=5)),
+            case("five-hits", (60,), hq=2, hk=1, more=_more(h=5, L=12)),
             case("all-tables", (60,), hk=1, more=_more(h=4, L=4, K=1)),
             case("all-of-sixteen", (30,), "near", hq=2, hk=1, more=_more(h=16, L=16, K=1)),
             case("many-tables", (40,), "near", hq=1, hk=1, more=_more(L=60, K=8, cap=40)),
@@ -295,14 +295,14 @@ def _collide_spec() -> KernelSpec:
             Invariance("strides", ("strided",), lambda x: strided(x, ("q", "keys")), Hazard.STRIDED),
         ),
         refusals=(
-            _refusal("more-hits-than-tables", {"min_hits": 7}, "COLLISION_RULE"),
+            _refusal("more-hits-than-tables", {"min_hits": 5}, "COLLISION_RULE"),
             _refusal("no-hit", {"min_hits": 0}, "COLLISION_RULE"),
             _refusal("no-room", {"cap": 0}, "at most 0"),
-            _refusal("code-dtype", {"q_codes": torch.zeros(1, 4, 6)}, "want q_codes uint16"),
-            _refusal("edges", {"starts": torch.zeros(1, 1, 6, 7, dtype=torch.int32)}, "want starts"),
+            _refusal("code-dtype", {"q_codes": torch.zeros(1, 4, 4)}, "want q_codes uint16"),
+            _refusal("edges", {"starts": torch.zeros(1, 1, 4, 7, dtype=torch.int32)}, "want starts"),
         ),
-        # All 20 rows in each of 6 buckets, and so found: 6 codes and edges, 120 entries, 20 keys of 64.
-        costs=(Cost("same", 6 * 10 + 120 * 4 + 20 * (64 * 4 + 8), 120 + 6 * 20 * 64),),
+        # All 20 rows in each of 4 buckets, and so found: 4 codes and edges, 80 entries, 20 keys of 64.
+        costs=(Cost("same", 4 * 10 + 80 * 4 + 20 * (64 * 4 + 8), 80 + 6 * 20 * 64),),
         bench=bench_cases("float32", 2048, hq=9, hk=3, d=64, **_more(L=75, K=8, cap=512)),
         bench_gpu=bench_cases("bfloat16", 32768, hq=64, hk=8, d=128, **_more(L=150, K=10, cap=4096)),
         aot_module=_MODULE,
