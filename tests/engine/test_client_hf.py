@@ -79,6 +79,22 @@ def test_generate_gives_the_tokens_of_dynamic_cache(
     assert len(agent.closed) == 1
 
 
+def test_each_layer_but_the_last_promises_the_next_unless_blocks_follow(
+    client: AttentionClient, agent: FakeAgent, attached: Any
+) -> None:
+    promised: list[bool] = []
+
+    def look(frame: Any, answer: Any) -> Any:
+        promised.append(frame.next_layer_follows)
+        return answer
+
+    agent.misbehave = look
+    with open_cache(client, attached) as cache:
+        attached(prompt(300), cache=cache)
+        attached(prompt(1), cache=cache)
+    assert promised == [False] * 6 + [True, True, False]
+
+
 def test_two_generations_go_on_in_one_cache(client: AttentionClient, attached: Any) -> None:
     ids = prompt(40)
     with open_cache(client, attached) as cache:

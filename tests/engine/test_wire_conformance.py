@@ -6,6 +6,7 @@ session and with several.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -286,6 +287,39 @@ def test_a_session_that_was_closed_is_unknown(rig: Rig) -> None:
     assert reason(answer) == "SESSION_UNKNOWN"
     # So that the rig can close what it opened.
     rig.sessions[0] = rig.open()
+
+
+def test_sessions_on_channels_of_their_own_compute_at_once_and_keep_their_bits(
+    rig_of: Callable[[str], Rig],
+) -> None:
+    """Each thread is an engine; the engine of the cache is one."""
+    rig = rig_of("local")
+    other = rig.connect([rig.sessions[1]])
+    wires = [rig.wire, other]
+    frames = []
+    for which in range(2):
+        rig._rng = np.random.default_rng(3)
+        made = [rig.frame(which, layer, 0, 0, 200) for layer in range(2)]
+        for step in range(1, 12):
+            made += [rig.frame(which, layer, step, 199 + step, 1) for layer in range(2)]
+        frames.append(made)
+    outs: list[list[Answer]] = [[], []]
+
+    def run(which: int) -> None:
+        for frame in frames[which]:
+            wires[which].send([frame])
+            outs[which] += wires[which].receive()
+
+    threads = [threading.Thread(target=run, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(CALL_SECONDS)
+    other.close()
+    assert [len(made) for made in outs] == [24, 24]
+    for first, second in zip(*outs, strict=True):
+        assert reason(first) == reason(second) == ""
+        assert first.out == second.out
 
 
 @pytest.fixture(params=[kind for kind in WIRES if kind.endswith("many")])

@@ -76,6 +76,14 @@ def test_a_frame_is_answered_in_the_agents_ring_with_its_receipt(rig: ChannelRig
     rig.settled(lambda: rig.frames.count == 0, "the frame's place")
 
 
+def test_a_promise_and_a_position_epoch_reach_the_engine(rig: ChannelRig) -> None:
+    with rig.channel(rig.opened()) as channel:
+        channel.ask(channel.frame(next_layer_follows=True, position_epoch=3))
+        channel.ask(channel.frame())
+    seen = [(frame.next_layer_follows, frame.position_epoch) for frame in rig.engine.frames]
+    assert seen == [(True, 3), (False, 0)]
+
+
 def test_computing_happens_on_the_channels_own_thread(rig: ChannelRig) -> None:
     with rig.channel(rig.opened()) as first, rig.channel(rig.opened()) as second:
         assert first.works() and second.works()
