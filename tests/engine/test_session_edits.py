@@ -394,23 +394,26 @@ def test_smollm2_forked_cut_and_edited(started: Agent, smollm2: tuple[Any, Any])
     plain = DynamicCache(config=model.config)
     want = greedy(model, plain, ids, 2 * steps)
     elsewhere = torch.tensor([[want.tokens[0] + 1]])
-    with AttentionClient(started.socket_path) as client, attach(model):
-        with opened(client, model, SMOL, max_tokens=512) as cache:
-            begun = greedy(model, cache, ids, steps)
-            last = torch.tensor([[begun.tokens[-1]]])
-            with cache.fork() as child:
-                # One side goes on, the other takes another token and goes its own way.
-                other = greedy(model, child, elsewhere, steps)
-                here = greedy(model, cache, last, steps)
-            assert begun.tokens + here.tokens == want.tokens
-            # What was generated since the fork, taken back and generated again.
-            cache.crop(-steps)
-            again = greedy(model, cache, last, steps)
-            assert again.tokens == here.tokens and torch.equal(again.logits, here.logits)
-            cache.crop(ids.shape[1] - cache.get_seq_length())
-            cache.drop([(60, 250)])
-            cache.reposition()
-            edited = greedy(model, cache, last, steps)
+    with (
+        AttentionClient(started.socket_path) as client,
+        attach(model),
+        opened(client, model, SMOL, max_tokens=512) as cache,
+    ):
+        begun = greedy(model, cache, ids, steps)
+        last = torch.tensor([[begun.tokens[-1]]])
+        with cache.fork() as child:
+            # One side goes on, the other takes another token and goes its own way.
+            other = greedy(model, child, elsewhere, steps)
+            here = greedy(model, cache, last, steps)
+        assert begun.tokens + here.tokens == want.tokens
+        # What was generated since the fork, taken back and generated again.
+        cache.crop(-steps)
+        again = greedy(model, cache, last, steps)
+        assert again.tokens == here.tokens and torch.equal(again.logits, here.logits)
+        cache.crop(ids.shape[1] - cache.get_seq_length())
+        cache.drop([(60, 250)])
+        cache.reposition()
+        edited = greedy(model, cache, last, steps)
     # The same by hand: back to the fork, and back to the prompt.
     plain.crop(-steps)
     assert other.tokens == greedy(model, copy.deepcopy(plain), elsewhere, steps).tokens
