@@ -21,7 +21,7 @@ from kvtier_kernels.ops.scoring_cases import (
     without_poison,
 )
 from kvtier_kernels.ops.sparq_score.ref import sparq_alpha_ref, sparq_score_ref
-from kvtier_kernels.ops.sparq_score.torch_impl import sparq_dims
+from kvtier_kernels.ops.sparq_score.torch_impl import sparq_dims, sparq_score_torch
 from kvtier_kernels.spec import AotVariant, Case, Cost, Hazard, Inputs, Invariance, KernelSpec, Refusal
 from kvtier_kernels.testing.inputs import reserved, strided
 
@@ -85,15 +85,16 @@ def _far(rows: torch.Tensor) -> torch.Tensor:
 
 
 def alpha_inputs(c: Case) -> Inputs:
-    """Every third row is selected; with padding first, and ids that repeat, where a trait says so."""
+    """Every third row is selected, or of many rows some 128; with padding first, and ids that repeat, where a
+    trait says so."""
     x = score_inputs(c)
-    lse = sparq_score_ref(**x).lse.float()
+    lse = sparq_score_torch(**x).lse
     del x["seq_lens"]
     ids: list[int] = []
     indptr = [0]
     for length in c.seq_lens:
         for _ in range(c.axes["Hk"]):
-            chosen = list(range(0, length, 3))
+            chosen = list(range(0, length, max(3, length // 128)))
             if Hazard.DUPLICATE in c.traits:
                 chosen = sorted(2 * chosen)
             if Hazard.PADDED in c.traits:
