@@ -28,9 +28,9 @@ from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepAnswer, StepReceipt, StepRequest
 from kvtier_core.selectors.base import LayerIndex
 from kvtier_core.sessions import RowStore
-from kvtier_kernels.ops.chunk_attention.decode import Reading, merge_queries, reads_in_place, run_states
+from kvtier_kernels.ops.chunk_attention.decode import Reading, reads_in_place
+from kvtier_kernels.ops.chunk_attention.outputs import outputs, parts
 from kvtier_kernels.ops.chunk_attention.runs import ChunkRun, chunk_runs
-from kvtier_kernels.ops.chunk_attention.single import attend_one
 
 _GROUP = 64
 """States that are formed between two looks at the clock."""
@@ -211,11 +211,8 @@ class ResidentDecode:
         groups of chunks. Chunks that several of them share are read once."""
         late: dict[int, CoreError] = {}
         scaled = self._scaled(frames)
-        groups = groups_of(shared_readings(frames, self._size))
-        if len(frames) == len(groups) == 1 and not self._is_late(frames[0]):
-            return [attend_one(scaled, groups[0])]
-        parts = []
-        for group in groups:
+        found = []
+        for group in groups_of(shared_readings(frames, self._size)):
             for index, frame in enumerate(frames):
                 if index not in late and self._is_late(frame):
                     late[index] = CoreError(
@@ -223,11 +220,8 @@ class ResidentDecode:
                     )
             if len(late) == len(frames):
                 return [late[index] for index in range(len(frames))]
-            parts.append(run_states(scaled, group))
-        m, l, u = (torch.cat(part) for part in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-        readings = [reading for group in groups for reading in group]
-        _, l, u = merge_queries(m, l, u, readings, len(frames))
-        out = u / torch.where(l == 0, 1.0, l).unsqueeze(-1)
+            found.append(parts(scaled, group))
+        out = outputs(found, len(frames), self._row[2])
         return [late.get(index, out[index : index + 1]) for index in range(len(frames))]
 
     def _scaled(self, frames: Sequence[ResidentFrame]) -> Tensor:

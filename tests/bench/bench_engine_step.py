@@ -1,9 +1,8 @@
 """[engine_step]: a decode frame of SmolLM2's shape through the core, all rows in host memory, and its kernel.
 
-A token is 30 frames, one for each layer, so that rows come from memory as they do in use. The bare kernel
-runs over rows of its own that lie alike: states of the full chunks, that of the open one, their merge. What
-the engine adds is the difference of the medians. Frames of several sequences in one call, and of forks, stand
-beside. One thread, float32.
+A token is 30 frames, one for each layer, so that rows come from memory as they do in use. The bare kernel is
+the call that a frame makes, over rows of its own that lie alike; what the engine adds is the difference of
+the medians. Frames of several sequences in one call, and of forks, stand beside. One thread, float32.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from kvtier_core.engine import CacheEngine
 from kvtier_core.receipts import SessionHandle, SessionSpec, StepAnswer, StepRequest
 from kvtier_core.tiers.base import MediumKind, TierMount
 from kvtier_crds.manifest import Medium
-from kvtier_kernels.ops.chunk_attention import chunk_state
-from kvtier_kernels.ops.chunk_attention.decode import decode_states, merge_stacked
-from kvtier_kernels.state import LogitFrame, finalize, merge
+from kvtier_kernels.ops.chunk_attention.decode import Reading
+from kvtier_kernels.ops.chunk_attention.outputs import attend
+from kvtier_kernels.ops.chunk_attention.runs import chunk_runs
 from tests.bench.rows import Row
 from tests.engine.agent_process import baseline_manifest
 from tests.engine.exactness import CHUNK_BYTES, CHUNK_TOKENS, GEOMETRY
@@ -174,20 +173,19 @@ class _Driver:
 
 
 class _Kernel:
-    """The same rows without an engine: [layers, chunks, 2, Hk, C, d] and an open chunk."""
+    """The same rows without an engine: [layers, chunks, 2, Hk, C, d], the last chunk open."""
 
     def __init__(self, count: int) -> None:
-        whole, self._rest = divmod(count + TOKENS // 2, CHUNK_TOKENS)
+        whole, rest = divmod(count + TOKENS // 2, CHUNK_TOKENS)
         shape = (GEOMETRY.layers, whole + 1, 2, GEOMETRY.kv_heads, CHUNK_TOKENS, GEOMETRY.head_dim)
-        self._memory = torch.randn(shape)
-        self._frame = LogitFrame(SCALE)
+        self._readings = [_readings(chunks, rest) for chunks in torch.randn(shape)]
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        chunks = self._memory[layer]
-        k, v = (chunks[-1, half].transpose(0, 1)[: self._rest] for half in (0, 1))
         with torch.inference_mode():
-            state = chunk_state(q, k, v, scale=SCALE, q_pos0=1 << 30, row_pos0=0, frame=self._frame)
-            if len(chunks) > 1:
-                keys, values = list(chunks[:-1, 0].unbind(0)), list(chunks[:-1, 1].unbind(0))
-                state = merge(merge_stacked(decode_states(q, keys, values, self._frame)), state)
-            return finalize(state)[0]
+            return attend(q * SCALE, self._readings[layer])
+
+
+def _readings(chunks: Tensor, rest: int) -> list[Reading]:
+    keys, values = list(chunks[:, 0].unbind(0)), list(chunks[:, 1].unbind(0))
+    whole = [Reading(run, (0,), CHUNK_TOKENS) for run in chunk_runs(keys[:-1], values[:-1])]
+    return [*whole, Reading(chunk_runs(keys[-1:], values[-1:])[0], (0,), rest)]

@@ -186,7 +186,7 @@ def test_a_shared_prefix_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     from kvtier_core import resident
 
     seen: list[list[tuple[int, int]]] = []
-    real = resident.run_states
+    real = resident.parts
 
     def watching(scaled: torch.Tensor, readings: list[resident.Reading]) -> object:
         seen.append([(reading.run.count, len(reading.queries)) for reading in readings])
@@ -198,7 +198,7 @@ def test_a_shared_prefix_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
         drivers = [parent, fork(parent), fork(parent)]
         for driver in drivers:
             driver.forward(1)
-        monkeypatch.setattr(resident, "run_states", watching)
+        monkeypatch.setattr(resident, "parts", watching)
         at = parent.position
         for layer in range(LAYERS):
             for answer in built.step_many([driver.request(layer, at, at + 1) for driver in drivers]):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvtier_kernels.ops.chunk_attention import chunk_state, products
 from kvtier_kernels.ops.chunk_attention.decode import Reading, merge_queries, merge_stacked, run_states
+from kvtier_kernels.ops.chunk_attention.outputs import attend, outputs, parts
 from kvtier_kernels.ops.chunk_attention.runs import chunk_runs
-from kvtier_kernels.ops.chunk_attention.single import attend_one
 from kvtier_kernels.state import AttentionState, LogitFrame, finalize, merge_ascending
 
 SCALE = 0.125
@@ -50,7 +50,7 @@ def alone(q: Tensor, pool: Tensor, one: Sequenced) -> AttentionState:
 
 
 def together(q: Tensor, pool: Tensor, each: Sequence[Sequenced], shared: int = 0) -> AttentionState:
-    """All of them, the first `shared` chunks of all read once."""
+    """All of them, the first `shared` chunks of all read once; their outputs are compared on the way."""
     rows = pool.shape[3]
 
     def readings(slots: Sequence[int], queries: tuple[int, ...], visible: int = rows) -> list[Reading]:
@@ -62,7 +62,14 @@ def together(q: Tensor, pool: Tensor, each: Sequence[Sequenced], shared: int = 0
         found += readings(one.chunks[shared:-1], (index,))
         found += readings(one.chunks[-1:], (index,), one.visible)
     m, l, u = merge_queries(*run_states(q * SCALE, found), found, len(each))
-    return AttentionState(m, l, u, FRAME)
+    state = AttentionState(m, l, u, FRAME)
+    if torch.isfinite(u).all():
+        assert_same_output(attend(q * SCALE, found), state)
+        halves = [
+            parts(q * SCALE, some) for some in (found[: len(found) // 2], found[len(found) // 2 :]) if some
+        ]
+        assert_same_output(outputs(halves, len(each), q.shape[2]), state)
+    return state
 
 
 def readings_of(pool: Tensor, one: Sequenced) -> list[Reading]:
@@ -115,7 +122,7 @@ def test_chunks_in_any_places(geometry: tuple[int, int, int], order: tuple[int, 
             one = Sequenced(order, visible)
             want = alone(q, pool, one)
             assert_same(together(q, pool, [one]), [want])
-            assert_same_output(attend_one(q * SCALE, readings_of(pool, one)), want)
+            assert_same_output(attend(q * SCALE, readings_of(pool, one)), want)
 
 
 @pytest.mark.usefixtures("libraries")
@@ -147,7 +154,7 @@ def test_one_query_over_many_chunks(count: int, steady: bool) -> None:
         # The first row outshines all others, as a sink does, so that no later maximum changes.
         pool[0, 0, :, 0] = 4 * q.view(3, 3, 64).mean(1)
     one = Sequenced(tuple(range(count)), 29)
-    assert_same_output(attend_one(q * SCALE, readings_of(pool, one)), alone(q, pool, one))
+    assert_same_output(attend(q * SCALE, readings_of(pool, one)), alone(q, pool, one))
 
 
 @pytest.mark.usefixtures("libraries")
@@ -156,7 +163,7 @@ def test_a_query_whose_logits_are_all_minus_infinity_answers_zero() -> None:
     q = q.abs() + 1
     pool[:, 0] = -torch.inf
     one = Sequenced((0, 1, 2), 40)
-    out = attend_one(q * SCALE, readings_of(pool, one))
+    out = attend(q * SCALE, readings_of(pool, one))
     assert_same_output(out, alone(q, pool, one))
     assert not out.any()
 
