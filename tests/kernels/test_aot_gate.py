@@ -97,6 +97,13 @@ def test_gate_rules(change: dict[str, int], absent: list[str], fails: bool, text
     assert (text is None and not findings) or any(text in str(f) for f in findings if text)
 
 
+def test_what_no_block_has_fails_even_when_it_is_recorded() -> None:
+    row = ROW | {"smem": (227 << 10) + 1}
+    (finding,) = judge("op", {"v": row}, {"v": row}, {})
+    assert finding.fails
+    assert "232448 bytes" in str(finding)
+
+
 def test_gate_wants_the_same_variants_on_both_sides() -> None:
     assert [f.fails for f in judge("op", {"old": ROW}, {}, {})] == [True]
     assert [f.fails for f in judge("op", {}, {"new": ROW}, {})] == [True]

@@ -1,7 +1,7 @@
 """The gate between what a kernel used when it was recorded and what it uses now. Pure.
 
-Rules: no spills; registers and shared memory at most 10 % above the baseline; every instruction the
-variant promises is there; baseline and registry list the same variants.
+Rules: no spills; shared memory that a block of sm_90 has; registers and shared memory at most 10 % above the
+baseline; every instruction the variant promises is there; baseline and registry list the same variants.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 HEADROOM = 1.10
 LIMITED = ("registers", "smem")
+# What one block may have on sm_90; a kernel above it compiles and does not launch.
+MOST_SMEM = 227 << 10
 FIELDS = ("registers", "spill_stores", "spill_loads", "smem", "cp_async", "mma", "wgmma")
 
 
@@ -47,6 +49,8 @@ def judge(
             continue
         for name in absent.get(id, []):
             out.append(Finding(variant, name, None, 0, True, "promised instruction is gone"))
+        if new["smem"] > MOST_SMEM:
+            out.append(Finding(variant, "smem", None, new["smem"], True, f"a block has {MOST_SMEM} bytes"))
         for field in ("spill_stores", "spill_loads"):
             if new[field]:
                 out.append(Finding(variant, field, old[field] if old else None, new[field], True, "spills"))
