@@ -29,8 +29,11 @@ from kvtier_core.rope import RopeTable
 from kvtier_core.streaming import BlockStream, BufferPool
 from kvtier_core.tiers.base import SlotRef
 from kvtier_kernels.ops.chunk_attention import chunk_state
-from kvtier_kernels.ops.chunk_attention.decode import reads_in_place
+from kvtier_kernels.ops.chunk_attention.decode import decode_states, reads_in_place
 from kvtier_kernels.state import AttentionState, finalize, identity
+
+TOGETHER = 4
+"""Blocks that are attended in one call: half a window, so that the other half is on its way meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class Attention:
         clock: Callable[[], float],
         executor: Executor | None,
         buffers: BufferPool,
-        window: int = 4,
+        window: int = 2 * TOGETHER,
     ) -> None:
         """buffers: for blocks on their way, `window` of them for one frame's own."""
         self._store = store
@@ -219,21 +222,23 @@ class Attention:
             self._streamed(plan, query.deadline, promise) as stream,
         ):
             for group in groups:
-                near: list[AttentionState] = []
-                for read in group:
-                    self._check_time(query, read, plan)
-                    full = read.rows == self._store.layout.chunk_tokens
-                    if batch and read.path is Path.PARTIAL and full:
+                self._check_time(query, group[0], plan)
+                read = group[0]
+                if batch and read.path in (Path.PARTIAL, Path.NEAR) and self._full(group[-1]):
+                    if read.path is Path.PARTIAL:
                         fold.add_full(self._view(read))
-                    else:
-                        k, v = self._rows(read, append, stream)
-                        near += states_of(read, k, v)
+                    states = [] if read.path is Path.PARTIAL else _near_states(group, query, stream)
+                else:
+                    states = []
+                    for read in group:
+                        states += states_of(read, *self._rows(read, append, stream))
+                for read in group:
                     self._account(read, bytes_by_tier)
                     if reduction is not None and read.path is not Path.NEAR:
                         reduction.own(read)
-                if reduction is not None and group[0].path is Path.NEAR:
-                    reduction.near(group, near)
-                fold.add_all(near)
+                if reduction is not None and read.path is Path.NEAR:
+                    reduction.near(group, states)
+                fold.add_all(states)
             if reduction is not None:
                 reduction.close()
             out, _ = finalize(fold.result())
@@ -246,6 +251,9 @@ class Attention:
             stream.promised_blocks * self._store.layout.payload_bytes,
             0 if reduction is None else reduction.receipts,
         )
+
+    def _full(self, read: ChunkRead) -> bool:
+        return read.rows == self._store.layout.chunk_tokens
 
     def _check_time(self, query: Query, read: ChunkRead, plan: Plan) -> None:
         if query.deadline is not None and self._clock() > query.deadline:
@@ -301,3 +309,16 @@ class Attention:
         in_place = read.path is Path.PARTIAL
         size = read.rows * layout.row_bytes if in_place else layout.payload_bytes
         bytes_by_tier[name] = bytes_by_tier.get(name, 0) + size
+
+
+def _near_states(group: Sequence[ChunkRead], query: Query, stream: BlockStream) -> list[AttentionState]:
+    """One query over full chunks as they come: several that are there cost little more than one."""
+    states: list[AttentionState] = []
+    while len(states) < len(group):
+        payloads = [buffer.payload for buffer in stream.some(min(TOGETHER, len(group) - len(states)))]
+        keys, values = [payload[0] for payload in payloads], [payload[1] for payload in payloads]
+        many = decode_states(query.q, keys, values, query.frame)
+        states += [
+            AttentionState(many.m[at], many.l[at], many.u[at], many.frame) for at in range(len(payloads))
+        ]
+    return states

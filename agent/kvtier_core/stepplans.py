@@ -32,8 +32,8 @@ from kvtier_core.tiers.staging import block_bytes
 from kvtier_crds.manifest import Contract, Exactness
 from kvtier_crds.manifest import Fallback as Allowed
 
-WINDOW = 4
-"""Buffers of one frame's stream: one is attended while others are read and verified."""
+WINDOW = 8
+"""Buffers of one frame's stream: some are attended while others are read and verified."""
 BUFFER_BYTES = 16 << 20
 """What an engine holds at most for blocks on their way, and as much again for slices of heads."""
 

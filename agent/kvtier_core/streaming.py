@@ -160,6 +160,11 @@ class Arrival:
     def over(self) -> bool:
         return self._event.is_set()
 
+    @property
+    def sound(self) -> bool:
+        """Whether the block is there, verified."""
+        return self.over and self.error is None
+
     def wait(self, seconds: float) -> bool:
         return self._event.wait(seconds)
 
@@ -196,7 +201,7 @@ class BlockStream:
     arrivals that began before; each is used in place of a read of its own when it is of the block asked for.
     Not thread safe: `next` is called by one thread.
 
-    transfer_seconds: in which blocks were on their way. stall_seconds: in which `next` waited. peak: buffers
+    transfer_seconds: in which blocks were on their way. stall_seconds: in which `some` waited. peak: buffers
     held at once."""
 
     def __init__(
@@ -219,7 +224,7 @@ class BlockStream:
         self._window = window
         self._meter = meter or Meter(clock)
         self._waiting: deque[Arrival] = deque()
-        self._held: Arrival | None = None
+        self._held: list[Arrival] = []
         self.stall_seconds = 0.0
         self.promised_blocks = 0
         self.peak = 0
@@ -252,14 +257,12 @@ class BlockStream:
 
     def __exit__(self, *_: object) -> None:
         """Nothing further begins. What is on its way keeps its buffer until nothing can arrive there."""
-        if self._held is not None:
-            self._held.leave()
-        for arrival in self._waiting:
+        for arrival in (*self._held, *self._waiting):
             arrival.leave()
         for one in self._blocks:
             if isinstance(one, Arrival):
                 one.leave()
-        self._held = None
+        self._held.clear()
         self._waiting.clear()
         self._blocks.clear()
 
@@ -271,7 +274,7 @@ class BlockStream:
 
     def _fill(self) -> None:
         """Starts reads while the window has room. A full queue or an empty pool stops it for now."""
-        while self._blocks and len(self._waiting) + (self._held is not None) < self._window:
+        while self._blocks and len(self._waiting) + len(self._held) < self._window:
             first = self._blocks[0]
             arrival = first if isinstance(first, Arrival) else self._begin(first)
             if arrival is None:
@@ -279,7 +282,7 @@ class BlockStream:
             self._blocks.popleft()
             self._waiting.append(arrival)
         early = sum(isinstance(one, Arrival) for one in self._blocks)
-        self.peak = max(self.peak, len(self._waiting) + (self._held is not None) + early)
+        self.peak = max(self.peak, len(self._waiting) + len(self._held) + early)
 
     def _begin(self, block: Block) -> Arrival | None:
         """The block's read, begun; None when that must wait for another's end."""
@@ -297,12 +300,16 @@ class BlockStream:
         return arrival
 
     def next(self) -> StagingBuffer:
-        """The next block, verified; valid until the next call. Raises what its read ended with; DEADLINE when
-        that has come; STORAGE_UNAVAILABLE on a hang before it; NO_STAGING when every buffer waits for late
-        bytes."""
-        if self._held is not None:
-            self._held.leave()
-            self._held = None
+        """The next block; see `some`."""
+        return self.some(1)[0]
+
+    def some(self, most: int) -> list[StagingBuffer]:
+        """The next block and, up to `most`, those behind it that are there too: verified, in order, valid
+        until the next call. Raises what the next block's read ended with; DEADLINE when that has come;
+        STORAGE_UNAVAILABLE on a hang before it; NO_STAGING when every buffer waits for late bytes."""
+        for arrival in self._held:
+            arrival.leave()
+        self._held.clear()
         started = self._clock()
         try:
             self._fill()
@@ -312,18 +319,24 @@ class BlockStream:
                     f"all {self._pool.limit} buffers wait for late bytes",
                     {"buffers": self._pool.limit},
                 )
-            arrival = self._waiting[0]
-            self._until_over(arrival)
-            self._waiting.popleft()
-            if arrival.error is not None and id(arrival) in self._early:
-                arrival = self._again(arrival)
-            self._held = arrival
-            if arrival.error is not None:
-                raise arrival.error
+            self._held.append(self._first())
+            while len(self._held) < most and self._waiting and self._waiting[0].sound:
+                self._held.append(self._waiting.popleft())
             self._fill()
-            return arrival.buffer
+            return [arrival.buffer for arrival in self._held]
         finally:
             self.stall_seconds += self._clock() - started
+
+    def _first(self) -> Arrival:
+        arrival = self._waiting[0]
+        self._until_over(arrival)
+        self._waiting.popleft()
+        if arrival.error is not None and id(arrival) in self._early:
+            arrival = self._again(arrival)
+        if arrival.error is not None:
+            arrival.leave()
+            raise arrival.error
+        return arrival
 
     def _again(self, early: Arrival) -> Arrival:
         """A promise that failed costs its own time and nothing else: the block is read as if there had been

@@ -36,7 +36,7 @@ GPU, CPU, NVME = 0, 1, 2
 LAYOUT = ChunkLayout(kv_heads=2, chunk_tokens=64, head_dim=16)
 QUERY_HEADS = 4
 SCALE = 0.25
-MAX_CHUNKS = 8
+MAX_CHUNKS = 12
 
 
 class Storage(ScriptedTier):
