@@ -62,5 +62,5 @@ def test_copies_outside_the_pools_are_left_out() -> None:
     src = torch.tensor([0, -1, 4, 1, 2, 3], dtype=torch.int32, device=DEVICE)
     dst = torch.tensor([0, 1, 2, -1, 3, 4], dtype=torch.int32, device=DEVICE)
     copies = torch.tensor([6], dtype=torch.int32, device=DEVICE)
-    copy_kernel[(2,)](host[1:5], pool[1:5], src, dst, copies, 16, 4, 4, 16, 16, T=16)
+    copy_kernel[(2,)](host[1:5], pool[1:5], src, dst, copies, 16, 4, 4, 16, 16, T=16, R=4)
     assert pool[:, 0].tolist() == [0, 1, 0, 0, 1, 0]

@@ -307,8 +307,8 @@ def specs() -> tuple[KernelSpec, ...]:
         bench_gpu=(_apply_case("pages-4k", 65536, 1024), _apply_case("rows-256", 262144, 64)),
         aot_module=_MODULE,
         aot=(
-            _variant("words-512", "copy_kernel", _COPY, {"T": 512}, 4, "i64"),
-            _variant("words-32", "copy_kernel", _COPY, {"T": 32}, 4, "i64"),
+            _variant("words-512", "copy_kernel", _COPY, {"T": 512, "R": 1}, 4, "i64"),
+            _variant("words-32", "copy_kernel", _COPY, {"T": 32, "R": 16}, 4, "i64"),
         ),
     )
     return plan, apply

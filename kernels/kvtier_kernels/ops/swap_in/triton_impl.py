@@ -22,7 +22,7 @@ from kvtier_kernels.ops.chunk_attention import ShapeError
 from kvtier_kernels.ops.swap_in.torch_impl import SwapPlan, check_apply, check_plan
 
 MAX_WIDTH = 4096
-# Words a program copies at once, and programs: enough for 132 processors with 8 programs each.
+# Words a program has in flight, of one row or of several short ones; 8 programs on each of 132 processors.
 TILE = 512
 PROGRAMS = 1056
 
@@ -126,19 +126,21 @@ def copy_kernel(
     stride_h,
     stride_p,
     T: tl.constexpr,
+    R: tl.constexpr,
 ):
-    """Copies i, i + programs, ...; rows outside the pools are left out."""
+    """R copies at a time, T words of each; rows outside the pools are left out."""
     copies = tl.load(copies_ptr)
-    for i in range(tl.program_id(0), copies, tl.num_programs(0)):
-        src = tl.load(src_ptr + i)
-        dst = tl.load(dst_ptr + i)
+    word = tl.arange(0, T)
+    for first in range(tl.program_id(0) * R, copies, tl.num_programs(0) * R):
+        i = first + tl.arange(0, R)
+        src = tl.load(src_ptr + i, mask=i < copies, other=-1)
+        dst = tl.load(dst_ptr + i, mask=i < copies, other=-1)
         inside = (src >= 0) & (src < host_rows) & (dst >= 0) & (dst < pool_rows)
-        end = tl.where(inside, words, 0)
-        a = host_ptr + src.to(tl.int64) * stride_h
-        b = pool_ptr + dst.to(tl.int64) * stride_p
+        a = host_ptr + src.to(tl.int64)[:, None] * stride_h
+        b = pool_ptr + dst.to(tl.int64)[:, None] * stride_p
         for start in range(0, words, T):
-            at = start + tl.arange(0, T)
-            mask = at < end
+            at = (start + word)[None, :]
+            mask = inside[:, None] & (at < words)
             tl.store(b + at, tl.load(a + at, mask=mask), mask=mask)
 
 
@@ -178,7 +180,9 @@ def swap_in_plan_triton(miss: Tensor, victim: Tensor, host_row: Tensor, *, slots
 def swap_in_apply_triton(host: Tensor, pool: Tensor, src: Tensor, dst: Tensor, copies: Tensor) -> Tensor:
     """See the package. One launch, however many copies."""
     a, b, _ = check_apply(host, pool, src, dst, copies)
-    programs = min(PROGRAMS, len(src))
+    wide = min(TILE, max(16, triton.next_power_of_2(a.shape[1])))
+    rows = TILE // wide
+    programs = min(PROGRAMS, triton.cdiv(len(src), rows))
     if programs and a.numel() and b.numel():
         copy_kernel[(programs,)](
             a,
@@ -191,7 +195,8 @@ def swap_in_apply_triton(host: Tensor, pool: Tensor, src: Tensor, dst: Tensor, c
             len(b),
             a.stride(0),
             b.stride(0),
-            T=min(TILE, max(16, triton.next_power_of_2(a.shape[1]))),
+            T=wide,
+            R=rows,
             num_warps=4,
         )
     return pool
