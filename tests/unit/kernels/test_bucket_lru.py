@@ -72,6 +72,19 @@ def test_a_pinned_slot_is_no_victim_however_old() -> None:
     assert held(state)[0] == 0
 
 
+def test_two_slots_follow_the_trace_of_the_specification() -> None:
+    """ULA-30, ULA-31: A B A C B fills, fills, hits, evicts B, evicts A; with all pinned nothing gives way."""
+    state, seen = empty(1, 2, 3), []
+    for unit in (0, 1, 0, 2, 1):
+        got = ask(state, unit)
+        seen.append("hit" if got.n_miss.item() == 0 else got.evicted.item())
+        state["epoch"] += 1
+    assert seen == [-1, -1, "hit", 1, 0]
+    state["pin"].fill_(True)
+    assert ask(state, 0).shortfall.item() == 1
+    assert held(state) == [1, 2]
+
+
 @pytest.mark.parametrize("past", [1, 2, 1000, 2**31 - 1 - EPOCH_LIMIT], ids=str)
 def test_a_rebased_epoch_changes_no_victim(past: int) -> None:
     """The same ages, seen once from below the limit and once from past it."""
