@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, help="also write the table there, for the documentation")
     parser.add_argument("--out", type=Path, help="file (default: build/bench/SUITE.json)")
     args = parser.parse_args(argv)
+    if args.suite is not None:
+        args.suite = args.suite.replace("-", "_")
     if args.list or args.suite is None:
         print("\n".join(suites()))
         return 0

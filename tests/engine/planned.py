@@ -229,20 +229,29 @@ class PlannedCache(KvtierCache):
         return taken
 
 
-def copy_rows(source: PlannedSession, target: CacheEngine, tokens: int, max_tokens: int) -> PlannedSession:
-    """A session of another engine with the first `tokens` rows of a session here, byte by byte: rows do not
-    depend on who attended them, since every plan's answers have the same bits."""
-    made = PlannedSession.open(target, max_tokens)
+def copy_rows(
+    source: PlannedSession,
+    target: CacheEngine,
+    tokens: int,
+    max_tokens: int,
+    onto: PlannedSession | None = None,
+    first: int = 0,
+) -> PlannedSession:
+    """A session of another engine with rows [0, tokens) of a session here, byte by byte: rows do not depend
+    on who attended them, since every plan's answers have the same bits. onto: a session there that has rows
+    [0, first)."""
+    made = onto or PlannedSession.open(target, max_tokens)
     made.step += 1
     store = source.engine._store
     session = source.engine._sessions[source.handle.session_id]
     for layer, state in enumerate(session.layers):
-        for chunk in range(-(-tokens // CHUNK_TOKENS)):
-            rows = min(CHUNK_TOKENS, tokens - chunk * CHUNK_TOKENS)
-            k, v = store.layout.rows(store.read_rows(state.lines[chunk]), rows)
-            first = chunk * CHUNK_TOKENS
+        for chunk in range(first // CHUNK_TOKENS, -(-tokens // CHUNK_TOKENS)):
+            start = chunk * CHUNK_TOKENS
+            low, high = max(first, start), min(tokens, start + CHUNK_TOKENS)
+            k, v = store.layout.rows(store.read_rows(state.lines[chunk]), high - start)
             q = torch.zeros(1, QUERY_HEADS, HEAD_DIM)
-            target.step(made.frame(layer, first, q, k, v, 0, False, first + rows - 1))
+            k, v = k[low - start :], v[low - start :]
+            target.step(made.frame(layer, low, q, k, v, 0, False, high - 1))
     return made
 
 
