@@ -218,9 +218,11 @@ def unpack_frames(message: bytes | bytearray | memoryview, size: int, count: int
     for _ in range(count):
         attachment, flags, extra, *rest = FRAME.unpack_from(message, at)
         at += FRAME.size
-        record = FrameRecord(attachment, *rest, flags == _FOLLOWS)
-        if flags not in (0, _FOLLOWS):
-            raise MalformedError(f"flags: {flags:#x}")
+        record = FrameRecord(attachment, *rest)
+        if flags:
+            if flags != _FOLLOWS:
+                raise MalformedError(f"flags: {flags:#x}")
+            record.next_layer_follows = True
         if extra:
             if extra_at + extra > size:
                 raise MalformedError("length: extra bytes end after the message")

@@ -266,6 +266,9 @@ def decode_receipt(raw: bytes) -> attention_pb2.Receipt:
 
 def _read_names(raw: bytes, receipt: attention_pb2.Receipt) -> int:
     """Reads names and bytes by tier into the receipt; where its extra bytes begin."""
+    tiers: int
+    plan: int
+    body: int
     tiers, plan, body, _ = _COUNTS.unpack_from(raw, ANSWER.size)
     at = ANSWER.size + _COUNTS.size
     end = at + body
