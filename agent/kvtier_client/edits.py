@@ -6,6 +6,7 @@ was meant for other positions is refused. It must not know a model, nor keep a r
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -108,21 +109,23 @@ def _edited(answer: attention_pb2.EditSessionResponse) -> Edited:
     )
 
 
-class SessionEdits:
+class SessionEdits(ABC):
     """The edits of an open session, for who holds it. After one its next frames state the new epoch."""
 
     failure: KvtierError | None
     position_epoch: int
 
+    @abstractmethod
     def _edit_target(self) -> EditTarget:
-        raise NotImplementedError
+        """The session as it is now; raises what ended it."""
 
+    @abstractmethod
     def _editor(self) -> Edits:
-        raise NotImplementedError
+        """Who sends edits."""
 
+    @abstractmethod
     def _go_on(self) -> None:
         """Frames that were sent before an edit are answered by nobody any more."""
-        raise NotImplementedError
 
     def truncate(self, to: int) -> Edited:
         """Rows at positions `to` and beyond are gone; the next row stands at `to`. Also what a step that

@@ -5,6 +5,7 @@ They change lengths here and rows at the agent, together. It must not know atten
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from kvtier_client.session import AttentionSession
 
 
-class CacheEdits:
+class CacheEdits(ABC):
     """Of a cache with a session for each sequence. Positions are a sequence's own, its padding not
     counted."""
 
@@ -25,9 +26,9 @@ class CacheEdits:
     committed: list[int]
 
     @property
+    @abstractmethod
     def session(self) -> AttentionSession:
         """Of a batch of one."""
-        raise NotImplementedError
 
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers asks for it: -n takes the last n positions of each sequence back, 0 none. Also
@@ -72,13 +73,14 @@ class CacheEdits:
         self._stand_at(edited.next_position + self.pads[0])
         return edited
 
+    @abstractmethod
     def _length(self) -> int:
         """Positions so far, padding included."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _stand_at(self, length: int) -> None:
         """What comes next stands at `length`, padding included, and begins a pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _forked(self, session: AttentionSession) -> Self:
-        raise NotImplementedError
+        """A cache like this one over a fork of its session."""
