@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, help="also write the table there, for the documentation")
     parser.add_argument("--out", type=Path, help="file (default: build/bench/SUITE.json)")
     args = parser.parse_args(argv)
-    if args.suite is not None:
+    if args.suite is not None and args.suite.replace("-", "_") in suites():
         args.suite = args.suite.replace("-", "_")
     if args.list or args.suite is None:
         print("\n".join(suites()))
