@@ -48,9 +48,6 @@ class CacheEdits(ABC):
             session.truncate(length - pad)
         self._stand_at(length)
 
-    def activate_past_recording(self) -> None:
-        """Nothing to record: rows that are taken back are the agent's."""
-
     def fork(self) -> Self:
         """Another cache of the same rows, which goes on by itself; of a batch of one. Close both."""
         session = self.session.fork()
