@@ -93,3 +93,31 @@ def test_a_thinned_row_loses_nothing(seed: int, width: int, k: int, steps: int) 
     want = topk_units_ref(score, ints(width), ints(k))
     got = named(by("rows-one-by-one", score, ints(width), ints(k)))
     assert not findings(dict.fromkeys(want, Exact()), {}, got, want)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 5),
+    width=st.integers(1, 80),
+    k=st.integers(0, 81),
+    kind=st.sampled_from(["plain", "ties", "one NaN"]),
+)
+def test_full_rows_of_one_k_are_chosen_alike(seed: int, rows: int, width: int, k: int, kind: str) -> None:
+    """What the selectors ask for most, in one go for all rows; ties and NaN must leave that path."""
+    g = torch.Generator().manual_seed(seed)
+    score = torch.randn(rows, width, generator=g)
+    if kind == "ties":
+        score = score.round()
+    if kind == "one NaN":
+        score[rows - 1, width // 2] = math.nan
+    lens, ks = ints(*[width] * rows), ints(*[k] * rows)
+    want = topk_units_ref(score, lens, ks, max_k=k + 2)
+    got = topk_units(score, lens, ks, max_k=k + 2)
+    assert not findings(dict.fromkeys(want, Exact()), {}, named(got), want)
+    assert all(named(got)[n].dtype == x.dtype for n, x in want.items())
+    alike = torch_impl._alike(score, lens, ks, k + 2)
+    if kind == "plain":
+        assert (alike is not None) == (0 < k < width)
+    if kind == "one NaN":
+        assert alike is None

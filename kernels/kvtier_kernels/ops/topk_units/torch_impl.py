@@ -51,7 +51,7 @@ def check_inputs(score: Tensor, valid_len: Tensor, k: Tensor, max_k: int | None)
     if k.device.type != "cpu":
         if max_k is None:
             raise ShapeError("max_k is needed where k is on a device")
-    elif rows and (int(k.min()) < 0 or int(valid_len.min()) < 0 or int(valid_len.max()) > width):
+    elif rows and (min(k.tolist()) < 0 or not 0 <= min(n := valid_len.tolist()) <= max(n) <= width):
         raise ShapeError(f"want k >= 0 and valid_len in [0,{width}]")
     if max_k is not None and max_k < 0:
         raise ShapeError(f"want max_k >= 0, got {max_k}")
@@ -62,6 +62,8 @@ def topk_units_torch(score: Tensor, valid_len: Tensor, k: Tensor, *, max_k: int 
     """See the package. Long or few rows go one by one on the CPU, others together on any device."""
     most = check_inputs(score, valid_len, k, max_k)
     rows, width = score.shape
+    if score.device.type == "cpu" and (found := _alike(score, valid_len, k, most)) is not None:
+        return found
     take = torch.minimum(k, valid_len).clamp_max(most)
     if rows == 0 or width == 0:
         none = score.new_empty(rows)
@@ -74,6 +76,32 @@ def topk_units_torch(score: Tensor, valid_len: Tensor, k: Tensor, *, max_k: int 
     if score.device.type == "cpu" and (width > LONG_ROW or rows <= FEW_ROWS):
         return _one_by_one(score, valid_len, take, most)
     return _together(score, valid_len, take, most)
+
+
+def _alike(score: Tensor, valid_len: Tensor, k: Tensor, most: int) -> TopkUnits | None:
+    """Full rows of which as many are taken, without ties at a cut or NaN: a few calls for all. None for
+    others; what is common is the cheapest."""
+    rows, width = score.shape
+    takes = {min(x, most) for x in k.tolist()}
+    if rows == 0 or width > LONG_ROW or len(takes) > 1 or set(valid_len.tolist()) != {width}:
+        return None
+    (wanted,) = takes
+    values = score.numpy()
+    if not 0 < wanted < width or np.isnan(values.max()):
+        return None
+    ordered = np.partition(values, (width - wanted - 1, width - wanted), axis=1)
+    kth = ordered[:, width - wanted]
+    ids = np.flatnonzero(values >= kth[:, None])
+    if ids.size != rows * wanted:
+        return None
+    units = np.full(rows * most, -1, np.int32)
+    units[: ids.size] = ids % width
+    return TopkUnits(
+        indptr=torch.arange(0, ids.size + 1, wanted, dtype=torch.int32),
+        units=torch.from_numpy(units),
+        kth=torch.from_numpy(kth.copy()),
+        runner_up=torch.from_numpy(ordered[:, width - wanted - 1].copy()),
+    )
 
 
 def _one_by_one(score: Tensor, valid_len: Tensor, take: Tensor, most: int) -> TopkUnits:
