@@ -257,3 +257,24 @@ def test_rows_that_are_not_finite_spoil_what_they_reach_and_nothing_else() -> No
     assert torch.equal(torch.isfinite(got.u[0]), sound)
     assert torch.equal(got.u[0][sound], want.u[0][sound])
     assert sound.any() and not sound.all()
+
+
+@pytest.mark.parametrize("queries", [16, 17, 43])
+def test_no_product_is_large_enough_for_threads(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is cut to what OpenBLAS computes alone, and the bits are those of one query at a time."""
+    each = [Sequenced((0, 1, 2), 100)] * queries
+    q, pool = drawn((9, 3, 64), 256, 3, queries, queries)
+    products.agrees(3 * queries, 256, 64)
+    real, sizes = np.matmul, []
+
+    def watching(a: np.ndarray, b: np.ndarray, **how: object) -> np.ndarray:
+        sizes.append(a.shape[-2] * a.shape[-1] * b.shape[-1])
+        return real(a, b, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "matmul", watching)
+        runs = chunk_runs([pool[slot, 0] for slot in (0, 1)], [pool[slot, 1] for slot in (0, 1)])
+        attend(q * SCALE, [Reading(run, tuple(range(queries)), 256) for run in runs])
+    assert sizes and max(sizes) <= 1 << 18
+    wants = [alone(q[i : i + 1], pool, one) for i, one in enumerate(each)]
+    assert_same(together(q, pool, each, shared=2), wants)

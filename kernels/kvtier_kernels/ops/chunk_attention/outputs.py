@@ -91,7 +91,11 @@ def _states(scaled: Tensor, readings: Sequence[Reading], total: int) -> tuple[Fl
         if each.visible < rows:
             _part(wide[each.queries[0]], each, logits[at], group)
         elif len(each.queries) == 1:
-            found = np.matmul(each.run.key_array, wide[each.queries[0]].transpose(0, 2, 1))
+            own = wide[each.queries[0]]
+            if room <= products.at_once(rows, d):
+                found = np.matmul(each.run.key_array, own.transpose(0, 2, 1))
+            else:
+                found = products.key_products(own[:, :group], each.run.key_array)
             logits[at:end] = found[..., :group].transpose(0, 1, 3, 2)
         else:
             _shared_logits(wide[list(each.queries), :, :group], each, logits[at:end])

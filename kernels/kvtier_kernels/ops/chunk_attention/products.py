@@ -27,6 +27,7 @@ Floats = NDArray[np.float32]
 QUERY_PAD = 4
 VALUE_BLOCK = 128
 _SMALL_PRODUCT = 1200
+_LARGEST_PRODUCT = 1 << 18
 _VECTOR = 16
 _FOLD_LENGTHS = (2, 3, 4, 7, 16, 33, 128)
 
@@ -41,22 +42,45 @@ def key_width(rows: int, queries: int) -> int:
     return max(queries, _SMALL_PRODUCT // rows + 1)
 
 
+def at_once(rows: int, head_dim: int) -> int:
+    """Queries of one product with `rows` rows. A larger one is shared out to threads by OpenBLAS, which for
+    products as small as these takes fifty times as long; 0: none is small enough."""
+    return _LARGEST_PRODUCT // (rows * head_dim)
+
+
 def key_products(q: Floats, keys: Floats) -> Floats:
     """[n, Hk, R, queries]: keys [n, Hk, R, d] at any distances, rows contiguous, times q [Hk, queries, d]."""
-    queries = q.shape[1]
-    width = key_width(keys.shape[2], queries)
-    wide = q
-    if width != queries:
-        wide = np.zeros((q.shape[0], width, q.shape[2]), np.float32)
-        wide[:, :queries] = q
+    heads, queries, d = q.shape
+    rows = keys.shape[2]
+    most = max(1, at_once(rows, d))
+    found = []
     with np.errstate(all="ignore"):
-        logits: Floats = np.matmul(keys, wide.transpose(0, 2, 1))
-    return logits[..., :queries]
+        for lo in range(0, queries, most):
+            part = q[:, lo : lo + most]
+            width = key_width(rows, part.shape[1])
+            if width != part.shape[1]:
+                wide = np.zeros((heads, width, d), np.float32)
+                wide[:, : part.shape[1]] = part
+            else:
+                wide = part
+            logits: Floats = np.matmul(keys, wide.transpose(0, 2, 1))
+            found.append(logits[..., : part.shape[1]])
+    return found[0] if len(found) == 1 else np.concatenate(found, -1)
 
 
 def value_products(p: Floats, values: Floats, out: Floats | None = None) -> Floats:
     """[..., queries, d]: p [..., queries, R] times values [..., R, d], summed in fixed blocks of rows,
     ascending, into `out` where that is given. queries >= 2."""
+    queries = p.shape[-2]
+    most = max(2, at_once(VALUE_BLOCK, values.shape[-1]))
+    if queries > most:
+        into = out if out is not None else np.empty((*p.shape[:-1], values.shape[-1]), np.float32)
+        for lo in range(0, queries, most):
+            # A single query left over would take another path, so the last two parts overlap.
+            first = min(lo, queries - 2)
+            part = slice(first, lo + most)
+            into[..., part, :] = value_products(p[..., part, :], values)
+        return into
     with np.errstate(all="ignore"):
         u: Floats = np.matmul(p[..., :VALUE_BLOCK], values[..., :VALUE_BLOCK, :], out=out)
         for lo in range(VALUE_BLOCK, p.shape[-1], VALUE_BLOCK):
@@ -84,6 +108,8 @@ def torch_value_products(p: Tensor, values: Tensor, rows: int) -> Tensor:
 def agrees(queries: int, rows: int, head_dim: int) -> bool:
     """Whether numpy gives torch's bits for `queries` (at least 2) queries of one KV head over chunks of
     `rows` rows."""
+    if not at_once(rows, head_dim) or key_width(rows, 1) > at_once(rows, head_dim):
+        return False
     generator = torch.Generator().manual_seed(rows * 1009 + queries * 31 + head_dim)
 
     def random(*shape: int) -> Tensor:
