@@ -76,20 +76,20 @@ class Session:
     last_edit: tuple[object, int] | None = None
 
     def producer_at(self, position: int) -> int:
-        found = self.producers[0][1]
-        for first, producer in self.producers:
+        """Of a row; most are asked of at the end."""
+        for first, producer in reversed(self.producers):
             if first <= position:
-                found = producer
-        return found
+                return producer
+        return self.producers[0][1]
 
     @property
     def history(self) -> ExactnessClass:
         """What an answer over all rows that are seen is. Rows after an approximate answer are not those of an
         exact run; rows after an edit are those of the declared edited run, and of no other."""
-        edits = {point.producer for point in self.edits}
-        if any(producer not in edits for _, producer in self.producers[1:]):
+        # Each edit has one producer; what is more than those and the first is a candidate's.
+        if len(self.producers) - 1 > len(self.edits):
             return ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY
-        return ExactnessClass.EXACT_OVER_EDITED_HISTORY if edits else ExactnessClass.EXACT
+        return ExactnessClass.EXACT_OVER_EDITED_HISTORY if self.edits else ExactnessClass.EXACT
 
 
 @dataclass(slots=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvtier_core.edits.requests import EditRequest, ForkRequest, Truncate
+from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Reposition, Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
@@ -17,6 +19,8 @@ from tests.unit.core.builders import (
     LAYERS,
     Driver,
     FakeClock,
+    Fault,
+    FaultyFiles,
     Rows,
     TierBudget,
     cpu,
@@ -257,6 +261,74 @@ def test_a_late_edit_leaves_all_as_it_was(tmp_path: Path, after: int) -> None:
         assert cut.value.reason is forked.value.reason is Reason.DEADLINE
         assert _held(built) == before
         assert torch.equal(driver.forward(TOKENS - driver.position), wanted[:, 2 * CHUNK + 3 :])
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("kind", ["flip", errno.EIO], ids=["flipped-bit", "EIO"])
+def test_a_cut_through_a_block_that_cannot_be_read_changes_nothing(
+    tmp_path: Path, layer: int, kind: int | str
+) -> None:
+    files = FaultyFiles()
+    wanted = alone(tmp_path / "alone", Rows.random(TOKENS), TOKENS)
+    with engine(tmp_path / "cut", [gpu(LAYERS), nvme(64)], files=files) as built:
+        driver = _session(built, 2 * CHUNK + 3)
+        before = _held(built)
+        files.faults.append(Fault("read", files.calls.get("read", 0) + layer, kind))
+        with pytest.raises(CoreError) as refused:
+            edit(driver, Truncate(CHUNK + 1))
+        assert refused.value.reason in (
+            Reason.STORAGE_UNAVAILABLE,
+            Reason.CHECKSUM_MISMATCH,
+            Reason.IDENTITY_MISMATCH,
+            Reason.SHORT_COPY,
+            Reason.RECYCLED_DESTINATION,
+        )
+        assert _held(built) == before
+        assert torch.equal(driver.forward(TOKENS - driver.position), wanted[:, 2 * CHUNK + 3 :])
+
+
+def test_edits_of_one_side_on_another_thread_reach_no_bit_of_the_other(tmp_path: Path) -> None:
+    """Frames of the parent come between forks, drops, cuts and closings of its children."""
+    rows = Rows.random(TOKENS)
+    wanted = alone(tmp_path / "alone", rows, TOKENS)
+    with engine(tmp_path / "forked", NARROW) as built:
+        parent = Driver.open(built, rows)
+        parent.forward(CHUNK + 9)
+        begun, done = threading.Event(), threading.Event()
+        failures: list[BaseException] = []
+
+        def branch() -> None:
+            try:
+                number = 0
+                while number < 3 or not done.is_set():
+                    try:
+                        child = fork(parent, spliced(rows, CHUNK + 9, Rows.random(TOKENS, number)))
+                    except CoreError as error:
+                        if error.reason is not Reason.STEP_ORDER:
+                            raise
+                        # It came in the middle of the parent's step.
+                        continue
+                    number += 1
+                    edit(child, Drop(((3, CHUNK // 2),)))
+                    edit(child, Reposition())
+                    edit(child, Truncate(20 + number % 7))
+                    child.forward(3)
+                    child.close()
+                    begun.set()
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                begun.set()
+
+        other = threading.Thread(target=branch)
+        other.start()
+        assert begun.wait(60)
+        outs = [parent.forward(1) for _ in range(60)]
+        done.set()
+        other.join(60)
+        assert not failures
+        assert torch.equal(torch.cat(outs, dim=1), wanted[:, CHUNK + 9 : CHUNK + 69])
+        assert built.stats().sessions == 1
 
 
 def test_a_fork_without_room_is_refused_with_the_numbers(tmp_path: Path) -> None:
