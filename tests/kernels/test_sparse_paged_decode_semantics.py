@@ -92,3 +92,11 @@ def test_costs_count_a_shared_list_once_a_kv_head() -> None:
     assert bytes_moved(kv) == rows + 3 * 37 * 4 + state
     assert bytes_moved(query) == 3 * rows + 9 * 37 * 4 + state
     assert flops(request) == flops(kv) == flops(query) == 4 * 9 * 589 * 64
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "estimated"), [("empty", False), ("log-weight", True)])
+def test_a_weighted_state_says_that_it_is_an_estimate(backend: str, case: str, estimated: bool) -> None:
+    """Its l is no lower bound of the true one."""
+    state = SPEC.implementations[backend]()(**SPEC.make_inputs(SPEC.case(case)))
+    assert state.estimated is estimated

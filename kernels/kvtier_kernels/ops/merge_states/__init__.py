@@ -6,6 +6,7 @@ merge_state_(m, l [...], u [...,d], other_m, other_l, other_u) -> (m, l, u): in 
 may not overlap the others.
 finalize_state(m, l [R], u [R,d], *, dtype) -> Finalized(o [R,d] of dtype, lse [R] float32, natural log);
 no rows: (0, -inf).
+Tensors do not say whether a state is estimated: who passes them carries that on.
 States are float32 with natural m; no states give the identity (-inf, 0, 0).
 The Triton module is imported by who runs it, since Triton is an optional dependency.
 """

@@ -6,6 +6,8 @@ the pool, read as zeros.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -100,7 +102,7 @@ def sparse_paged_decode_torch(
     batch, hq, d = q.shape
     frame = LogitFrame(scale)
     if not batch:
-        return identity((0, hq), d, frame)
+        return replace(identity((0, hq), d, frame), estimated=log_weight is not None)
     answers = [
         _request(
             q[b].float() * scale,
@@ -116,7 +118,7 @@ def sparse_paged_decode_torch(
         for b in range(batch)
     ]
     m, l, u = (torch.stack(x) for x in zip(*answers, strict=True))
-    return AttentionState(m=m, l=l, u=u, frame=frame)
+    return AttentionState(m=m, l=l, u=u, frame=frame, estimated=log_weight is not None)
 
 
 def _request(

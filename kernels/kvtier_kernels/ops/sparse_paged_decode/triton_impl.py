@@ -11,6 +11,8 @@ three loads in flight for each buffer.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -162,8 +164,9 @@ def sparse_paged_decode_triton(
     splits = max(1, -(-longest * unit_tokens // split_tokens))
     frame = LogitFrame(scale)
     m, l, u = empty_state(q, (batch, splits, hq), d)
+    estimated = log_weight is not None
     if not m.numel():
-        return AttentionState(m=m[:, 0], l=l[:, 0], u=u[:, 0], frame=frame)
+        return AttentionState(m=m[:, 0], l=l[:, 0], u=u[:, 0], frame=frame, estimated=estimated)
     sparse_kernel[(batch, heads, splits)](
         q,
         k_cache,
@@ -195,4 +198,4 @@ def sparse_paged_decode_triton(
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )
-    return merge_states_triton(m, l, u, None, frame=frame)
+    return replace(merge_states_triton(m, l, u, None, frame=frame), estimated=estimated)
