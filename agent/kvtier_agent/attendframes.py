@@ -90,6 +90,10 @@ class FrameDesk:
         receipt = answer.result.receipt
         if receipt.stall_seconds:
             self.metrics.stall_seconds.inc(receipt.stall_seconds)
+        if receipt.hidden_seconds:
+            self.metrics.hidden_seconds.inc(receipt.hidden_seconds)
+        for plan, reason in receipt.failed_plans:
+            self.metrics.plan_failures.labels(plan, reason).inc()
         for tier, size in receipt.bytes_by_tier.items():
             self.metrics.tier_read_bytes[tier,].inc(size)
         if answer.compared_error is None:
@@ -105,6 +109,8 @@ class FrameDesk:
                 "kvtier.exactness": receipt.exactness.value,
                 "kvtier.rows_attended": receipt.rows_attended,
                 "kvtier.step_error": answer.compared_error,
+                "kvtier.plan.published": receipt.plan_kind,
+                "kvtier.plan.failed": ",".join(":".join(one) for one in receipt.failed_plans),
             },
             bytes_by_tier=receipt.bytes_by_tier,
             stall_seconds=receipt.stall_seconds,

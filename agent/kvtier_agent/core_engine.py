@@ -292,6 +292,7 @@ def frame_receipt(receipt: StepReceipt) -> FrameReceipt:
         hidden_seconds=receipt.hidden_seconds,
         peak_buffer_bytes=receipt.peak_buffer_bytes,
         promised_bytes=receipt.promised_bytes,
+        failed_plans=receipt.failed_plans,
     )
 
 

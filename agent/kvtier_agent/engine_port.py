@@ -88,7 +88,8 @@ class FrameMode:
 
 @dataclass(slots=True)
 class FrameReceipt:
-    """Facts of one answer; field meanings as in the wire's Receipt. Times in seconds, sizes in bytes."""
+    """Facts of one answer; field meanings as in the wire's Receipt. Times in seconds, sizes in bytes.
+    failed_plans: run for the frame before `plan_kind`, each with why it ended; for telemetry."""
 
     exactness: ExactnessClass
     manifest_digest: str
@@ -108,6 +109,7 @@ class FrameReceipt:
     hidden_seconds: float = 0.0
     peak_buffer_bytes: int = 0
     promised_bytes: int = 0
+    failed_plans: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)

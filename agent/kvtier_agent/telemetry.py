@@ -157,6 +157,17 @@ class Metrics:
             "Exposed transfer stall of attention frames",
             registry=registry,
         )
+        self.hidden_seconds = Counter(
+            "kvtier_agent_transfer_hidden_seconds",
+            "Transfer of attention frames that computation covered",
+            registry=registry,
+        )
+        self.plan_failures = Counter(
+            "kvtier_agent_plan_failures",
+            "Plans of attention frames that ended without an answer, before another plan's",
+            ["plan", "code"],
+            registry=registry,
+        )
         tier_read_bytes = Counter(
             "kvtier_agent_tier_read_bytes",
             "Bytes of rows read by attention frames, by tier class of this node",
