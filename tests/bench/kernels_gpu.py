@@ -7,7 +7,8 @@ Without a GPU nothing is timed and no row is written. `KVTIER_BENCH_OPS` chooses
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ FLUSH_BYTES = 2 << 30
 GOALS = {"paged_decode": 90.0}
 
 
+# Seconds of a call, after what is done before each: (call, before, runs).
+Timer = Callable[[Callable[[], Any], Callable[[], None], int], float]
+
+
 def rows() -> Iterator[Row]:
     if not torch.cuda.is_available():
         print("no GPU: nothing was timed", flush=True)
@@ -32,39 +37,47 @@ def rows() -> Iterator[Row]:
     device = torch.device("cuda")
     print(f"on {torch.cuda.get_device_name(device)}", flush=True)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    bandwidth = _copy_bytes_per_s(device, flush)
+    yield from measure(chosen_ops(), device, partial(_event_seconds, flush), COPY_BYTES)
+
+
+def measure(
+    specs: Iterable[KernelSpec], device: torch.device, timer: Timer, copy_bytes: int
+) -> Iterator[Row]:
+    """Rows of every case that an entry names for a GPU. An op that fails is a row worse than its floor, and
+    the others go on: minutes on such a machine are few."""
+    bandwidth = _copy_bytes_per_s(device, timer, copy_bytes)
     yield Row("memory.gpu_copy", bandwidth / 1e9, "GB/s")
-    for spec in chosen_ops():
-        if "triton" not in spec.implementations:
-            continue
-        call = spec.implementations["triton"]()
+    for spec in specs:
         for case in spec.bench_gpu:
-            inputs = to_device(spec.make_inputs(case), device)
-            took = _median(spec, call, inputs, flush)
+            try:
+                inputs = spec.make_inputs(case)
+                took = _median(spec, to_device(inputs, device), timer)
+            except Exception as e:
+                print(f"{spec.name} {case.id}: {type(e).__name__}: {e}", flush=True)
+                yield Row(f"{spec.name}.gpu.{case.id}.failed", 1, "calls", floor=0, lower_is_better=True)
+                continue
             floor = spec.bytes_moved(inputs) / bandwidth
             yield from op_rows(spec, case, "gpu", inputs, took, floor, GOALS.get(spec.name))
-            del inputs
-            torch.cuda.empty_cache()
 
 
-def _copy_bytes_per_s(device: torch.device, flush: torch.Tensor) -> float:
-    source = torch.ones(COPY_BYTES // 4, device=device)
+def _copy_bytes_per_s(device: torch.device, timer: Timer, size: int) -> float:
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / _event_seconds(lambda: target.copy_(source), lambda: None, flush, 10)
+    return 2 * size / timer(lambda: target.copy_(source), lambda: None, 10)
 
 
-def _median(spec: KernelSpec, call: Callable[..., Any], inputs: Inputs, flush: torch.Tensor) -> float:
-    own = fresh(inputs, spec.mutates)
+def _median(spec: KernelSpec, inputs: Inputs, timer: Timer) -> float:
+    call, own = spec.implementations["triton"](), fresh(inputs, spec.mutates)
 
     def put_back() -> None:
         for name in spec.mutates:
             own[name].copy_(inputs[name])
 
-    return _event_seconds(lambda: call(**own), put_back, flush, RUNS)
+    return timer(lambda: call(**own), put_back, RUNS)
 
 
 def _event_seconds(
-    call: Callable[[], Any], before: Callable[[], None], flush: torch.Tensor, runs: int
+    flush: torch.Tensor, call: Callable[[], Any], before: Callable[[], None], runs: int
 ) -> float:
     for _ in range(WARM):
         before()

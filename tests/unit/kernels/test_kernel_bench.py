@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +94,42 @@ def test_a_floor_is_measured_once_a_size_and_grows_with_bytes(monkeypatch: pytes
     assert floors.seconds(1_048_576) == pytest.approx(1.048576e-4)
     assert floors.seconds(100) == pytest.approx(1e-8)
     assert asked == [1 << 20, 1 << 19, 64 << 10, 32 << 10]
+
+
+def fake_timer(call: Callable[[], Any], before: Callable[[], None], runs: int) -> float:
+    """Two runs and a millisecond, whatever is called."""
+    for _ in range(2):
+        before()
+        call()
+    return 1e-3
+
+
+def test_the_gpu_part_times_every_case_and_outlives_an_op_that_fails() -> None:
+    """On this machine's memory, with a timer that answers one millisecond."""
+
+    def broken() -> Callable[..., Any]:
+        def call(**inputs: Any) -> None:
+            raise RuntimeError("no such instruction")
+
+        return call
+
+    lru = entry("bucket_lru")
+    good = replace(
+        lru, bench_gpu=(lru.case("warm"),), implementations={"triton": lru.implementations["torch"]}
+    )
+    bad = replace(good, name="broken", implementations={"triton": broken})
+    rows = list(kernels_gpu.measure([bad, good], torch.device("cpu"), fake_timer, 4096))
+    assert [r.id for r in rows] == [
+        "memory.gpu_copy",
+        "broken.gpu.warm.failed",
+        "bucket_lru.gpu.warm.time",
+        "bucket_lru.gpu.warm.bytes",
+        "bucket_lru.gpu.warm.of_floor",
+    ]
+    moved = lru.bytes_moved(lru.make_inputs(lru.case("warm")))
+    assert rows[0].value == pytest.approx(2 * 4096 / 1e-3 / 1e9)
+    assert rows[1].broken
+    assert rows[-1].value == pytest.approx(100 * moved / (2 * 4096))
 
 
 def test_without_a_gpu_nothing_is_timed(
