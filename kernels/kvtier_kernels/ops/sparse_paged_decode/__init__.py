@@ -9,7 +9,8 @@ Unit i is the tokens [i * unit_tokens, (i+1) * unit_tokens) of the request, wher
 a list's last place counts only last_unit_len of its tokens, any other all. An id below 0 is padding and
 attends nothing; an id that is there twice counts twice. log_weight is added to the logits of a unit's
 tokens (an importance correction: MagicPIG), which makes the state an estimated one. An empty list gives the
-identity. max_units bounds a list's length; without it the longest is looked up, which on a GPU waits for the device.
+identity. max_units bounds a list's length; without it the longest is looked up, which on a GPU waits for
+the device. A list that is longer is refused on the CPU and cut on a GPU.
 The Triton module is imported by who runs it, since Triton is an optional dependency.
 """
 

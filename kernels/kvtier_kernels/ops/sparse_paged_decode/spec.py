@@ -227,6 +227,7 @@ REFUSALS = (
     _refusal("negative-length", {"last_unit_len": _ids(1, -1)}, r"\[0, 16\]"),
     _refusal("length-of-more-than-a-unit", {"last_unit_len": _ids(1, 17)}, r"\[0, 16\]"),
     _refusal("descending", {"indptr": _ids(0, 2, 1)}, "ascend"),
+    _refusal("longer-than-its-bound", {"max_units": 0}, "max_units is 0"),
     _refusal("weights", {"log_weight": torch.zeros(3)}, "like units"),
     _refusal("heads", {"q": torch.zeros(1, 5, 64)}, "heads"),
     _refusal("split", {"split_tokens": 100}, "multiple of 64", "triton"),

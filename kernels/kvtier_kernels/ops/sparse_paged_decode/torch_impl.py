@@ -28,6 +28,7 @@ def check_inputs(
     last_unit_len: Tensor,
     log_weight: Tensor | None,
     unit_tokens: int,
+    max_units: int | None,
 ) -> int:
     """Shapes, dtypes and, on the CPU, ids; returns S, the lists of a request. Raises ShapeError."""
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
@@ -57,6 +58,8 @@ def check_inputs(
             f"log_weight is float32 like units, got {log_weight.dtype} {tuple(log_weight.shape)}"
         )
     if units.device.type == "cpu":
+        if max_units is not None and lists and int(indptr.diff().max()) > max_units:
+            raise ShapeError(f"a list of {int(indptr.diff().max())} units, max_units is {max_units}")
         _check_ids(page_table, k_cache, indptr, units, last_unit_len, unit_tokens)
     return lists // batch if batch else 1
 
@@ -97,7 +100,7 @@ def sparse_paged_decode_torch(
     """See the package. Inputs of any float dtype, widened to float32 after the gather. `max_units` and
     `split_tokens` are there for the signature: lists are looked at, and not split."""
     lists = check_inputs(
-        q, k_cache, v_cache, page_table, indptr, units, last_unit_len, log_weight, unit_tokens
+        q, k_cache, v_cache, page_table, indptr, units, last_unit_len, log_weight, unit_tokens, max_units
     )
     batch, hq, d = q.shape
     frame = LogitFrame(scale)

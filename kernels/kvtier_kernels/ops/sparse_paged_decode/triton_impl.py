@@ -152,7 +152,7 @@ def sparse_paged_decode_triton(
     at most 16 query heads a list; strides multiples of 16 elements; split_tokens a multiple of 64.
     Raises ShapeError."""
     lists = check_inputs(
-        q, k_cache, v_cache, page_table, indptr, units, last_unit_len, log_weight, unit_tokens
+        q, k_cache, v_cache, page_table, indptr, units, last_unit_len, log_weight, unit_tokens, max_units
     )
     batch, hq, d = q.shape
     page, hk = k_cache.shape[1:3]
