@@ -91,7 +91,7 @@ def tier_facts(tier: Tier) -> TierFacts:
         medium=tier.medium.value,
         in_place=able.kernel_readable and able.partial_attention and tier.host_memory,
         source=able.dma_source,
-        by_head=isinstance(tier, PoolTier),
+        by_head=isinstance(tier, PoolTier) and tier.host_memory,
         read=BytesPerSecond(measured) if measured > 0.0 else None,
     )
 

@@ -80,6 +80,10 @@ class Promises:
     def begin(self, session_id: str, step: int, layer: int, reads: Sequence[ChunkRead]) -> int:
         """Starts to read sealed chunks that `reads` would stream, as many as there are buffers; returns how
         many. A tier that refuses ends it: the frame will meet the refusal, if it is still one."""
+        known = self._open.get(session_id)
+        if known is not None and (known.step, known.layer) == (step, layer):
+            # Said again with each block of a prefill.
+            return len(known.arrivals)
         self.forget(session_id)
         meter = Meter(self._clock)
         arrivals: list[Arrival] = []
@@ -105,10 +109,12 @@ class Promises:
         return len(arrivals)
 
     def take(self, session_id: str, step: int, layer: int) -> Promise | None:
-        """The promise for this layer, if that is what was promised; any other is let go."""
-        found = self._open.pop(session_id, None)
-        if found is None:
+        """The promise for this layer, if that is what was promised. One for the next layer waits, since a
+        layer may come in several frames; any other is let go."""
+        found = self._open.get(session_id)
+        if found is None or (found.step, found.layer) == (step, layer + 1):
             return None
+        del self._open[session_id]
         if (found.step, found.layer) == (step, layer):
             return found
         found.leave()

@@ -195,8 +195,12 @@ class StepPlans:
                 if error.reason not in AGAIN:
                     raise self._ended(first, query, failed | {plan.kind: error.reason}) from error
                 failed[plan.kind] = error.reason
-                promise = None
                 continue
+            finally:
+                if promise is not None:
+                    # What was not used; of what was, this is the second time and changes nothing.
+                    promise.leave()
+                    promise = None
             if next_layer_follows and busy:
                 self.promise(session, step, append.layer + 1)
             names = tuple((kind.value, reason.value) for kind, reason in failed.items())

@@ -132,7 +132,7 @@ def _partition(facts: StepFacts, tiers: Sequence[TierFacts]) -> Candidate:
         if tier == FRAME or tiers[tier].in_place:
             routes.append((tier, Route.IN_PLACE))
         elif tiers[tier].source:
-            routes.append((tier, Route.MOVED if tiers[tier].by_head else Route.NEAR))
+            routes.append((tier, Route.NEAR if tiers[tier].storage else Route.MOVED))
         else:
             return _refused(PlanKind.SUPPORT_PARTITION, Lost.TIER_INCAPABLE)
     return Candidate(PlanKind.SUPPORT_PARTITION, tuple(routes))

@@ -28,6 +28,11 @@ class TierFacts:
     by_head: bool
     read: BytesPerSecond | None = None
 
+    @property
+    def storage(self) -> bool:
+        """Whether states of its rows are formed beside it as they are read."""
+        return self.medium in ("nvme", "remote")
+
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:

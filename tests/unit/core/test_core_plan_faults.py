@@ -241,6 +241,19 @@ def test_the_next_layers_blocks_come_while_this_one_is_computed(want: torch.Tens
         assert session.session_id == "r1"
 
 
+def test_a_layer_may_come_in_several_frames_before_what_it_promised() -> None:
+    with opened([NVME] * 4) as made, torch.inference_mode():
+        layers(made)
+        for _ in range(3):
+            made.plans.exact(made.append, made.query, made.visible, step=0, next_layer_follows=True)
+        # Four blocks for each frame of the first layer, and four promised ones, once.
+        assert len(made.store.storage.reads) == 3 * 4 + 4
+        made.append.layer = 1
+        last = made.plans.exact(made.append, made.query, made.visible, step=0)
+        assert last.attended.promised_bytes == 4 * LAYOUT.payload_bytes
+        assert made.plans.buffers.available == made.plans.buffers.limit
+
+
 @pytest.mark.parametrize("how", ["another layer", "another step", "closed", "no layer follows"])
 def test_a_promise_that_is_not_kept_changes_nothing(want: torch.Tensor, how: str) -> None:
     with opened([NVME] * 4) as made, torch.inference_mode():
@@ -257,6 +270,9 @@ def test_a_promise_that_is_not_kept_changes_nothing(want: torch.Tensor, how: str
             out = made.plans.exact(made.append, made.query, made.visible, step=1).attended.out
             assert torch.equal(out, want)
         else:
+            made.append.layer = 0 if how == "no layer follows" else 2
+            if how == "another layer":
+                layers(made)
             out = made.plans.exact(made.append, made.query, made.visible, step=0).attended.out
             assert torch.equal(out, want)
         for read in promised:
