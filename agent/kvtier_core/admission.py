@@ -182,7 +182,8 @@ def choose_fallback(one: FallbackChoice) -> Fallback:
         (one.recompute, Fallback.RECOMPUTE_EXACT),
         (one.retry, Fallback.POSTPONE_FOR_EXACT_RETRY),
     ):
-        if seconds <= one.slack:
+        # Without a deadline the slack has no end, and what is not there is still not there.
+        if seconds <= one.slack and seconds < UNAVAILABLE:
             return action
     return Fallback.ACCEPT_DECLARED_DEGRADED if approximate else Fallback.REJECT_NO_LEGAL_PATH
 

@@ -6,7 +6,7 @@ so is the fixed order of fallbacks (specification E.7, B.8). It must not price p
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,6 @@ from kvtier_core.admission import UNAVAILABLE, Fallback, FallbackChoice, choose_
 from kvtier_core.placements.preference import RECENCY, PlacementPreference, PlanKind
 from kvtier_core.planning.candidates import ORDER, Approximate, Candidate, Lost
 from kvtier_core.planning.facts import Terms
-
-# Less than UNAVAILABLE, so that a path that is not there never ends in time.
-_FOR_EVER = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +121,7 @@ def fallback_of(terms: Terms) -> Fallback:
     degrade = Fallback.ACCEPT_DECLARED_DEGRADED in allowed
     return choose_fallback(
         FallbackChoice(
-            slack=_FOR_EVER if terms.slack is None else terms.slack,
+            slack=math.inf if terms.slack is None else terms.slack,
             recompute=path(terms.recompute, Fallback.RECOMPUTE_EXACT),
             retry=path(terms.retry, Fallback.POSTPONE_FOR_EXACT_RETRY),
             exact=terms.exact or not degrade,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_core.admission import Fallback
+from kvtier_core.admission import Fallback, FallbackChoice, choose_fallback
 from kvtier_core.placements.preference import RECENCY, PlacementPreference, PlanKind
 from kvtier_core.planning.candidates import ORDER, Approximate, Candidate, Lost, Route, candidates
 from kvtier_core.planning.choice import Decision, decide
@@ -243,6 +243,11 @@ def test_without_a_plan_in_time_the_contract_decides(terms: Terms, action: Fallb
     decision = decide(plans(facts(NVME, GPU)), terms)
     assert (decision.chosen, decision.fallback) == (None, action)
     assert decision.why()["supportPartition"] == "DEADLINE"
+
+
+def test_without_a_deadline_a_path_that_is_not_there_is_still_none() -> None:
+    assert choose_fallback(FallbackChoice(slack=math.inf)) is Fallback.REJECT_NO_LEGAL_PATH
+    assert choose_fallback(FallbackChoice(slack=math.inf, retry=9.0)) is Fallback.POSTPONE_FOR_EXACT_RETRY
 
 
 # Properties.
