@@ -8,6 +8,7 @@ import hashlib
 
 from kvtier_agent.cachehost import CacheName
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.placements.policy import check_policy
 from kvtier_core.release.leases import GrantTerms
 from kvtier_crds.manifest import (
     NUMERICS_VERSION,
@@ -68,3 +69,4 @@ def check_baseline(manifest: RuntimeManifest, cache: CacheName, device_kind: str
         raise CoreError(Reason.MANIFEST_MISMATCH, message)
     if manifest.contract.exactness is not Exactness.EXACT and manifest.selector is not None:
         raise CoreError(Reason.MANIFEST_INVALID, "a baseline manifest has no selector")
+    check_policy(manifest.placement, manifest.model.geometry)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from kvtier.v1 import attention_pb2, common_pb2, control_pb2, control_pb2_grpc
-from kvtier_crds.manifest import RuntimeManifest
+from kvtier_crds.canonical import Parameters
+from kvtier_crds.manifest import Placement, RuntimeManifest
 from tests.engine.agent_process import (
     CACHE,
     CALL_SECONDS,
@@ -98,6 +99,29 @@ def test_the_plan_is_of_what_this_node_measured(agent: Agent, baseline: RuntimeM
     assert 1e-9 < float(plan.inputs["attentionSecondsPerRow"]) < 1e-4
     assert plan.compute_flop_per_second > 1e8
     assert agent.state().caches[0].plan == plan, "nothing was measured again"
+
+
+def placed(manifest: RuntimeManifest, **parameters: int) -> RuntimeManifest:
+    policy = Placement(policy="headGroups", parameters=Parameters(parameters))
+    return manifest.model_copy(update={"placement": policy})
+
+
+def test_a_placement_policy_is_proved_by_its_digest_and_plans_with_why_the_rest_lost(agent: Agent) -> None:
+    manifest = placed(baseline_manifest(), stagingBytes=1 << 20)
+    assert agent.apply_baseline(manifest).running_digest == manifest.digest() != baseline_manifest().digest()
+    plan = agent.state().caches[0].plan
+    assert (plan.policy, plan.schedule) == ("headGroups", "headStaging")
+    assert int(plan.inputs["stagingBytes"]) == 1 << 20
+    assert {item.name: item.lost for item in plan.considered}["nvme"] == "TIER_INCAPABLE"
+
+
+def test_a_placement_policy_without_its_parameters_is_refused_and_changes_nothing(
+    agent: Agent, baseline: RuntimeManifest
+) -> None:
+    error = refusal(lambda: agent.apply_baseline(placed(baseline)))
+    assert common_pb2.Reason.Name(error.reason) == "MANIFEST_INVALID"
+    assert "stagingBytes" in error.message
+    assert agent.state().caches[0].plan.policy == "recency"
 
 
 @pytest.mark.parametrize(
