@@ -281,6 +281,7 @@ def _whole_request(policy: WholeRequest, node: Node) -> NodePlan:
         for index in range(count)
     ]
     plan = wholerequest.choose_iteration(requests, profile, node.layers)
+    plan.contract().check()
     terms = plan.terms
     other = (
         wholerequest.Iteration.GPU_ONLY

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from kvtier_core.exact_placements import OverlapProfile, PlacementReason, PlacementRefused
+from kvtier_core.exact_placements import (
+    ComputeSite,
+    OverlapProfile,
+    PlacementReason,
+    PlacementRefused,
+    RequestOnCpu,
+)
 from kvtier_core.placements.events import Program, Simulated, simulate
 
 
@@ -125,6 +131,16 @@ class IterationPlan:
     @property
     def seconds(self) -> float:
         return self.layers * self.terms.layer_seconds()
+
+    def contract(self) -> RequestOnCpu:
+        """What is claimed of its CPU requests, to be held against E.4's rules: feasible only in balance."""
+        return RequestOnCpu(
+            frozenset({ComputeSite.CPU_FOR_THE_REQUEST}),
+            self.terms,
+            self.layers,
+            self.seconds,
+            self.terms.balanced(),
+        )
 
 
 def place(requests: Sequence[tuple[str, int]], free_bytes: int) -> dict[str, Side]:
