@@ -250,7 +250,7 @@ class CacheHost:
         """As `attend_many`, computed in the caller's thread, which must not be the event loop's. evidence:
         what is seen of the frames goes there, from this thread."""
         if len(frames) == 1:
-            return [self._one_now(frames[0], evidence)]
+            return [self.attend_one_now(frames[0], evidence)]
         for work in frames:
             work.session.frames_running += 1
         try:
@@ -261,7 +261,7 @@ class CacheHost:
             if plain:
                 together = [(one.frame, one.mode) for one in plain]
                 try:
-                    computed = list(self.runner.here(lambda: engine.step_many(together)))
+                    computed = list(self.runner.here(engine.step_many, together))
                 except CoreError as error:
                     computed = [error] * len(plain)
             settled = {
@@ -273,7 +273,8 @@ class CacheHost:
             for work in frames:
                 work.session.frames_running -= 1
 
-    def _one_now(self, work: FrameWork, evidence: FrameEvidence) -> FrameAnswer | CoreError:
+    def attend_one_now(self, work: FrameWork, evidence: FrameEvidence) -> FrameAnswer | CoreError:
+        """As `attend_now`, of one frame."""
         work.session.frames_running += 1
         try:
             one = self._prepare(work.session, work.frame, work.queries)
@@ -334,7 +335,7 @@ class CacheHost:
 
     def _computed(self, one: _Prepared) -> FrameResult | CoreError:
         try:
-            return self.runner.here(lambda: self.runner.engine.step(one.frame, one.mode))
+            return self.runner.here(self.runner.engine.step, one.frame, one.mode)
         except CoreError as error:
             return error
 
@@ -356,6 +357,8 @@ class CacheHost:
             session.first_decode_step = frame.step
         session.last_used_ns = self._clock()
         self._progress(session, frame, result.receipt.stall_seconds if one.decode else 0.0, evidence)
+        if one.mode is _EXACT_MODE and session.window is None:
+            return FrameAnswer(result, _BASELINE, "", None)
         served = _CANDIDATE if result.from_candidate else _BASELINE
         fallback = one.plan.fallback
         if one.mode.publish_candidate and not result.from_candidate and not fallback:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-from kvtier.local.receipts import ReceiptFacts
+from kvtier.local.receipts import AnswerPacker
 from kvtier.v1 import attention_pb2, common_pb2, control_pb2, evidence_pb2
 from kvtier_agent.cachehost import CacheName, FrameAnswer
 from kvtier_agent.engine_port import ExactnessClass, FrameInput, TierReport
@@ -264,30 +264,37 @@ def answer_message(frame: attention_pb2.AttendFrame, answer: FrameAnswer) -> att
     )
 
 
-def receipt_facts(answer: FrameAnswer) -> ReceiptFacts:
-    """The receipt for a local channel; it says the same as `answer_message`'s."""
+def packed_answer(
+    packer: AnswerPacker, sequence: int, step: int, layer: int, out_bytes: int, answer: FrameAnswer
+) -> bytes:
+    """An answer's record on a local channel; its receipt says the same as `answer_message`'s."""
     receipt = answer.result.receipt
-    return ReceiptFacts(
-        exactness=_EXACTNESS_NUMBER[receipt.exactness],
-        arm=ARM_TO_WIRE[answer.arm],
-        manifest_digest=receipt.manifest_digest,
-        support_digest=receipt.support_digest,
-        producer_digest=receipt.producer_digest,
-        frontier=receipt.frontier,
-        rows_attended=receipt.rows_attended,
-        tiers=tuple(receipt.bytes_by_tier.items()),
-        plan=tuple(receipt.plan),
-        simulated=receipt.simulated,
-        stall_seconds=receipt.stall_seconds,
-        estimated_omitted_mass=receipt.estimated_omitted_mass,
-        fallback=answer.fallback,
-        snapshot_generation=receipt.snapshot_generation,
-        position_epoch=receipt.position_epoch,
-        plan_kind=receipt.plan_kind,
-        hidden_transfer_seconds=receipt.hidden_seconds,
-        exposed_transfer_seconds=receipt.stall_seconds,
-        peak_buffer_bytes=receipt.peak_buffer_bytes,
-        promised_bytes=receipt.promised_bytes,
+    stall = receipt.stall_seconds
+    return packer.pack(
+        sequence,
+        step,
+        layer,
+        out_bytes,
+        _EXACTNESS_NUMBER[receipt.exactness],
+        ARM_TO_WIRE[answer.arm],
+        receipt.simulated,
+        receipt.manifest_digest,
+        receipt.support_digest,
+        receipt.producer_digest,
+        receipt.frontier,
+        receipt.rows_attended,
+        receipt.snapshot_generation,
+        receipt.position_epoch,
+        receipt.peak_buffer_bytes,
+        receipt.promised_bytes,
+        stall,
+        receipt.estimated_omitted_mass,
+        receipt.hidden_seconds,
+        stall,
+        receipt.bytes_by_tier,
+        tuple(receipt.plan),
+        answer.fallback,
+        receipt.plan_kind,
     )
 
 

@@ -19,11 +19,9 @@ import torch
 from kvtier_agent.config import PROCESS, Medium
 from kvtier_agent.engine_port import (
     BlockFacts,
-    ExactnessClass,
     FrameComparison,
     FrameInput,
     FrameMode,
-    FrameReceipt,
     FrameResult,
     Payload,
     SessionHandle,
@@ -43,10 +41,8 @@ from kvtier_core.receipts import (
     SessionSpec,
     StepAnswer,
     StepMode,
-    StepReceipt,
     StepRequest,
 )
-from kvtier_core.receipts import ExactnessClass as CoreExactness
 from kvtier_core.release.leases import GrantTerms
 from kvtier_core.sharing import SharedBlocks
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, TierMount
@@ -241,7 +237,6 @@ def step_request(frame: FrameInput, geometry: Geometry) -> StepRequest:
 
 _EXACT = StepMode()
 _CANDIDATE = PublishArm.CANDIDATE
-_EXACTNESS = {kind: ExactnessClass(kind.value) for kind in CoreExactness}
 
 
 def step_mode(mode: FrameMode) -> StepMode:
@@ -266,33 +261,9 @@ def answered(answer: StepAnswer) -> FrameResult:
 def frame_result(answer: StepAnswer, comparison: FrameComparison | None, from_candidate: bool) -> FrameResult:
     return FrameResult(
         out=_bytes(answer.out),
-        receipt=frame_receipt(answer.receipt),
+        receipt=answer.receipt,
         comparison=comparison,
         from_candidate=from_candidate,
-    )
-
-
-def frame_receipt(receipt: StepReceipt) -> FrameReceipt:
-    return FrameReceipt(
-        exactness=_EXACTNESS[receipt.exactness],
-        manifest_digest=receipt.manifest_digest,
-        support_digest=receipt.support_digest,
-        frontier=receipt.frontier,
-        rows_attended=receipt.rows_attended,
-        bytes_by_tier=dict(receipt.bytes_by_tier),
-        plan=tuple(receipt.plan),
-        simulated=receipt.simulated,
-        stall_seconds=receipt.stall_seconds,
-        producer_digest=receipt.producer_digest,
-        estimated_omitted_mass=receipt.estimated_omitted_mass,
-        fallback=receipt.fallback,
-        snapshot_generation=receipt.snapshot_generation,
-        position_epoch=receipt.position_epoch,
-        plan_kind=receipt.plan_kind,
-        hidden_seconds=receipt.hidden_seconds,
-        peak_buffer_bytes=receipt.peak_buffer_bytes,
-        promised_bytes=receipt.promised_bytes,
-        failed_plans=receipt.failed_plans,
     )
 
 

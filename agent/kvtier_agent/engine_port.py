@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,19 +20,15 @@ from kvtier_agent.endings import BlockingEnd
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
+from kvtier_core.receipts import ExactnessClass as ExactnessClass
+from kvtier_core.receipts import StepReceipt
 from kvtier_core.release.leases import GrantTerms
 from kvtier_crds.manifest import RuntimeManifest
 
 T = TypeVar("T")
+P = ParamSpec("P")
 # Received bytes, or an array that nobody else writes to any more.
 Payload = bytes | NDArray[np.float32]
-
-
-class ExactnessClass(StrEnum):
-    EXACT = "EXACT"
-    APPROXIMATE = "APPROXIMATE"
-    EXACT_OVER_APPROXIMATE_HISTORY = "EXACT_OVER_APPROXIMATE_HISTORY"
-    EXACT_OVER_EDITED_HISTORY = "EXACT_OVER_EDITED_HISTORY"
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,7 @@ class FrameResult:
     """`out`: float32 bytes [queries, queryHeads, headDim]. `from_candidate`: whose answer `out` is."""
 
     out: bytes
-    receipt: FrameReceipt
+    receipt: FrameReceipt | StepReceipt
     comparison: FrameComparison | None
     from_candidate: bool
 
@@ -255,7 +250,7 @@ class EngineRunner:
                 raise CoreError(Reason.CACHE_UNKNOWN, "the cache was removed", {}) from None
             raise
 
-    def here(self, function: Callable[[], T]) -> T:
+    def here(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The function's result, computed in the caller's own thread; the engine orders what comes from
         several. Refuses as `call`, and a close waits for it."""
         with self._lock:
@@ -270,7 +265,7 @@ class EngineRunner:
             self._pending += 1
             self._here += 1
         try:
-            return function()
+            return function(*args, **kwargs)
         finally:
             with self._lock:
                 self._pending -= 1

@@ -19,7 +19,7 @@ from kvtier.local.receipts import AnswerPacker, refusal
 from kvtier.v1 import attention_pb2
 from kvtier_agent.attendframes import FrameDesk
 from kvtier_agent.cachehost import CacheHost, FrameAnswer, FrameWork, Session
-from kvtier_agent.convert import check_frame_numbers, receipt_facts
+from kvtier_agent.convert import check_frame_numbers, packed_answer
 from kvtier_agent.engine_port import FrameInput
 from kvtier_agent.errors import to_detail
 from kvtier_agent.evidence_port import FrameEvidence, Progress
@@ -31,6 +31,7 @@ from kvtier_evidence.window import WindowKey
 
 log = logging.getLogger(__name__)
 _Post = Callable[[Callable[[], None]], None]
+_DEFECT = "internal failure; see the agent's log"
 _EvidenceOf = Callable[[CacheHost], FrameEvidence]
 
 
@@ -88,6 +89,8 @@ class FrameServer:
         self._desk = desk
         self._evidence_of = evidence_of
         self._packer = AnswerPacker()
+        self._host: CacheHost | None = None
+        self._told: FrameEvidence | None = None
 
     def turns(
         self, records: Sequence[FrameRecord], attachments: Sequence[Attachment], rings: Rings
@@ -113,6 +116,9 @@ class FrameServer:
 
     def compute(self, turns: Sequence[Turn], rings: Rings, received_at: float) -> None:
         """Sets the answer or the refusal of each. Never raises: a defect is an INTERNAL of its frames."""
+        if len(turns) == 1:
+            self._compute_one(turns[0], rings, received_at)
+            return
         works: dict[CacheHost, list[tuple[Turn, FrameWork]]] = {}
         sessions: set[str] = set()
         for turn in turns:
@@ -125,16 +131,37 @@ class FrameServer:
         for host, of_host in works.items():
             answers: Sequence[FrameAnswer | CoreError]
             try:
-                answers = host.attend_now([work for _, work in of_host], self._evidence_of(host))
+                answers = host.attend_now([work for _, work in of_host], self._evidence(host))
             except Exception:
                 log.exception("frames failed")
-                internal = CoreError(Reason.INTERNAL, "internal failure; see the agent's log")
-                answers = [internal] * len(of_host)
+                answers = [CoreError(Reason.INTERNAL, _DEFECT)] * len(of_host)
             for (turn, _), answer in zip(of_host, answers, strict=True):
                 if isinstance(answer, CoreError):
                     turn.refused = answer
                 else:
                     turn.answer = answer
+
+    def _compute_one(self, turn: Turn, rings: Rings, received_at: float) -> None:
+        """What a decode step of one sequence sends."""
+        try:
+            work = self._work(turn, rings, received_at, set())
+            host = work.session.host
+            answer = host.attend_one_now(work, self._evidence(host))
+        except CoreError as error:
+            answer = error
+        except Exception:
+            log.exception("frame failed")
+            answer = CoreError(Reason.INTERNAL, _DEFECT)
+        if isinstance(answer, CoreError):
+            turn.refused = answer
+        else:
+            turn.answer = answer
+
+    def _evidence(self, host: CacheHost) -> FrameEvidence:
+        """Of the cache that the last frames were of: a channel hardly ever has another."""
+        if host is not self._host or self._told is None:
+            self._host, self._told = host, self._evidence_of(host)
+        return self._told
 
     def _work(self, turn: Turn, rings: Rings, received_at: float, sessions: set[str]) -> FrameWork:
         desk, record, attachment = self._desk, turn.record, turn.attachment
@@ -189,8 +216,7 @@ class FrameServer:
             return refusal(record.sequence, record.step, record.layer, to_detail(turn.refused))
         out = turn.answer.result.out
         rings.write(turn.start, out)
-        facts = receipt_facts(turn.answer)
-        return self._packer.answer(record.sequence, record.step, record.layer, len(out), facts)
+        return packed_answer(self._packer, record.sequence, record.step, record.layer, len(out), turn.answer)
 
     def observe(self, turn: Turn, received_at: float, started_ns: int) -> None:
         """After the answer has left: gives the frame's place back and measures."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.local.frames import HEADER, Kind, MalformedError, header
@@ -74,59 +74,114 @@ class AnswerPacker:
 
     def answer(self, sequence: int, step: int, layer: int, out_bytes: int, receipt: ReceiptFacts) -> bytes:
         """One record with its receipt; the output lies in the ring."""
-        flags = _SIMULATED if receipt.simulated else 0
-        manifest, support, producer = _NO_DIGEST, _NO_DIGEST, _NO_DIGEST
-        loose = []
-        if (raw := self._digest(receipt.manifest_digest)) is not None:
-            manifest, flags = raw, flags | _MANIFEST
-        else:
-            loose.append("manifest_digest")
-        if (raw := _raw(receipt.support_digest)) is not None:
-            support, flags = raw, flags | _SUPPORT
-        else:
-            loose.append("support_digest")
-        if (raw := self._digest(receipt.producer_digest)) is not None:
-            producer, flags = raw, flags | _PRODUCER
-        else:
-            loose.append("producer_digest")
-        extra = receipt.extra
-        if loose and any(getattr(receipt, name) for name in loose):
-            # Merged by concatenation: fields of one message.
-            texts = attention_pb2.Receipt(**{name: getattr(receipt, name) for name in loose})
-            extra += texts.SerializeToString()
-        names = self._packed_names(receipt)
-        tail = struct.pack(f"<{len(receipt.tiers)}q", *[size for _, size in receipt.tiers])
-        return b"".join(
-            (
-                ANSWER.pack(
-                    len(names) + len(tail) + len(extra),
-                    layer,
-                    _RECEIPT,
-                    receipt.exactness,
-                    receipt.arm,
-                    flags,
-                    sequence,
-                    step,
-                    out_bytes,
-                    receipt.frontier,
-                    receipt.rows_attended,
-                    receipt.snapshot_generation,
-                    receipt.position_epoch,
-                    receipt.peak_buffer_bytes,
-                    receipt.promised_bytes,
-                    receipt.stall_seconds,
-                    receipt.estimated_omitted_mass,
-                    receipt.hidden_transfer_seconds,
-                    receipt.exposed_transfer_seconds,
-                    manifest,
-                    support,
-                    producer,
-                ),
-                names,
-                tail,
-                extra,
-            )
+        r = receipt
+        return self.pack(
+            sequence,
+            step,
+            layer,
+            out_bytes,
+            r.exactness,
+            r.arm,
+            r.simulated,
+            r.manifest_digest,
+            r.support_digest,
+            r.producer_digest,
+            r.frontier,
+            r.rows_attended,
+            r.snapshot_generation,
+            r.position_epoch,
+            r.peak_buffer_bytes,
+            r.promised_bytes,
+            r.stall_seconds,
+            r.estimated_omitted_mass,
+            r.hidden_transfer_seconds,
+            r.exposed_transfer_seconds,
+            dict(r.tiers),
+            r.plan,
+            r.fallback,
+            r.plan_kind,
+            r.extra,
         )
+
+    def pack(
+        self,
+        sequence: int,
+        step: int,
+        layer: int,
+        out_bytes: int,
+        exactness: int,
+        arm: int,
+        simulated: bool,
+        manifest_digest: str,
+        support_digest: str,
+        producer_digest: str,
+        frontier: int,
+        rows_attended: int,
+        snapshot_generation: int,
+        position_epoch: int,
+        peak_buffer_bytes: int,
+        promised_bytes: int,
+        stall_seconds: float,
+        estimated_omitted_mass: float,
+        hidden_transfer_seconds: float,
+        exposed_transfer_seconds: float,
+        bytes_by_tier: Mapping[str, int],
+        plan: tuple[str, ...],
+        fallback: str,
+        plan_kind: str,
+        extra: bytes = b"",
+    ) -> bytes:
+        """As `answer`, without an object in between, since it is made for every layer of every token."""
+        flags = _SIMULATED if simulated else 0
+        manifest = self._digest(manifest_digest)
+        support = _raw(support_digest)
+        producer = self._digest(producer_digest)
+        if manifest is None or support is None or producer is None:
+            texts = attention_pb2.Receipt()
+            if manifest is None:
+                manifest, texts.manifest_digest = _NO_DIGEST, manifest_digest
+            else:
+                flags |= _MANIFEST
+            if support is None:
+                support, texts.support_digest = _NO_DIGEST, support_digest
+            else:
+                flags |= _SUPPORT
+            if producer is None:
+                producer, texts.producer_digest = _NO_DIGEST, producer_digest
+            else:
+                flags |= _PRODUCER
+            # Merged by concatenation: fields of one message.
+            extra += texts.SerializeToString()
+        else:
+            flags |= _MANIFEST | _SUPPORT | _PRODUCER
+        key = (tuple(bytes_by_tier), plan, fallback, plan_kind)
+        names = self._names.get(key) or self._packed_names(key)
+        tail = struct.pack(f"<{len(key[0])}q", *bytes_by_tier.values())
+        record = ANSWER.pack(
+            len(names) + len(tail) + len(extra),
+            layer,
+            _RECEIPT,
+            exactness,
+            arm,
+            flags,
+            sequence,
+            step,
+            out_bytes,
+            frontier,
+            rows_attended,
+            snapshot_generation,
+            position_epoch,
+            peak_buffer_bytes,
+            promised_bytes,
+            stall_seconds,
+            estimated_omitted_mass,
+            hidden_transfer_seconds,
+            exposed_transfer_seconds,
+            manifest,
+            support,
+            producer,
+        )
+        return record + names + tail + extra
 
     def _digest(self, text: str) -> bytes | None:
         """Of a manifest or a producer: the same ones again and again."""
@@ -137,17 +192,15 @@ class AnswerPacker:
                 self._digests.clear()
             return self._digests.setdefault(text, _raw(text))
 
-    def _packed_names(self, receipt: ReceiptFacts) -> bytes:
-        key = (tuple([name for name, _ in receipt.tiers]), receipt.plan, receipt.fallback, receipt.plan_kind)
-        found = self._names.get(key)
-        if found is None:
-            if len(self._names) >= _CACHED_NAMES:
-                self._names.clear()
-            texts = [*key[0], *receipt.plan, receipt.fallback, receipt.plan_kind]
-            encoded = [text.encode() for text in texts]
-            body = b"".join(struct.pack("<H", len(text)) + text for text in encoded)
-            counts = _COUNTS.pack(len(key[0]), len(receipt.plan), len(body), 0)
-            found = self._names[key] = counts + body
+    def _packed_names(self, key: tuple[tuple[str, ...], tuple[str, ...], str, str]) -> bytes:
+        """Of tiers, plan, fallback and the plan's kind."""
+        if len(self._names) >= _CACHED_NAMES:
+            self._names.clear()
+        tiers, plan, fallback, plan_kind = key
+        encoded = [text.encode() for text in (*tiers, *plan, fallback, plan_kind)]
+        body = b"".join(struct.pack("<H", len(text)) + text for text in encoded)
+        counts = _COUNTS.pack(len(tiers), len(plan), len(body), 0)
+        found = self._names[key] = counts + body
         return found
 
 

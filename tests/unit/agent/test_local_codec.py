@@ -26,7 +26,7 @@ from kvtier.local.receipts import (
 )
 from kvtier.v1 import attention_pb2, common_pb2
 from kvtier_agent.cachehost import FrameAnswer
-from kvtier_agent.convert import answer_message, receipt_facts
+from kvtier_agent.convert import answer_message, packed_answer
 from kvtier_agent.engine_port import ExactnessClass, FrameReceipt, FrameResult
 from kvtier_core.release.enforcement import ServedArm
 
@@ -130,6 +130,8 @@ def full_receipt() -> FrameReceipt:
             "bytes_by_tier": {"dram": 5, "nvme": 1 << 40},
             "plan": ("cpu:partial", "nvme:staged"),
             "simulated": True,
+            # For the agent's own telemetry.
+            "failed_plans": (("headGroups", "DEADLINE"),),
         }.get(field.name)
         if made[field.name] is not None:
             continue
@@ -149,7 +151,7 @@ def test_the_compact_receipt_decodes_to_the_message_that_grpc_carries() -> None:
         FrameResult(b"\0" * 8, full_receipt(), None, False), ServedArm.CANDIDATE, "why", None
     )
     frame = attention_pb2.AttendFrame(sequence=3, step=4, layer=5)
-    message = pack_answers([AnswerPacker().answer(3, 4, 5, 8, receipt_facts(answer))], 0)
+    message = pack_answers([packed_answer(AnswerPacker(), 3, 4, 5, 8, answer)], 0)
     [record] = unpack_answers(message, len(message), 1)
     want = answer_message(frame, answer).receipt
     assert str(record.receipt()) == str(want)
