@@ -195,6 +195,10 @@ class StepPlans:
                 if error.reason not in AGAIN:
                     raise self._ended(first, query, failed | {plan.kind: error.reason}) from error
                 failed[plan.kind] = error.reason
+                slack = self._slack(query)
+                if slack is not None and slack <= 0.0:
+                    late = CoreError(Reason.DEADLINE, f"no time is left after {error.reason.value}")
+                    raise self._ended(late, query, failed) from error
                 continue
             finally:
                 if promise is not None:

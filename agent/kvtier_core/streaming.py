@@ -353,6 +353,8 @@ class BlockStream:
         waited = 0.0
         while not arrival.over:
             arrival.block.tier.poll()
+            if arrival.over:
+                return
             if self._deadline is not None and self._clock() >= self._deadline:
                 raise CoreError(Reason.DEADLINE, "the deadline passed during a staged read")
             if waited >= READ_TIMEOUT_SECONDS:

@@ -158,6 +158,21 @@ def test_bytes_that_come_late_reach_nobody(want: torch.Tensor) -> None:
         assert made.plans.buffers.available == made.plans.buffers.limit
 
 
+def test_a_state_that_is_formed_too_late_is_no_answer_and_no_other_plan_is_begun() -> None:
+    with opened([GPU, NVME], deadline=101.0) as made:
+
+        def late(reads: Sequence[Read]) -> None:
+            reads[0].end()
+            made.clock.now = 101.5
+
+        made.store.storage.pick = late
+        with pytest.raises(CoreError) as refused:
+            attend(made)
+        assert refused.value.reason is Reason.DEADLINE
+        assert refused.value.facts["attempted"] == "supportPartition:LATE_RECEIPT"
+        assert len(made.store.storage.reads) == 1
+
+
 def test_what_is_answered_twice_counts_once(want: torch.Tensor) -> None:
     with opened() as made:
 
