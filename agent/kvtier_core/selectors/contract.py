@@ -159,13 +159,15 @@ class Source:
 class Query:
     """One decode query. q: float32 [1, Hq, d], unscaled, as attended. rows: it sees rows [0, rows). hidden:
     float32 [1, d_model], the input of the previous layer, for families that rehearse. seed: of this draw, for
-    families that sample per query."""
+    families that sample per query. tail: keys float32 [t, Hk, d] of the rows [rows - t, rows) that no index
+    covers yet, for families that weigh what is always read; None: not given."""
 
     q: Tensor
     rows: int
     source: Source
     hidden: Tensor | None = None
     seed: int = 0
+    tail: Tensor | None = None
 
 
 class CapPolicy(StrEnum):

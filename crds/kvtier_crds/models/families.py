@@ -39,12 +39,21 @@ class QuestParameters(Struct):
     """Rows of one box; absent: the cache's pageTokens. It must divide the cache's chunkTokens."""
 
 
+class SparqVariant(StrEnum):
+    PAPER = "paper"
+    LLAMA_CPP = "llamaCpp"
+    SPAR_F = "sparF"
+
+
 class SparqParameters(Struct):
     """Rows ranked by the largest query channels only."""
 
     dimensions: Annotated[int, Field(ge=1, le=1024)]
-    """Channels read of each key (r)."""
+    """Channels read of each key (r), at most headDim. Source-reported: 16 to 64 of 128."""
     mean_reallocation: bool = True
+    """The mean of V stands for the rows left out, by the share that they hold of the approximate softmax."""
+    variant: SparqVariant = SparqVariant.PAPER
+    """llamaCpp never reallocates; sparF (InstInfer) reads whole pages of flash that hold a selected row."""
 
 
 class InfinigenParameters(Struct):

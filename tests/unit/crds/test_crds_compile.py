@@ -200,7 +200,11 @@ def test_a_class_without_a_lossless_codec_is_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "block", "expected"),
     [
-        ("sparq", {"dimensions": 16}, {"dimensions": 16, "meanReallocation": True}),
+        (
+            "sparq",
+            {"dimensions": 16},
+            {"dimensions": 16, "meanReallocation": True, "variant": "paper"},
+        ),
         ("infinigen", {"partialDimensions": 8, "alpha": "5"}, {"partialDimensions": 8, "alpha": "5"}),
         ("pqcache", {"subspaces": 2, "bits": 6}, {"subspaces": 2, "bits": 6, "iterations": 25}),
         (

@@ -10,6 +10,7 @@ from typing import Protocol
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.selectors.contract import Family, Shape
 from kvtier_core.selectors.families.certified_scan import CertifiedScan
+from kvtier_core.selectors.families.sparq import Sparq
 from kvtier_crds.manifest import Selector
 
 
@@ -19,6 +20,7 @@ class _Maker(Protocol):
 
 FAMILIES: dict[str, _Maker] = {
     "certifiedScan": CertifiedScan.from_manifest,
+    "sparq": Sparq.from_manifest,
 }
 
 
