@@ -111,12 +111,16 @@ class Shape:
 class LayerWeights:
     """What a rehearsal of this layer needs: q = (h @ query) + bias, before RoPE. query float32
     [d_model, Hq * d]; bias float32 [Hq * d] or None; norm_weight float32 [d_model] and norm_eps: the RMS norm
-    that stands before the projection."""
+    that stands before the projection. inv_freq: float64 or float32 [rotated / 2], RoPE's angle a position, of
+    pairs that lie side by side (interleaved) or half of the rotated channels apart; None: the projection is
+    attended as it is."""
 
     query: Tensor
     bias: Tensor | None
     norm_weight: Tensor
     norm_eps: float
+    inv_freq: Tensor | None = None
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,8 @@ class Query:
     """One decode query. q: float32 [1, Hq, d], unscaled, as attended. rows: it sees rows [0, rows). hidden:
     float32 [1, d_model], the input of the previous layer, for families that rehearse. seed: of this draw, for
     families that sample per query. tail: keys float32 [t, Hk, d] of the rows [rows - t, rows) that no index
-    covers yet, for families that weigh what is always read; None: not given."""
+    covers yet, for families that weigh what is always read; None: not given. position: at which q is rotated;
+    None: rows - 1. hidden_layer: whose input `hidden` is; None: not said."""
 
     q: Tensor
     rows: int
@@ -168,6 +173,8 @@ class Query:
     hidden: Tensor | None = None
     seed: int = 0
     tail: Tensor | None = None
+    position: int | None = None
+    hidden_layer: int | None = None
 
 
 class CapPolicy(StrEnum):
