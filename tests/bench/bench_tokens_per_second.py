@@ -121,8 +121,11 @@ def _measure(model: Any, ids: torch.Tensor) -> dict[str, Made]:
             caches[name] = stack.enter_context(_opened(tiers, model, count))
         tokens: dict[str, list[int]] = {name: [] for name in caches}
         seconds: dict[str, list[float]] = {name: [] for name in caches}
+        names = list(caches)
         for round_ in range(NEW_TOKENS):
-            for name, cache in caches.items():
+            # Whoever follows a long computation is favoured by a busy machine's scheduler: all do in turn.
+            for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+                cache = caches[name]
                 step = torch.tensor([tokens[name][-1:]]) if round_ else ids
                 with attach(model) if name in held else nullcontext():
                     started = time.perf_counter()
