@@ -74,9 +74,12 @@ def select_inputs(c: Case) -> Inputs:
     if "distinct" in c.traits:
         upper = torch.randn(upper.shape, generator=g)
     if "unknown" in c.traits:
-        upper[..., 3], upper[..., 7], upper[..., 9:11] = math.nan, math.inf, -math.inf
+        upper[..., 3], upper[..., 7], upper[..., 9:11] = math.inf, math.nan, -math.inf
         upper[..., 1::5] = -0.0
         upper[..., 12], upper[..., 13], upper[..., 14] = 2.0**-149, -(2.0**-149), -math.nan
+    if "late-ties" in c.traits:
+        upper[:] = -1.0
+        upper[..., 500:] = 2.0
     if "starved" in c.traits:
         upper[:, 0] += 100
     for b, length in enumerate(c.seq_lens):
@@ -85,7 +88,7 @@ def select_inputs(c: Case) -> Inputs:
     if Hazard.PADDED in c.traits:
         live[:] = drafts - 1
     if "no-drafts" in c.traits:
-        live[0] = 0
+        live[-1] = 0
     sizes = {"hk": c.axes["Hk"], "k": c.axes["k"], "cap": c.axes["cap"]}
     return {"upper": upper, "seq_lens": lens(c), "candidates": live} | sizes
 
@@ -247,6 +250,7 @@ def _select_cases() -> tuple[Case, ...]:
             if c.dtype == "float32" and c.axes["d"] == 64 and not {"zero-query", "huge"} & c.traits
         ),
         case("unknown", (40,), "unknown", more=_SIZES),
+        case("unknown-at-the-cut", (40,), "unknown", hk=1, more=_SIZES | {"k": 1, "cap": 1}),
         case("starved", (60,), "starved", hk=1, more=_SIZES | {"K": 3, "cap": 7}),
         case("distinct", (140, 60), "distinct", more=_SIZES | {"K": 3, "cap": 15}),
         case("cap-below-the-drafts", (60,), "distinct", hk=1, more=_SIZES | {"K": 3, "cap": 2}),
@@ -254,7 +258,15 @@ def _select_cases() -> tuple[Case, ...]:
         case("nothing-asked", (40,), "distinct", hk=1, more=_SIZES | {"k": 0}),
         case("one-draft", (40,), hk=1, more=_SIZES | {"K": 1}),
         case("no-drafts", (40, 20), "no-drafts", hk=1, more=_SIZES),
-        case("two-blocks", (520,), hq=2, hk=1, more=_SIZES | {"K": 2, "k": 40, "cap": 60}),
+        case("ties-over-blocks", (520,), "late-ties", hq=1, hk=1, more=_SIZES | {"K": 1, "k": 15, "cap": 17}),
+        case(
+            "ties-filled-over-blocks",
+            (520,),
+            "late-ties",
+            hq=1,
+            hk=1,
+            more=_SIZES | {"K": 1, "k": 2, "cap": 15},
+        ),
         case("many-drafts", (50,), "distinct", hq=1, hk=1, more=_SIZES | {"K": 31, "k": 2, "cap": 40}),
     )
     return tuple(replace(c, axes={n: x for n, x in c.axes.items() if n != "d"}) for c in cases)

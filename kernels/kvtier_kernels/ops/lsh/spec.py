@@ -77,6 +77,8 @@ def collide_inputs(c: Case) -> Inputs:
     keys = torch.randn(q.shape[0], hk, n, c.axes["d"], generator=g).to(q.dtype)
     if Hazard.DUPLICATE in c.traits:
         keys[:] = keys[:, :, :1]
+    if "close" in c.traits:
+        keys = keys * 0.7 + q[:, :1, None]
     if "same" in c.traits:
         keys[:] = q[:, :, None] * 0.25
     if "near" in c.traits:
@@ -270,7 +272,9 @@ def _collide_spec() -> KernelSpec:
             *(c for c in _cases() if c.id not in ("huge-logits", "zero-query", "d128-gqa3")),
             case("same", (20,), "same", hq=1, hk=1, more=_SIZES),
             case("capped", (100, 60), hq=2, hk=1, more=_more(cap=5)),
-            case("near-opposite-and-zero", (40,), "near", more=_more(cap=40)),
+            case("near-opposite-and-zero", (40,), "near", "zero-query", more=_more(cap=40)),
+            case("two-blocks", (900,), hq=1, hk=1, more=_more(K=6, h=1, cap=80)),
+            case("close", (20,), "close", hq=1, hk=1, more=_more(L=60, cap=20)),
             case("one-hit", (60,), hk=1, more=_more(h=1)),
             case("five-hits", (60,), hq=2, hk=1, more=_more(h=5, L=12)),
             case("all-tables", (60,), hk=1, more=_more(h=4, L=4, K=1)),

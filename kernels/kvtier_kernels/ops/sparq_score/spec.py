@@ -98,7 +98,7 @@ def alpha_inputs(c: Case) -> Inputs:
             if Hazard.DUPLICATE in c.traits:
                 chosen = sorted(2 * chosen)
             if Hazard.PADDED in c.traits:
-                chosen = [-1, -1, *chosen]
+                chosen = [-1, -1, *chosen, -1, -1]
             ids += chosen
             indptr.append(len(ids))
     return x | {
