@@ -111,7 +111,10 @@ class Channel:
 
     def answer_hung(self, now: float) -> None:
         """Called now and then: an engine that hangs far past the frames' deadline is answered for."""
-        with self._lock:
+        # Held by a thread that sends to a peer that does not read; the event loop does not wait for that.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             turns = self._running
             if turns is None or now < self._running_until + attendframes.ENGINE_GRACE_SECONDS:
                 return
@@ -122,6 +125,8 @@ class Channel:
             ]
             with contextlib.suppress(OSError):
                 self._connection.send(pack_answers(answers, time.monotonic_ns()), socket.MSG_DONTWAIT)
+        finally:
+            self._lock.release()
 
     # --- messages --------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -297,13 +298,37 @@ def test_descriptors_after_hello_are_not_taken(rig: ChannelRig) -> None:
         assert not channel.answer()[0].HasField("error")
 
 
-def test_a_peer_that_reads_no_answers_holds_nobody_else(rig: ChannelRig) -> None:
-    """Its own answers fill its socket; the channel ends when none could be sent for a while."""
+def test_a_peer_that_reads_no_answers_holds_neither_the_loop_nor_others(
+    rig: ChannelRig, neighbour: Attached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers fill its socket; the channel ends when one could not be sent for a while."""
+    monkeypatch.setattr("kvtier_agent.localchannel.channel.SEND_SECONDS", 1.0)
+    monkeypatch.setattr("kvtier_agent.attendframes.ENGINE_GRACE_SECONDS", -60.0)
     with rig.channel(rig.opened()) as channel:
-        channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        frame = channel.frame()
-        for _ in range(8):
-            channel.send(packed(frame))
+        [mine] = [one for one in rig.server._channels if one.name != neighbour_name(rig)]
+        message = packed(channel.frame())
+        channel.socket.setblocking(False)
+        sending = 0
+        while sending < 20:
+            try:
+                channel.socket.send(message)
+                sending = 0
+            except BlockingIOError:
+                # Full on both ways: the agent's thread is in its send, and stays there.
+                sending = sending + 1 if mine._lock.locked() else 0
+                threading.Event().wait(0.002)
+        # The house-keeping of the event loop, which looks at channels that hang.
+        started = time.monotonic()
+        mine.answer_hung(started)
+        assert time.monotonic() - started < 0.3
+        assert mine._lock.locked()
+        assert neighbour.works()
+        rig.settled(lambda: rig.server.open_channels == 1, "the silent peer's end")
+
+
+def neighbour_name(rig: ChannelRig) -> str:
+    """The oldest channel that is open."""
+    return next(iter(rig.server._channels)).name
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
