@@ -138,12 +138,29 @@ class EmLlmParameters(Struct):
     max_event_tokens: Annotated[int, Field(ge=1, le=65536)]
 
 
+class MemberOrder(StrEnum):
+    POSITION = "position"
+    CENTRALITY = "centrality"
+
+
 class ClusterKvParameters(Struct):
     """Online cosine K-means; the cluster that crosses the budget is trimmed."""
 
+    model_config = struct_config(
+        cel(
+            "self.clustersPerSeal <= self.sealTokens",
+            "spec.clusterKv.clustersPerSeal must be at most spec.clusterKv.sealTokens",
+        )
+    )
+
     tokens_per_cluster: Annotated[int, Field(ge=1, le=4096)]
+    """Rows of a cluster of the prefill, on average."""
     seal_tokens: Annotated[int, Field(ge=1, le=65536)]
+    """Later rows that wait, always read, until they become clusters together."""
     clusters_per_seal: Annotated[int, Field(ge=1, le=4096)]
+    iterations: Annotated[int, Field(ge=1, le=1000)] = 20
+    member_order: MemberOrder = MemberOrder.POSITION
+    """Which rows of the cluster that crosses the budget stay: the first ones, or those nearest its centre."""
 
 
 class CertifiedScanParameters(Struct):
