@@ -77,13 +77,14 @@ def collide_inputs(c: Case) -> Inputs:
     keys = torch.randn(q.shape[0], hk, n, c.axes["d"], generator=g).to(q.dtype)
     if Hazard.DUPLICATE in c.traits:
         keys[:] = keys[:, :, :1]
+    own = q[:, :: c.axes["Hq"] // hk, None]  # the first query head of each KV head
     if "close" in c.traits:
-        keys = keys * 0.7 + q[:, :1, None]
+        keys = keys * 0.7 + own
     if "same" in c.traits:
-        keys[:] = q[:, :, None] * 0.25
+        keys[:] = own * 0.25
     if "near" in c.traits:
-        keys[:, :, ::4] = q[:, ::2, None] * 0.25
-        keys[:, :, 1::4] = -q[:, ::2, None]
+        keys[:, :, ::4] = own * 0.25
+        keys[:, :, 1::4] = -own
         keys[:, :, 2::4] = 0
     planes = torch.randn(c.axes["d"], tables * bits, generator=g)
     codes = lsh_hash_torch(keys, planes, bits=bits)
