@@ -74,6 +74,7 @@ _STATUS = {
         Reason.KEY_UNAVAILABLE,
         Reason.MEAN_FRONTIER_MISMATCH,
         Reason.SELECTOR_STATE_MIXED,
+        Reason.GATE_FAILED,
         Reason.NAMESPACE_MISMATCH,
         Reason.LAYER_DISTANCE,
         Reason.POOL_STALE,

@@ -12,9 +12,6 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtier_core.appends import Append
@@ -27,10 +24,11 @@ from kvtier_core.positions import Piece, PositionView
 from kvtier_core.promises import IdentifiedRows, Promise, block_of
 from kvtier_core.rope import RopeTable
 from kvtier_core.streaming import BlockStream, BufferPool
+from kvtier_core.supports import Support
 from kvtier_core.tiers.base import SlotRef
 from kvtier_kernels.ops.chunk_attention import chunk_state
 from kvtier_kernels.ops.chunk_attention.decode import decode_states, reads_in_place
-from kvtier_kernels.state import AttentionState, finalize, identity
+from kvtier_kernels.state import AttentionState, finalize
 
 TOGETHER = 4
 """Blocks that are attended in one call: half a window, so that the other half is on its way meanwhile."""
@@ -140,45 +138,11 @@ class Attention:
 
         return self._run(plan, append, query, states, batch=False)
 
-    def selected(
-        self, plan: Plan, append: Append, query: Query, positions: Sequence[NDArray[np.int64]]
-    ) -> Attended:
-        """Only rows at `positions` (ascending, one array per KV head), still one state per aligned chunk.
-        The plan holds exactly the chunks with a row of some head."""
-        size = self._store.layout.chunk_tokens
-        heads = len(positions)
-        group = query.q.shape[1] // heads
-
-        def state(read: ChunkRead, k: Tensor, v: Tensor) -> Iterator[AttentionState]:
-            first = read.chunk * size
-            parts = []
-            for head, rows in enumerate(positions):
-                lo, hi = np.searchsorted(rows, (first, first + size))
-                q = query.q[:, head * group : (head + 1) * group]
-                if lo == hi:
-                    parts.append(identity((q.shape[0], group), q.shape[2], query.frame))
-                    continue
-                chosen = torch.from_numpy(rows[lo:hi])
-                local = chosen - first
-                parts.append(
-                    chunk_state(
-                        q,
-                        k[:, head].index_select(0, local).unsqueeze(1),
-                        v[:, head].index_select(0, local).unsqueeze(1),
-                        scale=query.frame.scale,
-                        q_pos0=query.first_position,
-                        row_pos0=chosen,
-                        frame=query.frame,
-                    )
-                )
-            yield AttentionState(
-                m=torch.cat([part.m for part in parts], dim=1),
-                l=torch.cat([part.l for part in parts], dim=1),
-                u=torch.cat([part.u for part in parts], dim=1),
-                frame=query.frame,
-            )
-
-        return self._run(plan, append, query, state, batch=False)
+    def selected(self, plan: Plan, append: Append, query: Query, support: Support) -> Attended:
+        """Only the rows of `support`, still one state per aligned chunk. The plan holds exactly the chunks
+        with a row of some list."""
+        states = support.states(query, self._store.layout.chunk_tokens)
+        return self._run(plan, append, query, states, batch=False, complete=support.complete)
 
     def _by_heads(self, plan: Plan, append: Append, query: Query) -> Attended:
         bytes_by_tier: dict[str, int] = {}
@@ -205,9 +169,10 @@ class Attention:
         batch: bool,
         promise: Promise | None = None,
         whole: bool = False,
+        complete: Callable[[AttentionState], AttentionState] | None = None,
     ) -> Attended:
         """whole: every row of every chunk is attended, so that a state stands for its chunk's rows and may
-        come with a receipt."""
+        come with a receipt. complete: makes the answer's state of that of the rows read."""
         fold = Fold(query)
         bytes_by_tier: dict[str, int] = {}
         groups = near_groups(plan.reads, query.q.shape[0])
@@ -241,7 +206,8 @@ class Attention:
                 fold.add_all(states)
             if reduction is not None:
                 reduction.close()
-            out, _ = finalize(fold.result())
+            total = fold.result()
+            out, _ = finalize(total if complete is None else complete(total))
         return Attended(
             out,
             bytes_by_tier,

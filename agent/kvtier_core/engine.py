@@ -231,7 +231,8 @@ class CacheEngine:
             if family is not None:
                 bound = source.digest()
                 indexes = [
-                    None if layer in family.dense_layers else family.index(bound) for layer in range(layers)
+                    None if layer in family.dense_layers else family.index(bound, layer)
+                    for layer in range(layers)
                 ]
             self._sessions[session_id] = session
             self._contexts[session_id] = StepContext(session, source.digest(), family, indexes)
@@ -314,6 +315,7 @@ class CacheEngine:
             found = build_family(
                 selector,
                 page_tokens=self._manifest.page_tokens,
+                query_heads=geometry.query_heads,
                 kv_heads=geometry.kv_heads,
                 head_dim=geometry.head_dim,
             )

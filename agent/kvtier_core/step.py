@@ -38,6 +38,7 @@ from kvtier_core.resident import ResidentLayer
 from kvtier_core.selectors.base import LayerIndex, Selection, SelectorFamily, check_fresh
 from kvtier_core.sessions import Append, RowStore, Session
 from kvtier_core.stepplans import StepPlans, plan_named
+from kvtier_core.supports import Support
 from kvtier_kernels.state import LogitFrame
 
 
@@ -238,14 +239,16 @@ class StepRunner:
                     Reason.NO_CANDIDATE, "the session was not opened under a grant: it has no index"
                 )
             check_fresh(index, family, context.source_digest)
-            selection = index.select(request.q, visible)
+            tail = append.k if append.k.shape[0] else None
+            selection = index.select(request.q, visible, query.frame.scale, tail)
             for rows in selection.positions:
                 check_positions(rows, visible)
         except CoreError as error:
             return None, error.reason.value
         chunks = self._chunks(selection.positions)
         plan = plan_rows(self._store, append, visible, chunks)
-        attended = self._attention.selected(plan, append, query, selection.positions)
+        support = Support(selection.positions, selection.log_weight, selection.complete)
+        attended = self._attention.selected(plan, append, query, support)
         digest = selected_support_digest(visible, selection.positions)
         most = max(len(rows) for rows in selection.positions)
         return ArmAnswer(attended, plan, digest, most, selection), ""
@@ -285,7 +288,7 @@ class StepRunner:
             simulated=answer.plan.simulated,
             stall_seconds=answer.attended.stall_seconds,
             producer_digest="",
-            estimated_omitted_mass=math.nan,
+            estimated_omitted_mass=math.nan if answer.selection is None else answer.selection.omitted_mass,
             fallback=fallback,
             snapshot_generation=session.snapshot_generation,
             plan_kind=answer.plan.kind.value,
@@ -323,7 +326,7 @@ class StepRunner:
     def _index(context: StepContext, append: Append) -> None:
         index = context.indexes[append.layer]
         if index is not None and append.k.shape[0]:
-            index.append(append.first, append.k)
+            index.append(append.first, append.k, append.v)
 
 
 def _view_digest(view: PositionView, visible: int) -> str:

@@ -167,11 +167,11 @@ class Edits:
             if layer in family.dense_layers:
                 built.append(None)
                 continue
-            index = family.index(digest)
+            index = family.index(digest, layer)
             for chunk, first in enumerate(range(0, rows, size)):
                 patience.check()
                 payload = self._store.read_rows(state.lines[chunk], patience.deadline)
-                index.append(first, self._store.layout.rows(payload, min(size, rows - first))[0])
+                index.append(first, *self._store.layout.rows(payload, min(size, rows - first)))
             built.append(index)
         return built
 

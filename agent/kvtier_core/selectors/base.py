@@ -7,7 +7,8 @@ know tiers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,15 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.selectors.contract import SelectionReceipt, Shape
 from kvtier_crds.manifest import Selector
+from kvtier_kernels.state import AttentionState
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """positions: sorted rows to read per KV head, persistent rows included. chosen_units: what the selector
-    chose by score, ascending, per KV head. chosen_rows: rows of those units beyond the persistent ones, of
-    the head with most. threshold and runner_up: the worst score chosen and the best not chosen, per KV head
-    (-inf: none). index_generation: of the index that was asked."""
+    """positions: sorted rows to read per KV head or per query head, persistent rows included. chosen_units:
+    what the selector chose by score, ascending, likewise. chosen_rows: rows of those units beyond the
+    persistent ones, of the list with most. threshold and runner_up: the worst score chosen and the best not
+    chosen (-inf: none). index_generation: of the index that was asked. log_weight: added to the logits of
+    `positions`. complete: makes the answer's state of that of the rows read, where something stands for the
+    others. receipt: the family's own evidence."""
 
     positions: tuple[NDArray[np.int64], ...]
     chosen_units: tuple[NDArray[np.int64], ...]
@@ -33,23 +38,39 @@ class Selection:
     runner_up: tuple[float, ...]
     index_generation: int
     covered: int
+    log_weight: tuple[NDArray[np.float32], ...] | None = None
+    complete: Callable[[AttentionState], AttentionState] | None = None
+    receipt: SelectionReceipt | None = None
+
+    @property
+    def omitted_mass(self) -> float:
+        """The estimated mass left out, of the query head with most; NaN without an estimator."""
+        if self.receipt is None or not self.receipt.omitted_mass:
+            return math.nan
+        return max(self.receipt.omitted_mass)
 
 
 class LayerIndex(Protocol):
     """One layer's index of one session. `covered` rows are in it; it is bound to one source."""
 
-    source_digest: bytes
-    selector_digest: str
-    generation: int
+    @property
+    def source_digest(self) -> bytes: ...
+
+    @property
+    def selector_digest(self) -> str: ...
+
+    @property
+    def generation(self) -> int: ...
 
     @property
     def covered(self) -> int: ...
 
-    def append(self, first: int, k: Tensor) -> None:
-        """Takes rows `k` [n, Hk, d] at [first, first + n). SUPPORT_GAP unless first is `covered`."""
+    def append(self, first: int, k: Tensor, v: Tensor) -> None:
+        """Takes rows k, v [n, Hk, d] at [first, first + n). SUPPORT_GAP unless first is `covered`."""
 
-    def select(self, q: Tensor, rows: int) -> Selection:
-        """Rows for the queries `q` [1, Hq, d] over rows [0, rows). Typed refusal when the index is stale."""
+    def select(self, q: Tensor, rows: int, scale: float, tail: Tensor | None = None) -> Selection:
+        """Rows for the queries `q` [1, Hq, d] over rows [0, rows). scale: the session's factor on q.k. tail:
+        keys [n, Hk, d] of the last rows. Typed refusal when the index is stale."""
 
 
 class SelectorFamily(Protocol):
@@ -64,7 +85,7 @@ class SelectorFamily(Protocol):
     def omits(self, rows: int) -> bool:
         """Whether a query over `rows` rows would leave some unread: the same for all layers."""
 
-    def index(self, source_digest: bytes) -> LayerIndex: ...
+    def index(self, source_digest: bytes, layer: int) -> LayerIndex: ...
 
 
 def check_fresh(index: LayerIndex, family: SelectorFamily, source_digest: bytes) -> None:
@@ -79,18 +100,19 @@ def check_fresh(index: LayerIndex, family: SelectorFamily, source_digest: bytes)
         raise CoreError(Reason.IDENTITY_MISMATCH, "the index belongs to another source of rows")
 
 
-def build_family(selector: Selector, *, page_tokens: int, kv_heads: int, head_dim: int) -> SelectorFamily:
+def build_family(
+    selector: Selector, *, page_tokens: int, query_heads: int, kv_heads: int, head_dim: int
+) -> SelectorFamily:
     """The family a manifest names. MANIFEST_INVALID with the legal families."""
+    from kvtier_core.selectors.live import LiveFamily
     from kvtier_core.selectors.quest import QuestFamily
 
-    families: dict[str, type[QuestFamily]] = {"quest": QuestFamily}
-    family = families.get(selector.family)
-    if family is None:
-        raise CoreError(
-            Reason.MANIFEST_INVALID,
-            f"selector family {selector.family!r} cannot run here; legal: {', '.join(sorted(families))}",
+    if selector.family == "quest":
+        return QuestFamily.from_manifest(
+            selector, page_tokens=page_tokens, kv_heads=kv_heads, head_dim=head_dim
         )
-    return family.from_manifest(selector, page_tokens=page_tokens, kv_heads=kv_heads, head_dim=head_dim)
+    shape = Shape(query_heads, kv_heads, head_dim, head_dim**-0.5)
+    return LiveFamily(selector, shape, page_tokens)
 
 
 def merge_rows(rows: int, ranges: Sequence[tuple[int, int]], mask: NDArray[np.bool_]) -> None:

@@ -76,7 +76,7 @@ class EditCost(StrEnum):
 class FamilyFacts:
     """What a family is, whatever its parameters. variant: "" for the published algorithm. fixed_size: a query
     of a given budget reads as many units whatever it asks (threshold methods do not). key_frame: what is
-    indexed: "rope" (as attended), "preRope" or "centred"."""
+    indexed: "rope" (as attended), "preRope" or "centred". estimates: receipts state the mass left out."""
 
     family: str
     unit: Unit
@@ -90,6 +90,7 @@ class FamilyFacts:
     randomised: bool = False
     fixed_size: bool = True
     key_frame: str = "rope"
+    estimates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class QuestFamily:
     def last_page(self, rows: int) -> int:
         return (rows - 1) // self.page_tokens
 
-    def index(self, source_digest: bytes) -> PageBoxes:
+    def index(self, source_digest: bytes, layer: int = 0) -> PageBoxes:
         return PageBoxes(self, source_digest)
 
 
@@ -134,7 +134,8 @@ class PageBoxes:
     def covered(self) -> int:
         return self._covered
 
-    def append(self, first: int, k: Tensor) -> None:
+    def append(self, first: int, k: Tensor, v: Tensor | None = None) -> None:
+        """Widens the boxes by keys k [n, Hk, d]; V has no part in them. SUPPORT_GAP."""
         if first != self._covered:
             raise CoreError(
                 Reason.SUPPORT_GAP,
@@ -174,7 +175,7 @@ class PageBoxes:
         lo, hi = (int(pages[0]), int(pages[-1]) + 1) if len(pages) else (0, 0)
         return quest_score(q[0], self.low[lo:hi], self.high[lo:hi])
 
-    def select(self, q: Tensor, rows: int) -> Selection:
+    def select(self, q: Tensor, rows: int, scale: float = 1.0, tail: Tensor | None = None) -> Selection:
         """Rows for one query [1, Hq, d] over rows [0, rows). UNSUPPORTED for more queries; SUPPORT_GAP when a
         page before the last is not covered."""
         family = self._family

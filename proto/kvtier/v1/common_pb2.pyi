@@ -181,6 +181,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CLUSTER_SIZES: _ClassVar[Reason]
     CLUSTER_TRIM: _ClassVar[Reason]
     CLASSIFICATION: _ClassVar[Reason]
+    GATE_FAILED: _ClassVar[Reason]
     RECORD_INCOMPLETE: _ClassVar[Reason]
 REASON_UNSPECIFIED: Reason
 FENCE_STALE: Reason
@@ -354,6 +355,7 @@ CLUSTER_EMPTY: Reason
 CLUSTER_SIZES: Reason
 CLUSTER_TRIM: Reason
 CLASSIFICATION: Reason
+GATE_FAILED: Reason
 RECORD_INCOMPLETE: Reason
 
 class CacheRef(_message.Message):

@@ -50,11 +50,13 @@ def shadow(selector: Selector = QUEST) -> StepMode:
 
 def selected_reference(rows: Rows, layer: int, position: int, selector: Selector) -> torch.Tensor:
     """Attention in float64 over the rows that Quest selects for the query at `position`: [1, Hq, d]."""
-    family = build_family(selector, page_tokens=PAGE, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-    index = family.index(bytes(32))
-    index.append(0, rows.k[layer, : position + 1])
+    family = build_family(
+        selector, page_tokens=PAGE, query_heads=QUERY_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM
+    )
+    index = family.index(bytes(32), layer)
+    index.append(0, rows.k[layer, : position + 1], rows.v[layer, : position + 1])
     q = rows.q[layer, position : position + 1]
-    selection = index.select(q, position + 1)
+    selection = index.select(q, position + 1, 1.0)
     group = QUERY_HEADS // KV_HEADS
     out = torch.empty(1, QUERY_HEADS, HEAD_DIM, dtype=torch.float64)
     for head in range(QUERY_HEADS):
@@ -336,7 +338,7 @@ def test_a_selection_that_is_not_honoured_would_be_seen(
     """The reference above is only worth something if other rows give another answer."""
     real = PageBoxes.select
 
-    def shifted(self: PageBoxes, q: torch.Tensor, rows: int) -> Selection:
+    def shifted(self: PageBoxes, q: torch.Tensor, rows: int, *more: object) -> Selection:
         import dataclasses
 
         found = real(self, q, rows)

@@ -29,7 +29,9 @@ def family(
         budget=Budget(units=pages, cap_policy=CapPolicy.TRUNCATE),
         persistent_rows=PersistentRows(sink=sink, recent=recent),
     )
-    built = build_family(selector, page_tokens=16, kv_heads=kv_heads, head_dim=head_dim)
+    built = build_family(
+        selector, page_tokens=16, query_heads=3 * kv_heads, kv_heads=kv_heads, head_dim=head_dim
+    )
     assert isinstance(built, QuestFamily)
     return built
 
@@ -236,7 +238,7 @@ def test_a_stale_index_is_refused() -> None:
 
 
 BAD = [
-    ({"family": "sparq"}, "sparq"),
+    ({"family": "dense"}, "dense"),
     ({"parameters": Parameters({"pages": 3})}, "pages"),
     ({"parameters": Parameters({"pageTokens": 0})}, "pageTokens"),
     ({"parameters": Parameters({"pageTokens": True})}, "pageTokens"),
@@ -248,7 +250,7 @@ BAD = [
 @pytest.mark.parametrize(("change", "text"), BAD, ids=[text for _, text in BAD])
 def test_a_selector_that_cannot_run_is_refused_with_what_would(change: dict[str, object], text: str) -> None:
     with pytest.raises(CoreError) as error:
-        build_family(quest().model_copy(update=change), page_tokens=8, kv_heads=2, head_dim=16)
+        build_family(quest().model_copy(update=change), page_tokens=8, query_heads=2, kv_heads=2, head_dim=16)
     assert error.value.reason is Reason.MANIFEST_INVALID
     assert text in error.value.message
 
@@ -261,7 +263,9 @@ def test_budgets_in_tokens_bytes_and_pages_mean_the_same() -> None:
         Budget(units=3, cap_policy=CapPolicy.TRUNCATE),
     ]
     built = [
-        build_family(quest().model_copy(update={"budget": b}), page_tokens=8, kv_heads=2, head_dim=16)
+        build_family(
+            quest().model_copy(update={"budget": b}), page_tokens=8, query_heads=2, kv_heads=2, head_dim=16
+        )
         for b in budgets
     ]
     assert [one.pages for one in built if isinstance(one, QuestFamily)] == [3, 3, 3]

@@ -61,6 +61,7 @@ FACTS = FamilyFacts(
     appendable=True,
     edit=EditCost.UNIT,
     fixed_size=False,
+    estimates=True,
 )
 LEVELS = 127
 _EPSILON = 2.0**-24

@@ -1,0 +1,179 @@
+"""A family of the contract at work in a session: its index follows the rows, its gate judges each selection.
+
+Why it exists: a step appends rows and asks for a selection; a family is pure and its indexes never change.
+Here is the one place that holds the current index of a layer. It must not know tiers or plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from decimal import Decimal
+
+from torch import Tensor
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.selectors.base import Selection
+from kvtier_core.selectors.contract import (
+    NO_EVIDENCE,
+    Family,
+    Index,
+    Need,
+    Query,
+    Scope,
+    SelectionReceipt,
+    Shape,
+    Source,
+)
+from kvtier_core.selectors.contract import Selection as Chosen
+from kvtier_core.selectors.families.registry import make_family
+from kvtier_crds.manifest import Selector
+
+# What a session gives to an index besides its rows.
+GIVEN = frozenset([Need.QUERY])
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """When a selection is too uncertain to be published (B.8). None: not judged."""
+
+    max_omitted: float | None
+    min_confidence: float | None
+
+    def check(self, receipt: SelectionReceipt) -> None:
+        """GATE_FAILED with the numbers."""
+        omitted = max(receipt.omitted_mass or (0.0,))
+        if self.max_omitted is not None and omitted > self.max_omitted:
+            raise CoreError(
+                Reason.GATE_FAILED,
+                f"an estimated {omitted:.4g} of the attention is left out, {self.max_omitted:g} may be",
+                {"omitted": omitted, "limit": self.max_omitted},
+            )
+        if self.min_confidence is not None and (receipt.confidence or 0.0) < self.min_confidence:
+            raise CoreError(
+                Reason.GATE_FAILED,
+                f"the confidence is {receipt.confidence}, {self.min_confidence:g} is wanted",
+            )
+
+
+class LiveFamily:
+    """A SelectorFamily over one of the contract. The factor on q.k is the session's, so it comes with each
+    query; no index depends on it."""
+
+    def __init__(self, selector: Selector, shape: Shape, page_tokens: int) -> None:
+        """MANIFEST_INVALID for what the manifest promises and this agent cannot keep."""
+        self._selector = selector
+        self._page_tokens = page_tokens
+        self._by_scale: dict[float, Family] = {}
+        self.family = self._family = make_family(selector, shape, page_tokens)
+        missing = sorted(self._family.facts.needs - GIVEN)
+        if missing:
+            raise CoreError(
+                Reason.MANIFEST_INVALID,
+                f"{selector.family} needs {', '.join(missing)}, which engines do not send to agents yet",
+            )
+        self.gate = _gate(selector, self._family)
+        self._by_scale[shape.scale] = self._family
+
+    @property
+    def digest(self) -> str:
+        return self._family.digest
+
+    @property
+    def dense_layers(self) -> frozenset[int]:
+        return self._family.dense_layers
+
+    def omits(self, rows: int) -> bool:
+        return self._family.omits(rows)
+
+    def index(self, source_digest: bytes, layer: int) -> LiveIndex:
+        return LiveIndex(self, Source(source_digest, layer))
+
+    def at(self, scale: float) -> Family:
+        """The family for attention with that factor on q.k."""
+        found = self._by_scale.get(scale)
+        if found is None:
+            shape = replace(self._family.shape, scale=scale)
+            found = make_family(self._selector, shape, self._page_tokens)
+            self._by_scale = {scale: found}
+        return found
+
+
+class LiveIndex:
+    """One layer of one session: the newest index, published as a whole by one assignment."""
+
+    def __init__(self, live: LiveFamily, source: Source) -> None:
+        self._live = live
+        self._source = source
+        self.source_digest = source.digest
+        self.selector_digest = live.digest
+        self._index: Index | None = None
+
+    @property
+    def generation(self) -> int:
+        return 0 if self._index is None else self._index.facts.epoch
+
+    @property
+    def covered(self) -> int:
+        return 0 if self._index is None else self._index.facts.covered
+
+    def append(self, first: int, k: Tensor, v: Tensor) -> None:
+        """Rows k, v [n, Hk, d] at [first, first + n). SUPPORT_GAP unless first is `covered`."""
+        if first != self.covered:
+            raise CoreError(
+                Reason.SUPPORT_GAP,
+                f"the index covers rows [0, {self.covered}), these start at {first}",
+                {"covered": self.covered, "first": first},
+            )
+        family = self._live.family
+        if self._index is None:
+            self._index = family.build(self._source, k, v, NO_EVIDENCE)
+        else:
+            self._index = family.append(self._index, k, v, NO_EVIDENCE)
+
+    def select(self, q: Tensor, rows: int, scale: float, tail: Tensor | None = None) -> Selection:
+        """Rows for q [1, Hq, d] over rows [0, rows). tail: keys of rows that are not covered yet. UNSUPPORTED
+        for more queries, SUPPORT_GAP without rows, GATE_FAILED, and what the family refuses."""
+        if q.shape[0] != 1:
+            raise CoreError(Reason.UNSUPPORTED, f"one query at a time is selected for, not {q.shape[0]}")
+        if self._index is None:
+            raise CoreError(Reason.SUPPORT_GAP, "the index covers no row yet")
+        lag = rows - self.covered
+        seen = tail if tail is not None and lag and tail.shape[0] == lag else None
+        query = Query(q, rows, self._source, tail=seen)
+        chosen = self._live.at(scale).select(self._index, query)
+        if self._live.gate is not None:
+            self._live.gate.check(chosen.receipt)
+        return _stated(chosen, self.covered, self._live.family.shape)
+
+
+def _stated(chosen: Chosen, covered: int, shape: Shape) -> Selection:
+    receipt = chosen.receipt
+    shared = chosen.scope is Scope.LAYER
+    copies = shape.kv_heads if shared else 1
+    return Selection(
+        positions=chosen.positions * copies,
+        chosen_units=chosen.units * copies,
+        chosen_rows=max(receipt.got_rows, default=0),
+        threshold=receipt.threshold * copies,
+        runner_up=receipt.runner_up * copies,
+        index_generation=receipt.index_epoch,
+        covered=covered,
+        log_weight=None if chosen.log_weight is None else chosen.log_weight * copies,
+        complete=None if chosen.remainder is None else chosen.remainder.complete,
+        receipt=receipt,
+    )
+
+
+def _gate(selector: Selector, family: Family) -> Gate | None:
+    given = selector.gate
+    if given is None:
+        return None
+    if not family.facts.estimates:
+        raise CoreError(
+            Reason.MANIFEST_INVALID,
+            f"selector.gate cannot be kept: {selector.family} has no estimator of omitted mass",
+        )
+    if given.widen_steps:
+        raise CoreError(Reason.MANIFEST_INVALID, "selector.gate.widenSteps must be 0: no family widens here")
+    limits = (given.max_estimated_omitted_mass, given.min_confidence)
+    return Gate(*(None if limit is None else float(Decimal(limit)) for limit in limits))
