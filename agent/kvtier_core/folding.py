@@ -45,6 +45,17 @@ class Fold:
     def add_all(self, states: Sequence[AttentionState]) -> None:
         """One after the other."""
         self._flush()
+        if len(states) > 1 and states[0].m.shape[0] == 1:
+            parts = states if self._total is None else (self._total, *states)
+            self._total = merge_stacked(
+                AttentionState(
+                    m=torch.stack([part.m for part in parts]),
+                    l=torch.stack([part.l for part in parts]),
+                    u=torch.stack([part.u for part in parts]),
+                    frame=states[0].frame,
+                )
+            )
+            return
         for state in states:
             self._total = state if self._total is None else merge(self._total, state)
 

@@ -8,6 +8,7 @@ unwanted bytes stay in buffers of their own until nothing can arrive there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvtier_core.streaming import (
     Block,
     BufferPool,
     Meter,
+    by_tier,
     launch,
 )
 from kvtier_core.tiers.base import BlockIdentity
@@ -97,16 +99,23 @@ class Promises:
             buffer = self._buffers.take()
             if buffer is None:
                 break
-            arrival = Arrival(block, buffer, self._buffers, meter)
-            try:
-                launch(arrival, deadline, self._executor)
-            except CoreError:
-                self._buffers.give(buffer)
-                break
-            arrivals.append(arrival)
+            arrivals.append(Arrival(block, buffer, self._buffers, meter))
+        arrivals = self._launched(arrivals, deadline)
         if arrivals:
             self._open[session_id] = Promise(step, layer, tuple(arrivals), meter)
         return len(arrivals)
+
+    def _launched(self, arrivals: Sequence[Arrival], deadline: float) -> list[Arrival]:
+        """Those whose reads began."""
+        begun: list[Arrival] = []
+        for group in by_tier(arrivals):
+            count = 0
+            with contextlib.suppress(CoreError):
+                count, _ = launch(group, deadline, self._executor)
+            begun += group[:count]
+            for arrival in group[count:]:
+                self._buffers.give(arrival.buffer)
+        return begun
 
     def take(self, session_id: str, step: int, layer: int) -> Promise | None:
         """The promise for this layer, if that is what was promised. One for the next layer waits, since a

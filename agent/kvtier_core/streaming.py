@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Self
 
 import torch
@@ -114,33 +115,38 @@ class Arrival:
         self.error: CoreError | None = None
         self._over = self._drained = self._left = self._returned = False
 
-    def start(self, deadline: float) -> None:
-        """Begins the read. QUEUE_FULL, and nothing has begun then."""
+    def begin(self) -> TransferItem | None:
+        """Counts the read as under way; None when the block is an open chunk, which is copied here and
+        now."""
         self._meter.begin()
         block, buffer = self.block, self.buffer
-        if block.identity is None:
-            buffer.payload.copy_(block.tier.view(block.ref))
-            self.done(0, None)
-            self.drained(0)
-            return
-        item = TransferItem(block.ref, block.identity, Landing(buffer.body, buffer.header))
+        if block.identity is not None:
+            return TransferItem(block.ref, block.identity, Landing(buffer.body, buffer.header))
         try:
-            block.tier.submit_read([item], deadline, self)
-        except CoreError:
-            self._meter.end()
-            raise
+            buffer.payload.copy_(block.tier.view(block.ref))
+        except CoreError as error:
+            self.done(0, error)
+        else:
+            self.done(0, None)
+        self.drained(0)
+        return None
+
+    def unbegun(self) -> None:
+        """The read was refused before anything started."""
+        self._meter.end()
 
     def run(self, deadline: float) -> None:
-        """`start` on an executor's thread: what it refuses is the block's error. A block that nobody waits
-        for any more is not read."""
+        """The whole read here, of a tier that reads inline: what it refuses is the block's error. A block
+        that nobody waits for any more is not read."""
+        item = self.begin()
+        if item is None:
+            return
         try:
             if self._left:
                 raise CoreError(Reason.CANCELLED, "nobody waits for this block")
-            self.start(deadline)
+            self.block.tier.submit_read([item], deadline, self)
         except CoreError as error:
-            with self._lock:
-                self._over, self.error = True, error
-            self._event.set()
+            self.done(0, error)
             self.drained(0)
 
     def done(self, index: int, error: CoreError | None) -> None:
@@ -159,11 +165,6 @@ class Arrival:
     @property
     def over(self) -> bool:
         return self._event.is_set()
-
-    @property
-    def sound(self) -> bool:
-        """Whether the block is there, verified."""
-        return self.over and self.error is None
 
     def wait(self, seconds: float) -> bool:
         return self._event.wait(seconds)
@@ -187,13 +188,51 @@ class Arrival:
         return mine.tier is block.tier and mine.ref == block.ref and mine.identity == block.identity
 
 
-def launch(arrival: Arrival, deadline: float, executor: Executor | None) -> None:
-    """Storage only starts a read, on threads of its own; memory is copied by who asks, so on the executor
-    where there is one. QUEUE_FULL from the former."""
-    if executor is None or not isinstance(arrival.block.tier, PoolTier):
-        arrival.start(deadline)
-    else:
-        executor.submit(arrival.run, deadline)
+class _Batch:
+    """The sink of reads that began together."""
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._arrivals = arrivals
+
+    def done(self, index: int, error: CoreError | None) -> None:
+        self._arrivals[index].done(0, error)
+
+    def drained(self, index: int) -> None:
+        self._arrivals[index].drained(0)
+
+
+def launch(
+    arrivals: Sequence[Arrival], deadline: float, executor: Executor | None
+) -> tuple[int, CoreError | None]:
+    """Begins reads of one tier, in order; how many began, and QUEUE_FULL when not all did. Storage takes them
+    in one call and reads on threads of its own; memory is copied by who asks, so on the executor where there
+    is one."""
+    tier = arrivals[0].block.tier
+    if isinstance(tier, PoolTier):
+        for arrival in arrivals:
+            if executor is None or arrival.block.identity is None:
+                arrival.run(deadline)
+            else:
+                executor.submit(arrival.run, deadline)
+        return len(arrivals), None
+    items = [item for arrival in arrivals if (item := arrival.begin()) is not None]
+    try:
+        tier.submit_read(items, deadline, _Batch(arrivals))
+    except CoreError as error:
+        for arrival in arrivals:
+            arrival.unbegun()
+        if error.reason is not Reason.QUEUE_FULL:
+            raise
+        if len(arrivals) == 1:
+            return 0, error
+        begun, _ = launch(arrivals[:1], deadline, executor)
+        return begun, error
+    return len(arrivals), None
+
+
+def by_tier(arrivals: Sequence[Arrival]) -> list[list[Arrival]]:
+    """Neighbours of one tier together."""
+    return [list(group) for _, group in groupby(arrivals, key=lambda one: id(one.block.tier))]
 
 
 class BlockStream:
@@ -273,39 +312,62 @@ class BlockStream:
         return max(0.0, min(READ_TIMEOUT_SECONDS, self._deadline - self._clock()))
 
     def _fill(self) -> None:
-        """Starts reads while the window has room. A full queue or an empty pool stops it for now."""
+        """Starts reads while the window has room, as many as can be in one call. A full queue or an empty
+        pool stops it for now."""
+        fresh: list[Arrival] = []
         while self._blocks and len(self._waiting) + len(self._held) < self._window:
             first = self._blocks[0]
-            arrival = first if isinstance(first, Arrival) else self._begin(first)
+            arrival = first if isinstance(first, Arrival) else self._arrival(first)
             if arrival is None:
                 break
+            if arrival is not first:
+                fresh.append(arrival)
             self._blocks.popleft()
             self._waiting.append(arrival)
+        for group in by_tier(fresh):
+            if not self._begin(group):
+                break
         early = sum(isinstance(one, Arrival) for one in self._blocks)
         self.peak = max(self.peak, len(self._waiting) + len(self._held) + early)
 
-    def _begin(self, block: Block) -> Arrival | None:
-        """The block's read, begun; None when that must wait for another's end."""
+    def _arrival(self, block: Block) -> Arrival | None:
+        """A buffer for the block; None when there is none."""
         buffer = self._pool.take()
-        if buffer is None:
-            return None
-        arrival = Arrival(block, buffer, self._pool, self._meter)
+        return None if buffer is None else Arrival(block, buffer, self._pool, self._meter)
+
+    def _begin(self, group: list[Arrival]) -> bool:
+        """Whether all reads of the group began. Those that did not, and all behind them, wait in their turn;
+        QUEUE_FULL when nothing is on its way whose end would make room."""
+        deadline = math.inf if self._deadline is None else self._deadline
+        begun, refused = 0, None
         try:
-            launch(arrival, math.inf if self._deadline is None else self._deadline, self._executor)
-        except CoreError as error:
-            self._pool.give(buffer)
-            if error.reason is Reason.QUEUE_FULL and self._waiting:
-                return None
-            raise
-        return arrival
+            begun, refused = launch(group, deadline, self._executor)
+        finally:
+            if begun < len(group):
+                self._take_back(group[begun])
+        if refused is not None and not self._waiting and not self._held:
+            raise refused
+        return begun == len(group)
+
+    def _take_back(self, first: Arrival) -> None:
+        """Of what waits, `first` and all behind it have not begun."""
+        while self._waiting:
+            last = self._waiting.pop()
+            if id(last) in self._early:
+                self._blocks.appendleft(last)
+            else:
+                self._pool.give(last.buffer)
+                self._blocks.appendleft(last.block)
+            if last is first:
+                return
 
     def next(self) -> StagingBuffer:
         """The next block; see `some`."""
         return self.some(1)[0]
 
     def some(self, most: int) -> list[StagingBuffer]:
-        """The next block and, up to `most`, those behind it that are there too: verified, in order, valid
-        until the next call. Raises what the next block's read ended with; DEADLINE when that has come;
+        """The next `most` blocks, or as many as are left or have buffers: verified, in order, valid until the
+        next call. Raises what the read of one of them ended with; DEADLINE when that has come;
         STORAGE_UNAVAILABLE on a hang before it; NO_STAGING when every buffer waits for late bytes."""
         for arrival in self._held:
             arrival.leave()
@@ -319,9 +381,8 @@ class BlockStream:
                     f"all {self._pool.limit} buffers wait for late bytes",
                     {"buffers": self._pool.limit},
                 )
-            self._held.append(self._first())
-            while len(self._held) < most and self._waiting and self._waiting[0].sound:
-                self._held.append(self._waiting.popleft())
+            while self._waiting and len(self._held) < most:
+                self._held.append(self._first())
             self._fill()
             return [arrival.buffer for arrival in self._held]
         finally:
@@ -343,9 +404,15 @@ class BlockStream:
         none."""
         early.leave()
         self.promised_blocks -= 1
-        arrival = self._begin(early.block)
+        arrival = self._arrival(early.block)
         if arrival is None:
             raise CoreError(Reason.NO_STAGING, f"none of {self._pool.limit} buffers is free")
+        deadline = math.inf if self._deadline is None else self._deadline
+        begun, refused = launch([arrival], deadline, self._executor)
+        if not begun:
+            self._pool.give(arrival.buffer)
+            assert refused is not None
+            raise refused
         self._until_over(arrival)
         return arrival
 

@@ -265,6 +265,7 @@ def test_any_io_may_fail_once_and_no_bit_changes(
     calls = counting.calls.get(operation, 0)
     start = 0 if operation == "allocate" else 1
     assert calls > start
+    everything_healed = 0
     for at in range(start, calls, -(-calls // 5)):
         files = FaultyFiles(Fault(operation, at, kind), seed=at)
         got, failures, healed = run(tmp_path / f"{at}", tiers, rows, files, frame)
@@ -272,9 +273,13 @@ def test_any_io_may_fail_once_and_no_bit_changes(
         reasons = {"short": "SHORT_COPY", "flip": "CHECKSUM_MISMATCH"}
         reason = reasons.get(kind, "STORAGE_UNAVAILABLE")  # type: ignore[call-overload]
         if operation == "read" and not failures:
-            assert healed == [(("supportPartition", reason),)], at
+            # A run of neighbours that fails as a whole is read again block by block, by the tier itself.
+            assert healed in ([], [(("supportPartition", reason),)]), at
+            everything_healed += len(healed)
         else:
             assert {one.value for one in failures} == {reason}, (at, failures)
+            everything_healed += 1
+    assert everything_healed
 
 
 @pytest.mark.parametrize("frame", [9, 3 * CHUNK], ids=lambda n: f"frames of {n}")
@@ -500,20 +505,23 @@ def test_tiers_are_measured_and_simulation_is_named(tmp_path: Path) -> None:
 
 
 def test_time_of_storage_is_hidden_or_waited_for_and_nothing_else(tmp_path: Path) -> None:
-    """The clock moves only inside reads, by 2 s each, on threads of the tier."""
-    clock = FakeClock()
+    """The clock moves only inside reads, by 2 s each, on threads of the tier; neighbours are one read."""
+    clock, reads = FakeClock(), []
 
     class Slow(FaultyFiles):
         def read(self, fd: int, buffers: object, offset: int) -> int:
             clock.now += 2.0
+            reads.append(offset)
             return super().read(fd, buffers, offset)  # type: ignore[arg-type]
 
     with engine(tmp_path, [cpu(LAYERS), nvme(64)], files=Slow(), clock=clock) as built:
         driver = Driver.open(built, Rows.random(3 * CHUNK + 1))
         driver.forward(3 * CHUNK)
+        reads.clear()
         answer = built.step(driver.request(0, 3 * CHUNK, 3 * CHUNK + 1))
         assert answer.receipt.bytes_by_tier["flash"] == 3 * SLOT
-        assert answer.receipt.stall_seconds + answer.receipt.hidden_seconds == 6.0
+        assert 1 <= len(reads) <= 3
+        assert answer.receipt.stall_seconds + answer.receipt.hidden_seconds == 2.0 * len(reads)
 
 
 def test_frames_of_a_wrong_kind_are_not_requests() -> None:

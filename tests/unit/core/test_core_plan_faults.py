@@ -116,7 +116,7 @@ def test_a_tier_that_slows_down_ends_the_frame_at_its_deadline_and_a_repeat_give
         assert late.value.reason is Reason.DEADLINE
         assert late.value.facts["fallback"] == Fallback.REJECT_NO_LEGAL_PATH.value
         assert made.clock.now < 102.0
-        waiting = [read for read in made.store.storage.reads if not read.sink.over]  # type: ignore[attr-defined]
+        waiting = [read for read in made.store.storage.reads if not read.sink.over]
         held = made.plans.buffers.limit - made.plans.buffers.available
         assert held == len(waiting) == 2
     with opened() as made:
@@ -291,7 +291,7 @@ def test_a_promise_that_is_not_kept_changes_nothing(want: torch.Tensor, how: str
             out = made.plans.exact(made.append, made.query, made.visible, step=0).attended.out
             assert torch.equal(out, want)
         for read in promised:
-            if not read.sink.over:  # type: ignore[attr-defined]
+            if not read.sink.over:
                 read.end()
         assert made.plans.buffers.available == made.plans.buffers.limit
 

@@ -42,7 +42,7 @@ def test_order_bounds_and_bytes_hold_for_any_order_of_completions(
     pool = BufferPool(LAYOUT, window + spare)
     with BlockStream(blocks(tier), pool, FakeClock(), window=window) as reads:
         for at in range(count):
-            begun = [read for read in tier.reads if not read.sink.over]  # type: ignore[attr-defined]
+            begun = [read for read in tier.reads if not read.sink.over]
             assert len(begun) <= window
             for read in data.draw(st.permutations(begun)):
                 read.end()
@@ -154,7 +154,7 @@ def promised(tier: ScriptedTier, pool: BufferPool, meter: Meter, wanted: Sequenc
         buffer = pool.take()
         assert buffer is not None
         arrival = Arrival(block, buffer, pool, meter)
-        launch(arrival, 200.0, None)
+        launch([arrival], 200.0, None)
         arrivals.append(arrival)
     return arrivals
 

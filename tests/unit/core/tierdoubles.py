@@ -19,13 +19,29 @@ from kvtier_core.tiers.transfer import TransferItem, TransferSink, move_bytes
 LAYOUT = ChunkLayout(kv_heads=1, chunk_tokens=16, head_dim=16)
 
 
+class ItemSink:
+    """One item's side of a batch. over: whether its end was reported."""
+
+    def __init__(self, sink: TransferSink, index: int) -> None:
+        self._sink = sink
+        self._index = index
+        self.over = False
+
+    def done(self, index: int, error: CoreError | None) -> None:
+        self.over = True
+        self._sink.done(self._index, error)
+
+    def drained(self, index: int) -> None:
+        self._sink.drained(self._index)
+
+
 @dataclass
 class Read:
     """One read that has begun. `end` moves its bytes and reports."""
 
     item: TransferItem
     deadline: float
-    sink: TransferSink
+    sink: ItemSink
     source: Tensor
 
     def land(self) -> None:
@@ -65,11 +81,11 @@ class ScriptedTier(Tier):
         return BlockIdentity(bytes(32), slot, 1, self.layout.chunk_tokens, size, seal_checksum(payload))
 
     def submit_read(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
-        waiting = sum(1 for read in self.reads if not getattr(read.sink, "over", False))
-        if waiting >= self.depth:
+        waiting = sum(not read.sink.over for read in self.reads)
+        if waiting + len(items) > self.depth:
             raise CoreError(Reason.QUEUE_FULL, "the queue of this double is full")
-        for item in items:
-            read = Read(item, deadline, sink, self.payloads[item.ref.slot])
+        for index, item in enumerate(items):
+            read = Read(item, deadline, ItemSink(sink, index), self.payloads[item.ref.slot])
             self.reads.append(read)
             self.begun.set()
             if self.answer is not None:
