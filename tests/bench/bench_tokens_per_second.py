@@ -52,6 +52,7 @@ from tests.engine.smollm2 import load_smollm2
 LENGTHS, RESUME = "KVTIER_BENCH_LENGTHS", "KVTIER_BENCH_RESUME"
 SHARES = (100, 50, 10)
 NEW_TOKENS = 24
+PASSES = 5
 GOAL_RESIDENT, GOAL_SPREAD = 1.15, 1.3
 
 
@@ -178,7 +179,8 @@ def _opened(tiers: Tiers, model: Any, count: int) -> KvtierCache:
 
 
 def _storage_rate(blocks: int = 200) -> float:
-    """Bytes a second of a slot's size at a time, past the page cache where the filesystem lets us."""
+    """Bytes a second of a slot's size at a time, past the page cache where the filesystem lets us: the best
+    of some passes."""
     with tempfile.TemporaryDirectory() as folder, mmap.mmap(-1, SLOT_BYTES) as buffer:
         path = Path(folder) / "blocks"
         buffer.write(os.urandom(SLOT_BYTES))
@@ -192,12 +194,16 @@ def _storage_rate(blocks: int = 200) -> float:
         except OSError:
             fd = os.open(path, os.O_RDONLY)
         try:
-            started = time.perf_counter()
-            for block in range(blocks):
-                os.preadv(fd, [buffer], block * SLOT_BYTES)
-            return blocks * SLOT_BYTES / (time.perf_counter() - started)
+            return max(_read_rate(fd, buffer, blocks) for _ in range(PASSES))
         finally:
             os.close(fd)
+
+
+def _read_rate(fd: int, buffer: mmap.mmap, blocks: int) -> float:
+    started = time.perf_counter()
+    for block in range(blocks):
+        os.preadv(fd, [buffer], block * SLOT_BYTES)
+    return blocks * SLOT_BYTES / (time.perf_counter() - started)
 
 
 class _Kept:
