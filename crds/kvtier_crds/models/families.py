@@ -56,12 +56,28 @@ class SparqParameters(Struct):
     """llamaCpp never reallocates; sparF (InstInfer) reads whole pages of flash that hold a selected row."""
 
 
+class InfinigenVariant(StrEnum):
+    PAPER = "paper"
+    ACCURACY_SCRIPT = "accuracyScript"
+    SPEED_SCRIPT = "speedScript"
+
+
 class InfinigenParameters(Struct):
-    """Rehearsal of the next layer in a rotated basis."""
+    """Rehearsal of a layer, from the input of the one before it, in a rotated basis. Layer 0 stays exact."""
 
     partial_dimensions: Annotated[int, Field(ge=1, le=1024)]
+    """Channels of the rotated keys that a rehearsal reads."""
     alpha: DecimalString
-    """Scores within alpha of the largest are selected."""
+    """Logits within alpha of the largest are counted."""
+    variant: InfinigenVariant | None = None
+    """Absent: paper. The authors' two scripts select differently: accuracyScript compares every head with
+    head 0's largest logit, speedScript with the head's own, strictly; both take channels by queries alone."""
+    cap_share: DecimalString | None = None
+    """Most rows read, as a share of the context, besides the budget."""
+    skew: bool | None = None
+    """Absent: true. False keeps the channels as they are (the paper's ablation)."""
+    train_tokens: Annotated[int, Field(ge=1, le=16777216)] | None = None
+    """Rows of which basis and channels are made at the earliest; until then every row is read. Absent: 64."""
 
 
 class PqcacheParameters(Struct):
@@ -70,6 +86,9 @@ class PqcacheParameters(Struct):
     subspaces: Annotated[int, Field(ge=1, le=128)]
     bits: Annotated[int, Field(ge=1, le=12)]
     iterations: Annotated[int, Field(ge=1, le=1000)] = 25
+    train_tokens: Annotated[int, Field(ge=1, le=16777216)] | None = None
+    """Rows behind the sink of which codebooks are made at the earliest; until then every row is read. Absent:
+    one more than a codebook has entries, which is also the least."""
 
 
 class RetrievalAttentionParameters(Struct):
