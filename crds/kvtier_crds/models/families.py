@@ -107,6 +107,13 @@ class SqueezedAttentionParameters(Struct):
     levels: Annotated[int, Field(ge=1, le=2)] = 1
 
 
+class RecallVariant(StrEnum):
+    """Where a paper and its code differ, which of the two."""
+
+    PAPER = "paper"
+    REFERENCE_CODE = "referenceCode"
+
+
 class MagicPigParameters(Struct):
     """Importance sampling by hash collisions in at least minTables of `tables` tables."""
 
@@ -115,8 +122,15 @@ class MagicPigParameters(Struct):
     )
 
     hash_bits: Annotated[int, Field(ge=1, le=16)]
+    """Signs of one code (K). Source-reported: 10."""
     tables: Annotated[int, Field(ge=1, le=1024)]
-    min_tables: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Codes of one key (L); their 2^hashBits buckets take at most 256 MiB a layer. Source-reported: 150."""
+    min_tables: Annotated[int, Field(ge=1, le=16)] = 2
+    """Codes that must agree for a row to be sampled."""
+    mean_tokens: Annotated[int, Field(ge=1, le=1048576)] = 4096
+    """Most rows, from the first, that the centre of the keys is taken of."""
+    variant: RecallVariant = RecallVariant.PAPER
+    """referenceCode adds 1e-4 to each chance, which weighs far rows too low."""
 
 
 class InfLlmParameters(Struct):
@@ -130,7 +144,13 @@ class InfLlmParameters(Struct):
     )
 
     unit_tokens: Annotated[int, Field(ge=1, le=4096)]
+    """Rows of one unit. Source-reported: 128."""
     representatives: Annotated[int, Field(ge=1, le=4096)]
+    """Rows, per query head, that stand for their unit when it is scored. Source-reported: 4."""
+    influence_tokens: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Following queries that decide what represents a unit; absent: persistentRows.recent, at least 1."""
+    variant: RecallVariant = RecallVariant.PAPER
+    """Influence of a row: paper, its mean logit; referenceCode, the attention that it receives."""
 
 
 class EmRefinement(StrEnum):
@@ -150,9 +170,22 @@ class EmLlmParameters(Struct):
     )
 
     window: Annotated[int, Field(ge=2, le=65536)]
+    """Surprises before a row that its threshold is taken of, the row itself not among them."""
     gamma: DecimalString
+    """Deviations above the mean that make a row the start of an event. Source-reported: 1."""
     refinement: EmRefinement = EmRefinement.NONE
+    search_radius: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Rows that a boundary may move either way; with refinement it must be given."""
     contiguity_radius: Annotated[int, Field(ge=0, le=64)] = 0
+    """Neighbours of a chosen event, before and behind it, that are read too."""
+    contiguity_share: Fraction | None = None
+    """Share of the budget that is kept for neighbours; absent: 0. Source-reported: 0.3."""
+    representatives: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Rows, per query head, that stand for their event when it is scored. Source-reported: 4."""
+    influence_tokens: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Following queries that decide what represents an event; absent: persistentRows.recent, at least 1."""
+    variant: RecallVariant = RecallVariant.PAPER
+    """referenceCode: influence is attention received, and an event's score is of the mean of its keys."""
     min_event_tokens: Annotated[int, Field(ge=1, le=65536)] = 1
     max_event_tokens: Annotated[int, Field(ge=1, le=65536)]
 

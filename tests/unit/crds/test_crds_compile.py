@@ -217,8 +217,16 @@ def test_a_class_without_a_lossless_codec_is_refused() -> None:
             {"clusters": 8, "threshold": "0.15"},
             {"clusters": 8, "threshold": "0.15", "levels": 1},
         ),
-        ("magicPig", {"hashBits": 10, "tables": 150}, {"hashBits": 10, "tables": 150, "minTables": 2}),
-        ("infLlm", {"unitTokens": 128, "representatives": 4}, {"unitTokens": 128, "representatives": 4}),
+        (
+            "magicPig",
+            {"hashBits": 10, "tables": 150},
+            {"hashBits": 10, "tables": 150, "minTables": 2, "meanTokens": 4096, "variant": "paper"},
+        ),
+        (
+            "infLlm",
+            {"unitTokens": 128, "representatives": 4},
+            {"unitTokens": 128, "representatives": 4, "variant": "paper"},
+        ),
         (
             "emLlm",
             {"window": 16, "gamma": "1", "maxEventTokens": 64},
@@ -229,6 +237,8 @@ def test_a_class_without_a_lossless_codec_is_refused() -> None:
                 "contiguityRadius": 0,
                 "minEventTokens": 1,
                 "maxEventTokens": 64,
+                "representatives": 1,
+                "variant": "paper",
             },
         ),
         (
