@@ -48,7 +48,7 @@ class Storage(ScriptedTier):
         self.pick: Callable[[Sequence[Read]], None] = lambda reads: reads[0].end()
 
     def poll(self) -> int:
-        waiting = [read for read in self.reads if not read.sink.over]  # type: ignore[attr-defined]
+        waiting = [read for read in self.reads if not read.sink.over]
         if waiting:
             self.pick(waiting)
         return len(waiting)
