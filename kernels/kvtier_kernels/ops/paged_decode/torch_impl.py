@@ -68,7 +68,8 @@ def paged_decode_torch(
 ) -> AttentionState:
     """See the package. Inputs of any float dtype; rows are widened to float32 after the gather.
 
-    workers: threads that attend groups of chunks side by side; the bits are the same."""
+    workers: threads that attend shares of the chunks side by side; the bits are the same. Give torch one
+    thread then: those of a product as small as these only wait for each other."""
     check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
     _, hq, d = q.shape
     frame = LogitFrame(scale)
