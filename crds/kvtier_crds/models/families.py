@@ -99,12 +99,44 @@ class RetrievalAttentionParameters(Struct):
     out_degree: Annotated[int, Field(ge=1, le=512)]
 
 
+class ScoreScale(StrEnum):
+    SCALED = "scaled"
+    UNSCALED = "unscaled"
+
+
 class SqueezedAttentionParameters(Struct):
     """Offline centroids of a fixed context with a calibrated threshold."""
 
+    model_config = struct_config(
+        cel(
+            "self.levels == 1 || has(self.coarseThreshold)",
+            "spec.squeezedAttention.coarseThreshold must be given with levels 2",
+        ),
+        cel(
+            "!has(self.coarseClusters) || self.coarseClusters <= self.clusters",
+            "spec.squeezedAttention.coarseClusters must be at most spec.squeezedAttention.clusters",
+        ),
+        cel(
+            "has(self.calibrationQuantile) == has(self.calibrationDataset)",
+            "spec.squeezedAttention.calibrationQuantile and calibrationDataset must be given together",
+        ),
+    )
+
     clusters: Annotated[int, Field(ge=1, le=65536)]
+    """Of each KV head, at most."""
     threshold: DecimalString
+    """A cluster is read when its score is larger; below 1, since scores times rows add up to 1."""
     levels: Annotated[int, Field(ge=1, le=2)] = 1
+    coarse_clusters: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """With levels 2; absent: a fifth of `clusters`."""
+    coarse_threshold: DecimalString | None = None
+    iterations: Annotated[int, Field(ge=1, le=1000)] = 300
+    score_scale: ScoreScale = ScoreScale.SCALED
+    """The factor on q.C that the threshold was calibrated with: the attention's, or 1."""
+    calibration_quantile: DecimalString | None = None
+    """The share of rows below the threshold in its calibration."""
+    calibration_dataset: Annotated[str, Field(min_length=1, max_length=253)] | None = None
+    """Names the data of the calibration."""
 
 
 class RecallVariant(StrEnum):

@@ -6,9 +6,9 @@ tiers or requests.
 Formulas (specification D.10). x_i = k_i / |k_i|; label_i = argmax_c x_i . mu_c; mu_c = mean(x of c), then
 normalised. A query ranks clusters by a_c = q . mu_c: an inner product, not a cosine, and without the number
 of rows in it. Clusters are read from the best on until the budget is spent; the one that crosses it is
-trimmed, not dropped. The prefill makes ceil(rows / tokensPerCluster) clusters; later rows wait, always read, until
-sealTokens of them are there and become clustersPerSeal more. Nothing is clustered twice. Sink rows are in no
-cluster. Starts are evenly spaced rows; an empty cluster is dropped when its segment is sealed.
+trimmed, not dropped. The prefill makes ceil(rows / tokensPerCluster) clusters; later rows wait, always read,
+until sealTokens of them are there and become clustersPerSeal more. Nothing is clustered twice. Sink rows are
+in no cluster. Starts are evenly spaced rows; an empty cluster is dropped when its segment is sealed.
 
 `memberOrder` decides what the trim keeps: "position" (ascending rows, as the authors' code truncates) or
 "centrality" (nearest to the centre first). A trim by true score would need K, which a selection never reads.

@@ -47,6 +47,13 @@ class Parameters:
             raise self._refuse(name, f"one of {', '.join(legal)}", value)
         return str(value)
 
+    def text(self, name: str, longest: int, default: str | None = None) -> str:
+        """Text of at most `longest` characters."""
+        value = self._value(name, default)
+        if not isinstance(value, str) or len(value) > longest:
+            raise self._refuse(name, f"text of at most {longest} characters", value)
+        return value
+
     def flag(self, name: str, default: bool | None = None) -> bool:
         value = self._value(name, default)
         if not isinstance(value, bool):

@@ -14,6 +14,7 @@ from kvtier_core.selectors.families.cluster_kv import ClusterKv
 from kvtier_core.selectors.families.magic_pig import MagicPig
 from kvtier_core.selectors.families.pqcache import Pqcache
 from kvtier_core.selectors.families.sparq import Sparq
+from kvtier_core.selectors.families.squeezed_attention import SqueezedAttention
 from kvtier_crds.manifest import Selector
 
 
@@ -26,6 +27,7 @@ FAMILIES: dict[str, _Maker] = {
     "clusterKv": ClusterKv.from_manifest,
     "magicPig": MagicPig.from_manifest,
     "pqcache": Pqcache.from_manifest,
+    "squeezedAttention": SqueezedAttention.from_manifest,
     "sparq": Sparq.from_manifest,
 }
 
