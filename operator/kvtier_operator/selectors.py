@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 from kvtier_operator.ports import JsonObject
 
-IMPLEMENTED = ("quest",)
+IMPLEMENTED = ("certifiedScan", "clusterKv", "magicPig", "pqcache", "quest", "sparq")
+"""Families that agents run in a session: their indexes follow rows and need nothing but rows and queries."""
+ESTIMATING = ("certifiedScan",)
+"""Those that say how much they leave out, so that a gate can be kept."""
+_ONLY_TRUNCATES = ("quest",)
 _CAP_POLICY = "truncate"
 
 
@@ -32,11 +36,14 @@ def refusal(spec: JsonObject) -> Refusal | None:
         )
         return Refusal("NotImplemented", message)
     found = []
-    if spec.get("gate") is not None:
+    gate = spec.get("gate")
+    if gate is not None and family not in ESTIMATING:
         found.append(f"spec.gate: {family} has no estimator of omitted mass; legal: absent")
+    elif gate is not None and gate.get("widenSteps"):
+        found.append(f"spec.gate.widenSteps {gate['widenSteps']}: no family widens; legal: 0")
     if spec.get("calibration") is not None:
         found.append(f"spec.calibration: {family} takes none; legal: absent")
     cap_policy = (spec.get("budget") or {}).get("capPolicy", _CAP_POLICY)
-    if cap_policy != _CAP_POLICY:
+    if cap_policy != _CAP_POLICY and family in _ONLY_TRUNCATES:
         found.append(f"spec.budget.capPolicy {cap_policy}; legal: {_CAP_POLICY}")
     return Refusal("NotImplemented", f"not implemented: {'; '.join(found)}") if found else None

@@ -197,9 +197,13 @@ def test_a_fence_that_an_agent_has_passed_is_overtaken(world: World) -> None:
 
 
 def test_a_selector_of_an_unimplemented_family_is_not_accepted(world: World) -> None:
-    spec = {"family": "sparq", "sparq": {"dimensions": 8}, "budget": {"tokens": 64}}
+    spec = {
+        "family": "infLlm",
+        "infLlm": {"unitTokens": 8, "representatives": 2},
+        "budget": {"tokens": 64},
+    }
     quest = {"family": "quest", "quest": {"pageTokens": 16}, "budget": {"tokens": 64}}
-    for name, one in (("op-sparq", spec), ("op-quest", quest)):
+    for name, one in (("op-inf-llm", spec), ("op-quest", quest)):
         apply(
             world.cluster,
             {
@@ -210,9 +214,9 @@ def test_a_selector_of_an_unimplemented_family_is_not_accepted(world: World) -> 
             },
         )
     refused = wait_condition(
-        world.cluster, "kvselector/op-sparq", NAMESPACE, "Accepted", "False", reason="NotImplemented"
+        world.cluster, "kvselector/op-inf-llm", NAMESPACE, "Accepted", "False", reason="NotImplemented"
     )
-    assert "implemented: quest" in condition(refused, "Accepted")["message"]
+    assert "implemented: certifiedScan, " in condition(refused, "Accepted")["message"]
     accepted = wait_condition(world.cluster, "kvselector/op-quest", NAMESPACE, "Accepted", "True")
     assert accepted["status"]["guarantee"] == "upperBound"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from decimal import Decimal
 
+import torch
 from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
@@ -99,7 +100,10 @@ class LiveFamily:
 
 
 class LiveIndex:
-    """One layer of one session: the newest index, published as a whole by one assignment."""
+    """One layer of one session: the newest index, published as a whole by one assignment.
+
+    Rows wait until somebody asks: a family that learns from the prompt (codebooks, clusters) is built once
+    over all of it, however the prefill was cut into frames. The first selection pays for the build."""
 
     def __init__(self, live: LiveFamily, source: Source) -> None:
         self._live = live
@@ -107,6 +111,8 @@ class LiveIndex:
         self.source_digest = source.digest
         self.selector_digest = live.digest
         self._index: Index | None = None
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._covered = 0
 
     @property
     def generation(self) -> int:
@@ -114,36 +120,48 @@ class LiveIndex:
 
     @property
     def covered(self) -> int:
-        return 0 if self._index is None else self._index.facts.covered
+        """Rows that are in the index or wait for it."""
+        return self._covered
 
     def append(self, first: int, k: Tensor, v: Tensor) -> None:
         """Rows k, v [n, Hk, d] at [first, first + n). SUPPORT_GAP unless first is `covered`."""
-        if first != self.covered:
+        if first != self._covered:
             raise CoreError(
                 Reason.SUPPORT_GAP,
-                f"the index covers rows [0, {self.covered}), these start at {first}",
-                {"covered": self.covered, "first": first},
+                f"the index covers rows [0, {self._covered}), these start at {first}",
+                {"covered": self._covered, "first": first},
             )
-        family = self._live.family
-        if self._index is None:
-            self._index = family.build(self._source, k, v, NO_EVIDENCE)
-        else:
-            self._index = family.append(self._index, k, v, NO_EVIDENCE)
+        self._waiting.append((k, v))
+        self._covered += int(k.shape[0])
+
+    def _current(self) -> Index:
+        """The index over all rows that came. SUPPORT_GAP without any."""
+        index, family = self._index, self._live.family
+        if self._waiting:
+            k, v = (torch.cat([rows[part] for rows in self._waiting]) for part in (0, 1))
+            if index is None:
+                index = family.build(self._source, k, v, NO_EVIDENCE)
+            else:
+                index = family.append(index, k, v, NO_EVIDENCE)
+            self._index = index
+            self._waiting.clear()
+        if index is None:
+            raise CoreError(Reason.SUPPORT_GAP, "the index covers no row yet")
+        return index
 
     def select(self, q: Tensor, rows: int, scale: float, tail: Tensor | None = None) -> Selection:
         """Rows for q [1, Hq, d] over rows [0, rows). tail: keys of rows that are not covered yet. UNSUPPORTED
         for more queries, SUPPORT_GAP without rows, GATE_FAILED, and what the family refuses."""
         if q.shape[0] != 1:
             raise CoreError(Reason.UNSUPPORTED, f"one query at a time is selected for, not {q.shape[0]}")
-        if self._index is None:
-            raise CoreError(Reason.SUPPORT_GAP, "the index covers no row yet")
-        lag = rows - self.covered
+        index = self._current()
+        lag = rows - self._covered
         seen = tail if tail is not None and lag and tail.shape[0] == lag else None
         query = Query(q, rows, self._source, tail=seen)
-        chosen = self._live.at(scale).select(self._index, query)
+        chosen = self._live.at(scale).select(index, query)
         if self._live.gate is not None:
             self._live.gate.check(chosen.receipt)
-        return _stated(chosen, self.covered, self._live.family.shape)
+        return _stated(chosen, self._covered, self._live.family.shape)
 
 
 def _stated(chosen: Chosen, covered: int, shape: Shape) -> Selection:

@@ -1,7 +1,8 @@
 """The parameter block of each selector family: typed and bounded, so that a spec means one thing.
 
-Only quest is implemented by the engine; the other ten are declared so that their objects can be written and
-checked, and the operator answers them Accepted=False. Values follow section D of the retrieval specification;
+Agents run certifiedScan, clusterKv, magicPig, pqcache, quest and sparq. The others need what engines do not
+send to agents yet, or a context that never grows; the operator answers them Accepted=False. Values follow
+section D of the retrieval specification;
 settings reported by papers are never defaults.
 """
 

@@ -61,7 +61,7 @@ class SelectorBudget(Struct):
     units: Annotated[int, Field(ge=1, le=16777216)] | None = None
     """Of the family's own: pages, clusters, units, events."""
     cap_policy: CapPolicy = CapPolicy.TRUNCATE
-    """What happens to a selection over the budget. Agents of this version run truncate only."""
+    """What happens to a selection over the budget; quest only truncates."""
 
 
 class PersistentRows(Struct):
@@ -74,7 +74,7 @@ class PersistentRows(Struct):
 class SelectorGate(Struct):
     """When an answer is uncertain and takes a fallback before it is published.
 
-    Needs a family with an estimator; agents refuse it for quest.
+    Needs a family with an estimator: certifiedScan.
     """
 
     max_estimated_omitted_mass: Fraction | None = None
@@ -164,8 +164,8 @@ class Need(StrEnum):
 
 
 class KVSelectorStatus(Status):
-    """Conditions: Accepted (False, reason NotImplemented, for every family but quest, and for a field that no
-    agent carries out), IndexReady."""
+    """Conditions: Accepted (False, reason NotImplemented, for a family that needs what engines do not send to
+    agents, and for a field that no agent carries out), IndexReady."""
 
     guarantee: Guarantee | None = None
     needs: Annotated[tuple[Need, ...], Field(max_length=5, json_schema_extra=SET_LIST)] = ()

@@ -27,12 +27,12 @@ class FamilyFacts:
 
 
 FAMILIES: dict[str, FamilyFacts] = {
-    "sparq": FamilyFacts("estimate", ("query",), True),
+    "sparq": FamilyFacts("heuristic", ("query",), True),
     "quest": FamilyFacts("upperBound", ("query",), True),
     "infinigen": FamilyFacts("heuristic", ("previousHiddenState", "weights"), True),
-    "pqcache": FamilyFacts("estimate", ("query",), True),
+    "pqcache": FamilyFacts("heuristic", ("query",), True),
     "retrievalAttention": FamilyFacts("heuristic", ("query", "prefillQueries"), False),
-    "squeezedAttention": FamilyFacts("estimate", ("query",), False),
+    "squeezedAttention": FamilyFacts("heuristic", ("query",), False),
     "magicPig": FamilyFacts("sampled", ("query",), True),
     "infLlm": FamilyFacts("heuristic", ("query",), True),
     "emLlm": FamilyFacts("heuristic", ("query", "surprisal"), True),
@@ -73,7 +73,7 @@ def _conditions(spec: JsonObject, facts: FamilyFacts | None) -> list[Condition]:
         ]
     return [
         true("Accepted", "Valid", "a KVRollout may name this selector"),
-        true("IndexReady", "BuiltPerSession", "boxes are built as rows are written under a grant"),
+        true("IndexReady", "BuiltPerSession", "indexes are built as rows are written under a grant"),
     ]
 
 

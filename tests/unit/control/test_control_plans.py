@@ -314,8 +314,9 @@ async def test_channels_are_kept_for_the_nodes_that_are_left() -> None:
     "family, accepted, guarantee",
     [
         ("quest", ("True", "Valid"), "upperBound"),
-        ("sparq", ("False", "NotImplemented"), "estimate"),
-        ("magicPig", ("False", "NotImplemented"), "sampled"),
+        ("sparq", ("True", "Valid"), "heuristic"),
+        ("magicPig", ("True", "Valid"), "sampled"),
+        ("emLlm", ("False", "NotImplemented"), "heuristic"),
         ("fromTheFuture", ("False", "UnknownFamily"), None),
     ],
 )

@@ -257,7 +257,9 @@ async def test_what_cannot_run_says_why(candidate: dict[str, object], reason: st
         pytest.param({"calibration": {"configMapRef": {"name": "t"}}}, "spec.calibration", id="calibration"),
         pytest.param({"budget": {"tokens": 64, "capPolicy": "dense"}}, "legal: truncate", id="cap-policy"),
         pytest.param(
-            {"family": "sparq", "quest": None, "sparq": {"dimensions": 8}}, "implemented: quest", id="family"
+            {"family": "infLlm", "quest": None, "infLlm": {"unitTokens": 8, "representatives": 2}},
+            "implemented: certifiedScan, clusterKv, magicPig, pqcache, quest, sparq",
+            id="family",
         ),
     ],
 )
