@@ -212,10 +212,11 @@ class _Office:
         session = self._tokens.redeem(token, self._namespace)
         try:
             await self._desk.claim(session)
-        finally:
-            # Also of a claim that came too early: its engine comes again with this one.
-            next_token = self._tokens.mint(session)
-        return session, next_token
+        except CoreError:
+            # It came before its other stream had ended; it may come again.
+            self._tokens.give_back(token, session)
+            raise
+        return session, self._tokens.mint(session)
 
     def release(self, session: Session) -> None:
         self._post(lambda: self._desk.release(session))

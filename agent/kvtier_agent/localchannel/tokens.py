@@ -40,6 +40,14 @@ class TokenBook:
                     return session
         raise CoreError(Reason.SESSION_UNKNOWN, "the token attaches no session of this namespace")
 
+    def give_back(self, token: bytes, session: Session) -> None:
+        """Of an attachment that failed for a while only; not where another token was minted meanwhile."""
+        with self._lock:
+            name = session.handle.session_id
+            if name not in self._token_of and is_open(session):
+                self._token_of[name] = token
+                self._session_of[token] = session
+
     def __len__(self) -> int:
         return len(self._token_of)
 
