@@ -280,7 +280,12 @@ class BlockStream:
         for one in kept:
             one.leave()
         self._early = {id(one) for one in self._blocks if isinstance(one, Arrival)}
-        self._fill()
+        try:
+            self._fill()
+        except BaseException:
+            # Nobody enters a stream that was not made, so nobody would leave it.
+            self.__exit__()
+            raise
 
     @property
     def transfer_seconds(self) -> float:
@@ -408,12 +413,19 @@ class BlockStream:
         if arrival is None:
             raise CoreError(Reason.NO_STAGING, f"none of {self._pool.limit} buffers is free")
         deadline = math.inf if self._deadline is None else self._deadline
-        begun, refused = launch([arrival], deadline, self._executor)
-        if not begun:
-            self._pool.give(arrival.buffer)
-            assert refused is not None
+        begun, refused = 0, None
+        try:
+            begun, refused = launch([arrival], deadline, self._executor)
+        finally:
+            if not begun:
+                self._pool.give(arrival.buffer)
+        if refused is not None:
             raise refused
-        self._until_over(arrival)
+        try:
+            self._until_over(arrival)
+        except BaseException:
+            arrival.leave()
+            raise
         return arrival
 
     def _until_over(self, arrival: Arrival) -> None:
