@@ -17,7 +17,6 @@ from kvtier_core.selectors.contract import NO_EVIDENCE, Edit, NeedsRebuild, Quer
 from kvtier_core.selectors.families import pqcache as module
 from kvtier_core.selectors.families.codebooks import coded, k_means, most_iterations
 from kvtier_core.selectors.families.pqcache import Codebooks, CodedRows, Pqcache
-from kvtier_core.selectors.families.registry import make_family
 from kvtier_core.selectors.growing import GrowingColumns
 from tests.unit.selectors.selector_cases import SMALL, SOURCE, logits_of, query_of, rows_of, selector
 
@@ -448,6 +447,6 @@ def test_iterations_that_hide_behind_a_layers_prefill() -> None:
 )
 def test_parameters_are_refused_by_name(parameters: dict[str, Any], reason: Reason, words: str) -> None:
     with pytest.raises(CoreError) as refused:
-        make_family(selector("pqcache", parameters, {"tokens": 4}), SMALL, 16)
+        Pqcache.from_manifest(selector("pqcache", parameters, {"tokens": 4}), SMALL, 16)
     assert refused.value.reason is reason
     assert words in refused.value.message
