@@ -11,9 +11,11 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.selectors.contract import Family, Shape
 from kvtier_core.selectors.families.certified_scan import CertifiedScan
 from kvtier_core.selectors.families.cluster_kv import ClusterKv
+from kvtier_core.selectors.families.inf_llm import InfLlm
 from kvtier_core.selectors.families.infinigen import Infinigen
 from kvtier_core.selectors.families.magic_pig import MagicPig
 from kvtier_core.selectors.families.pqcache import Pqcache
+from kvtier_core.selectors.families.retrieval_attention import RetrievalAttention
 from kvtier_core.selectors.families.sparq import Sparq
 from kvtier_core.selectors.families.squeezed_attention import SqueezedAttention
 from kvtier_crds.manifest import Selector
@@ -27,8 +29,10 @@ FAMILIES: dict[str, _Maker] = {
     "certifiedScan": CertifiedScan.from_manifest,
     "clusterKv": ClusterKv.from_manifest,
     "infinigen": Infinigen.from_manifest,
+    "infLlm": InfLlm.from_manifest,
     "magicPig": MagicPig.from_manifest,
     "pqcache": Pqcache.from_manifest,
+    "retrievalAttention": RetrievalAttention.from_manifest,
     "sparq": Sparq.from_manifest,
     "squeezedAttention": SqueezedAttention.from_manifest,
 }
