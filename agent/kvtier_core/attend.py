@@ -65,6 +65,12 @@ def check_cover(plan: Plan, chunk_tokens: int) -> None:
             raise CoreError(Reason.SUPPORT_GAP, f"rows of chunk {at} are not read")
 
 
+def check_read(state: AttentionState) -> None:
+    """UNDECLARED_APPROXIMATION when part of an exact answer's state stands for rows that nobody read."""
+    if state.estimated:
+        raise CoreError(Reason.UNDECLARED_APPROXIMATION, "an estimated state in an exact answer")
+
+
 class Attention:
     """Attends rows of one engine's store. Single-threaded: the engine's lock is held."""
 
@@ -142,7 +148,8 @@ class Attention:
         """Only the rows of `support`, still one state per aligned chunk. The plan holds exactly the chunks
         with a row of some list."""
         states = support.states(query, self._store.layout.chunk_tokens)
-        return self._run(plan, append, query, states, batch=False, complete=support.complete)
+        complete = support.complete
+        return self._run(plan, append, query, states, batch=False, complete=complete, exact=False)
 
     def _by_heads(self, plan: Plan, append: Append, query: Query) -> Attended:
         bytes_by_tier: dict[str, int] = {}
@@ -150,6 +157,7 @@ class Attention:
             sliced = self._head_groups.run(plan, append, query)
         for read in plan.reads:
             self._account(read, bytes_by_tier)
+        check_read(sliced.state)
         out, _ = finalize(sliced.state)
         return Attended(
             out,
@@ -169,10 +177,12 @@ class Attention:
         batch: bool,
         promise: Promise | None = None,
         whole: bool = False,
+        exact: bool = True,
         complete: Callable[[AttentionState], AttentionState] | None = None,
     ) -> Attended:
         """whole: every row of every chunk is attended, so that a state stands for its chunk's rows and may
-        come with a receipt. complete: makes the answer's state of that of the rows read."""
+        come with a receipt. exact: no state may be an estimate. complete: makes the answer's state of that of
+        the rows read."""
         fold = Fold(query)
         bytes_by_tier: dict[str, int] = {}
         groups = near_groups(plan.reads, query.q.shape[0])
@@ -207,6 +217,8 @@ class Attention:
             if reduction is not None:
                 reduction.close()
             total = fold.result()
+            if exact:
+                check_read(total)
             out, _ = finalize(total if complete is None else complete(total))
         return Attended(
             out,

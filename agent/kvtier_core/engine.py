@@ -199,6 +199,8 @@ class CacheEngine:
         """What a placement policy asks: of each step from now on, and of rows of sessions opened later."""
         with self._lock:
             self._plans.planner.prefer(preference)
+            for context in self._contexts.values():
+                context.resident[:] = [None] * len(context.resident)
             self._store.placement.prefer(preference)
 
     def open_session(self, spec: SessionSpec) -> SessionHandle:

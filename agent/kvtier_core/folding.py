@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_kernels.ops.chunk_attention.decode import decode_states, merge_stacked
-from kvtier_kernels.state import AttentionState, LogitFrame, merge
+from kvtier_kernels.state import AttentionState, FrameMismatch, LogitFrame, merge
 
 BATCH = 8
 
@@ -47,12 +47,16 @@ class Fold:
         self._flush()
         if len(states) > 1 and states[0].m.shape[0] == 1:
             parts = states if self._total is None else (self._total, *states)
+            frame = states[0].frame
+            if any(part.frame != frame for part in parts):
+                raise FrameMismatch(f"states of other frames than {frame} do not merge")
             self._total = merge_stacked(
                 AttentionState(
                     m=torch.stack([part.m for part in parts]),
                     l=torch.stack([part.l for part in parts]),
                     u=torch.stack([part.u for part in parts]),
-                    frame=states[0].frame,
+                    frame=frame,
+                    estimated=any(part.estimated for part in parts),
                 )
             )
             return
@@ -88,4 +92,5 @@ def _prepend(first: AttentionState, rest: AttentionState) -> AttentionState:
         l=torch.cat((first.l.unsqueeze(0), rest.l)),
         u=torch.cat((first.u.unsqueeze(0), rest.u)),
         frame=first.frame,
+        estimated=first.estimated or rest.estimated,
     )

@@ -225,4 +225,5 @@ def _concatenated(states: Sequence[AttentionState]) -> AttentionState:
         l=torch.cat([state.l for state in states], dim=1),
         u=torch.cat([state.u for state in states], dim=1),
         frame=states[0].frame,
+        estimated=any(state.estimated for state in states),
     )

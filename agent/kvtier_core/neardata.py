@@ -157,7 +157,7 @@ def reduction_of(
         queries=queries,
         query_sha256=hashlib.sha256(tensor_bytes(query.q)).digest(),
         mask_sha256=source.visibility_policy_manifest_sha256,
-        position_epoch=query.frame.rope_epoch,
+        position_epoch=append.session.position_epoch,
         score_scale=query.frame.scale,
         merge_revision=NUMERICS_VERSION,
         producers=tuple(Producer(name, source.cache_generation, count) for name, count in due.items()),

@@ -1,0 +1,110 @@
+"""What must not reach an exact answer, and what a kept plan or a state's identity must not leave out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier_core import attend, headgroups
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.folding import Fold
+from kvtier_core.neardata import reduction_of
+from kvtier_core.placements.preference import RECENCY, PlanKind
+from kvtier_kernels.ops.chunk_attention import chunk_state
+from kvtier_kernels.state import AttentionState, FrameMismatch, LogitFrame
+from tests.unit.core.builders import CHUNK, Driver, Rows, cpu, engine
+from tests.unit.core.rowsdouble import CPU, GPU, NVME, world
+
+
+def estimated_state(*args: object, **options: object) -> AttentionState:
+    return dataclasses.replace(chunk_state(*args, **options), estimated=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        pytest.param([GPU, CPU, NVME], PlanKind.SUPPORT_PARTITION, id="partition"),
+        pytest.param([GPU, CPU, NVME], PlanKind.ALL_ROWS_MOVED, id="moved"),
+        pytest.param([GPU, CPU], PlanKind.HEAD_GROUPS, id="heads"),
+        pytest.param([CPU, CPU], PlanKind.REQUEST_ON_CPU, id="on-cpu"),
+    ],
+)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_no_estimated_state_is_in_an_exact_answer(
+    where: list[int], kind: PlanKind, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last chunk is not full, so its state is one of its own in every plan."""
+    monkeypatch.setattr(attend, "chunk_state", estimated_state)
+    monkeypatch.setattr(headgroups, "chunk_state", estimated_state)
+    for last in (64, 7) if queries > 1 else (7,):
+        built = world(where, last=last, queries=queries)
+        try:
+            with pytest.raises(CoreError) as refused:
+                built.plans.exact(built.append, built.query, built.visible, step=0, forced=kind)
+        finally:
+            built.close()
+        assert refused.value.reason is Reason.UNDECLARED_APPROXIMATION
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_fold_with_an_estimated_state_is_estimated(at: int) -> None:
+    built = world([CPU] * 4)
+    k, v = torch.randn(2, 64, 2, 16), torch.randn(2, 64, 2, 16)
+    query = built.query
+    states = [
+        chunk_state(query.q, k[0], v[0], scale=0.25, q_pos0=255, row_pos0=0, frame=query.frame)
+        for _ in range(4)
+    ]
+    for together in (True, False):
+        for mark in (False, True):
+            marked = [dataclasses.replace(one, estimated=mark and i == at) for i, one in enumerate(states)]
+            fold = Fold(query)
+            if together:
+                fold.add(marked[0])
+                fold.add_all(marked[1:])
+            else:
+                for one in marked:
+                    fold.add(one)
+            fold.add_full(torch.zeros(2, 2, 64, 16))
+            assert fold.result().estimated is mark
+    built.close()
+
+
+def test_states_of_another_frame_do_not_join_a_fold() -> None:
+    built = world([CPU])
+    k = torch.randn(64, 2, 16)
+    query = built.query
+    state = chunk_state(query.q, k, k, scale=0.25, q_pos0=63, row_pos0=0, frame=query.frame)
+    fold = Fold(query)
+    with pytest.raises(FrameMismatch):
+        fold.add_all([state, dataclasses.replace(state, frame=LogitFrame(0.5))])
+    built.close()
+
+
+def test_a_preference_reaches_layers_whose_plan_was_kept(tmp_path: Path) -> None:
+    rows = Rows.random(CHUNK + 9)
+    with engine(tmp_path, [cpu(16)]) as built:
+        driver = Driver.open(built, rows)
+        driver.forward(CHUNK + 3)
+        driver.forward(1)
+        before = driver.answers[-1].receipt.plan_kind
+        other = next(
+            kind for kind in (PlanKind.REQUEST_ON_CPU, PlanKind.SUPPORT_PARTITION) if kind.value != before
+        )
+        built.prefer(dataclasses.replace(RECENCY, allowed=frozenset({other})))
+        driver.forward(1)
+        assert driver.answers[-1].receipt.plan_kind == other.value
+
+
+def test_states_name_the_position_epoch_of_their_session() -> None:
+    built = world([NVME, NVME])
+    built.append.session.position_epoch = 5
+    plan = built.plans.planner.plan(built.append, built.visible, queries=1)
+    reduction = reduction_of(
+        [list(plan.reads)], built.append, built.query, built.store.layout, built.store.tiers, built.clock, 128
+    )
+    assert reduction.terms.position_epoch == 5
+    built.close()
