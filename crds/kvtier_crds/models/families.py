@@ -96,8 +96,13 @@ class RetrievalAttentionParameters(Struct):
     """A key graph built from prefill queries."""
 
     build_neighbours: Annotated[int, Field(ge=1, le=1024)]
+    """Keys that each query of the build bridges."""
     search_width: Annotated[int, Field(ge=1, le=4096)]
+    """Keys that a search keeps; at least the budget's rows are."""
     out_degree: Annotated[int, Field(ge=1, le=512)]
+    """Edges of a key."""
+    sample_queries: Annotated[int, Field(ge=1, le=65536)] = 1024
+    """Queries of the build, the last ones of the rows indexed."""
 
 
 class ScoreScale(StrEnum):
