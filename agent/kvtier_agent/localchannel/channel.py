@@ -195,8 +195,8 @@ class Channel:
         longest = self._office.frame_seconds
         received_at = min(now, max(sent, now - 2 * longest))
         turns = self._server.turns(records, self._attachments, rings)
-        allowed = max((turn.record.deadline_ms for turn in turns), default=0) / 1000
-        self._running_until = received_at + min(allowed or longest, longest)
+        allowed = max(turn.record.deadline_ms / 1000 or longest for turn in turns)
+        self._running_until = received_at + min(allowed, longest)
         self._running = turns
         try:
             self._server.compute(turns, rings, received_at)

@@ -7,6 +7,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from kvtier.v1 import common_pb2
 from kvtier_agent.config import Limits
 from kvtier_agent.evidence_port import EvidencePort
 from kvtier_core.errors import CoreError, Reason
-from tests.engine.raw_channel import RING, Ended, RawChannel, floats
+from tests.engine.raw_channel import RING, Ended, RawChannel, floats, record
 from tests.unit.agent.local_channel_rig import (
     FRAME_BYTES,
     QUERY,
@@ -238,6 +239,27 @@ def test_an_engine_that_hangs_is_answered_for_and_its_late_answer_is_dropped(
         rig.engine.hook = lambda: None
         release.set()
         assert channel.works()
+
+
+def test_a_frame_without_a_deadline_of_its_own_is_not_called_hung_by_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message is as patient as the most patient of its frames, and one that names no deadline has the
+    longest."""
+    monkeypatch.setattr("kvtier_agent.attendframes.ENGINE_GRACE_SECONDS", 0.0)
+    with channel_rig(tmp_path, Limits(frame_deadline_seconds=1000.0)) as rig:
+        first, second = rig.opened(), rig.opened()
+        with rig.channel(first) as channel:
+            attached = channel.attach(second.local_channel.token)
+            [running] = rig.server._channels
+            seen: list[float] = []
+            rig.engine.hook = lambda: seen.append(running._running_until - time.monotonic())
+            patient = channel.frame(deadline_ms=0)
+            channel.put(4096, floats(FRAME_BYTES // 4, 1))
+            hasty = record(second, attached, offset=4096, sequence=2, deadline_ms=50_000)
+            answers = channel.ask(patient, hasty)
+            assert not any(answer.HasField("error") for answer in answers)
+            assert min(seen) > 900.0
 
 
 def test_a_frame_that_waits_in_the_socket_past_its_deadline_is_refused(rig: ChannelRig) -> None:
