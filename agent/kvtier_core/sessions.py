@@ -236,8 +236,11 @@ class RowStore:
         with self.lock:
             for part in append.sealed:
                 self._commit_sealed(append, state, part)
-            if append.open_chunk != NO_LINE:
-                self._commit_open(append, state)
+            ref = self._open_slot(append, state)
+            if ref is None and append.open_chunk != NO_LINE:
+                self._note_open(append, state)
+        if ref is not None:
+            self._commit_open(append, state, ref)
         state.frontier = append.end
 
     def _commit_sealed(self, append: Append, state: LayerState, part: SealedPart) -> None:
@@ -289,19 +292,29 @@ class RowStore:
         self._owners[line] = (session,)
         return line
 
-    def _commit_open(self, append: Append, state: LayerState) -> None:
+    def _open_slot(self, append: Append, state: LayerState) -> SlotRef | None:
+        """The slot of a new open chunk: kept for it, or just come free. None when none begins."""
+        if append.open_chunk == NO_LINE or state.open_line != NO_LINE:
+            return None
+        kept, append.open_ref = append.open_ref, None
+        return kept or self.pool(state.open_tier).reserve(self._logical(append, append.open_chunk))
+
+    def _commit_open(self, append: Append, state: LayerState, ref: SlotRef) -> None:
+        """Fills a new open chunk, and then lists it."""
         size = self.layout.chunk_tokens
-        if state.open_line == NO_LINE:
-            tier = self.pool(state.open_tier)
-            ref = append.open_ref or tier.reserve(self._logical(append, append.open_chunk))
-            append.open_ref = None
-            tier.adopt(ref)
-            rows = slice(append.open_from - append.first, append.end - append.first)
-            tier.append(ref, append.open_from % size, append.k[rows], append.v[rows])
+        tier = self.pool(state.open_tier)
+        tier.adopt(ref)
+        rows = slice(append.open_from - append.first, append.end - append.first)
+        tier.append(ref, append.open_from % size, append.k[rows], append.v[rows])
+        with self.lock:
             generation = self.directory.issue_generation()
             state.open_line = self.insert(
                 append.session, append.layer, append.open_chunk, state.open_tier, ref, generation
             )
+            self._note_open(append, state)
+
+    def _note_open(self, append: Append, state: LayerState) -> None:
+        size = self.layout.chunk_tokens
         line = state.open_line
         self.directory.rows[line] = append.end - append.open_chunk * size
         self.directory.producer[line] = append.session.producer_at(append.end - 1)

@@ -116,31 +116,36 @@ class Branching:
         """Cannot fail. Lines that nobody else holds are freed."""
         cut.session.number = cut.number
         for layer, kept in enumerate(cut.layers):
-            # A layer at a time: a long session must not hold the lock for all of its chunks.
-            with self._store.lock:
-                self._commit_layer(cut, layer, kept)
+            self._commit_layer(cut, layer, kept)
 
     def _commit_layer(self, cut: Cut, layer: int, kept: Reopened) -> None:
         store, session = self._store, cut.session
         state = session.layers[layer]
         chunk, rows = divmod(cut.to, store.layout.chunk_tokens)
         stays = chunk + (1 if rows and kept.k is None else 0)
-        for line in state.lines[stays:]:
-            store.let_go(session, line)
-        del state.lines[stays:]
-        state.frontier = cut.to
-        if not rows:
-            state.open_line = NO_LINE
-            return
-        if kept.k is not None and kept.v is not None:
-            tier = store.pool(state.open_tier)
-            ref = kept.ref or tier.reserve(logical_id(session.number, layer, chunk))
+        ref: SlotRef | None = None
+        # A layer at a time: a long session must not hold the lock for all of its chunks.
+        with store.lock:
+            for line in state.lines[stays:]:
+                store.let_go(session, line)
+            del state.lines[stays:]
+            state.frontier = cut.to
+            if not rows:
+                state.open_line = NO_LINE
+                return
+            if kept.k is not None:
+                # The former open chunk's slot is free now, and must not become another's.
+                tier = store.pool(state.open_tier)
+                ref = kept.ref or tier.reserve(logical_id(session.number, layer, chunk))
+        if ref is not None and kept.k is not None and kept.v is not None:
             tier.adopt(ref)
             tier.append(ref, 0, kept.k, kept.v)
-            generation = store.directory.issue_generation()
-            state.open_line = store.insert(session, layer, chunk, state.open_tier, ref, generation)
-        store.directory.rows[state.open_line] = rows
-        store.directory.producer[state.open_line] = session.producer_at(cut.to - 1)
+        with store.lock:
+            if ref is not None:
+                generation = store.directory.issue_generation()
+                state.open_line = store.insert(session, layer, chunk, state.open_tier, ref, generation)
+            store.directory.rows[state.open_line] = rows
+            store.directory.producer[state.open_line] = session.producer_at(cut.to - 1)
 
     # Drop.
 

@@ -1,21 +1,26 @@
-"""What must not reach an exact answer, and what a kept plan or a state's identity must not leave out."""
+"""What must not reach an exact answer, what a kept plan or a state's identity must not leave out, and what
+must not happen under the metadata lock."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvtier_core import attend, headgroups
+from kvtier_core.edits.requests import Truncate
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Fold
 from kvtier_core.neardata import reduction_of
 from kvtier_core.placements.preference import RECENCY, PlanKind
+from kvtier_core.tiers.base import PoolTier
 from kvtier_kernels.ops.chunk_attention import chunk_state
 from kvtier_kernels.state import AttentionState, FrameMismatch, LogitFrame
 from tests.unit.core.builders import CHUNK, Driver, Rows, cpu, engine
+from tests.unit.core.editing import edit, fork
 from tests.unit.core.rowsdouble import CPU, GPU, NVME, world
 
 
@@ -108,3 +113,30 @@ def test_states_name_the_position_epoch_of_their_session() -> None:
     )
     assert reduction.terms.position_epoch == 5
     built.close()
+
+
+def test_rows_move_beside_the_metadata_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows.random(4 * CHUNK)
+    with engine(tmp_path, [cpu(64)]) as built:
+        lock = built._store.lock
+        moved: list[tuple[str, bool]] = []
+
+        def watched(name: str) -> Callable[..., object]:
+            real = getattr(PoolTier, name)
+
+            def move(*args: object) -> object:
+                moved.append((name, lock._is_owned()))  # type: ignore[attr-defined]
+                return real(*args)
+
+            return move
+
+        for name in ("append", "adopt"):
+            monkeypatch.setattr(PoolTier, name, watched(name))
+        parent = Driver.open(built, rows)
+        parent.forward(2 * CHUNK + 10)
+        child = fork(parent)
+        edit(parent, Truncate(CHUNK + 5))
+        for driver in (parent, child):
+            driver.forward(CHUNK)
+    assert {name for name, _ in moved} == {"append", "adopt"}
+    assert not any(held for _, held in moved)
