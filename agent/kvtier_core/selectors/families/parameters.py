@@ -31,10 +31,11 @@ class Parameters:
         return value
 
     def number(self, name: str, low: float, high: float, default: str | None = None) -> float:
-        """A decimal in [low, high], as text or number."""
+        """A decimal in [low, high], as text or number; as text also in percent ("5%")."""
         value = self._value(name, default)
+        text = str(value)
         try:
-            number = float(Decimal(str(value)))
+            number = float(Decimal(text[:-1]) / 100 if text.endswith("%") else Decimal(text))
         except InvalidOperation:
             number = float("nan")
         if isinstance(value, bool) or not low <= number <= high:
