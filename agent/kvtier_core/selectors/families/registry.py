@@ -11,6 +11,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.selectors.contract import Family, Shape
 from kvtier_core.selectors.families.certified_scan import CertifiedScan
 from kvtier_core.selectors.families.cluster_kv import ClusterKv
+from kvtier_core.selectors.families.em_llm import EmLlm
 from kvtier_core.selectors.families.inf_llm import InfLlm
 from kvtier_core.selectors.families.infinigen import Infinigen
 from kvtier_core.selectors.families.magic_pig import MagicPig
@@ -29,6 +30,7 @@ FAMILIES: dict[str, _Maker] = {
     "certifiedScan": CertifiedScan.from_manifest,
     "clusterKv": ClusterKv.from_manifest,
     "infinigen": Infinigen.from_manifest,
+    "emLlm": EmLlm.from_manifest,
     "infLlm": InfLlm.from_manifest,
     "magicPig": MagicPig.from_manifest,
     "pqcache": Pqcache.from_manifest,
