@@ -1,0 +1,1 @@
+"""Quality of selectors, measured on a model beside full attention, an oracle, random and recent rows."""
