@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 REPOSITORY = Path(__file__).resolve().parents[3]
 OUR_PACKAGES = {
     "kvtier", "kvtier_crds", "kvtier_evidence", "kvtier_kernels", "kvtier_core",
-    "kvtier_agent", "kvtier_client", "kvtier_operator",
+    "kvtier_agent", "kvtier_client", "kvtier_eval", "kvtier_operator",
 }  # fmt: skip
 
 # Which extras a package may rely on, beside the base dependencies.
@@ -28,6 +28,7 @@ INSTALLED_WITH = {
     "agent/kvtier_core": ("agent", "client"),
     "agent/kvtier_agent": ("agent",),
     "agent/kvtier_client": ("client",),
+    "agent/kvtier_eval": ("eval",),
     "kernels/kvtier_kernels": ("agent", "client"),
 }
 # Imports that are guarded, since only another extra brings them.

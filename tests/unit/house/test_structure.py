@@ -21,6 +21,7 @@ PACKAGES = (
     "agent/kvtier_core",
     "agent/kvtier_agent",
     "agent/kvtier_client",
+    "agent/kvtier_eval",
     "operator/kvtier_operator",
 )
 LONGEST_FILE = 500
