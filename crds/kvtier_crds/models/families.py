@@ -92,17 +92,58 @@ class PqcacheParameters(Struct):
     one more than a codebook has entries, which is also the least."""
 
 
-class RetrievalAttentionParameters(Struct):
-    """A key graph built from prefill queries."""
+class RetrievalVariant(StrEnum):
+    PAPER = "paper"
+    RETRO_INFER = "retroInfer"
 
-    build_neighbours: Annotated[int, Field(ge=1, le=1024)]
+
+class RetrievalAttentionParameters(Struct):
+    """A key graph built from prefill queries; or RetroInfer's clusters, which are another method."""
+
+    model_config = struct_config(
+        cel(
+            "self.variant != 'paper' || (has(self.buildNeighbours) && has(self.searchWidth) && "
+            "has(self.outDegree))",
+            "spec.retrievalAttention.buildNeighbours, searchWidth and outDegree must be given for variant "
+            "paper",
+        ),
+        cel(
+            "self.variant == 'paper' || !(has(self.buildNeighbours) || has(self.searchWidth) || "
+            "has(self.outDegree) || has(self.sampleQueries))",
+            "spec.retrievalAttention.buildNeighbours, searchWidth, outDegree and sampleQueries are of "
+            "variant paper only",
+        ),
+        cel(
+            "self.variant != 'retroInfer' || (has(self.tokensPerCluster) && has(self.segmentTokens) && "
+            "has(self.estimatedClusters))",
+            "spec.retrievalAttention.tokensPerCluster, segmentTokens and estimatedClusters must be given for "
+            "variant retroInfer",
+        ),
+        cel(
+            "self.variant == 'retroInfer' || !(has(self.tokensPerCluster) || has(self.segmentTokens) || "
+            "has(self.estimatedClusters) || has(self.iterations))",
+            "spec.retrievalAttention.tokensPerCluster, segmentTokens, estimatedClusters and iterations are "
+            "of variant retroInfer only",
+        ),
+    )
+
+    variant: RetrievalVariant = RetrievalVariant.PAPER
+    build_neighbours: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Keys that each query of the build bridges."""
-    search_width: Annotated[int, Field(ge=1, le=4096)]
+    search_width: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Keys that a search keeps; at least the budget's rows are."""
-    out_degree: Annotated[int, Field(ge=1, le=512)]
+    out_degree: Annotated[int, Field(ge=1, le=512)] | None = None
     """Edges of a key."""
-    sample_queries: Annotated[int, Field(ge=1, le=65536)] = 1024
-    """Queries of the build, the last ones of the rows indexed."""
+    sample_queries: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Queries of the build, the last ones of the rows indexed; absent: 1024."""
+    tokens_per_cluster: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Rows of a cluster, on average."""
+    segment_tokens: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Rows that are clustered together."""
+    estimated_clusters: Annotated[int, Field(ge=0, le=65536)] | None = None
+    """Clusters of a KV head that are answered for by their centres, after those that are read."""
+    iterations: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Of k-means; absent: 10."""
 
 
 class ScoreScale(StrEnum):

@@ -17,6 +17,7 @@ from kvtier_core.selectors.families.infinigen import Infinigen
 from kvtier_core.selectors.families.magic_pig import MagicPig
 from kvtier_core.selectors.families.pqcache import Pqcache
 from kvtier_core.selectors.families.retrieval_attention import RetrievalAttention
+from kvtier_core.selectors.families.retro_infer import RetroInfer
 from kvtier_core.selectors.families.sparq import Sparq
 from kvtier_core.selectors.families.squeezed_attention import SqueezedAttention
 from kvtier_crds.manifest import Selector
@@ -24,6 +25,21 @@ from kvtier_crds.manifest import Selector
 
 class _Maker(Protocol):
     def __call__(self, selector: Selector, shape: Shape, page_tokens: int) -> Family: ...
+
+
+def _retrieval_attention(selector: Selector, shape: Shape, page_tokens: int) -> Family:
+    """VARIANT_UNKNOWN names the legal ones."""
+    variants: dict[object, _Maker] = {
+        "paper": RetrievalAttention.from_manifest,
+        "retroInfer": RetroInfer.from_manifest,
+    }
+    maker = variants.get(selector.parameters.get("variant", "paper"))
+    if maker is None:
+        raise CoreError(
+            Reason.VARIANT_UNKNOWN,
+            "retrievalAttention.variant must be one of " + ", ".join(map(str, variants)),
+        )
+    return maker(selector, shape, page_tokens)
 
 
 FAMILIES: dict[str, _Maker] = {
@@ -34,7 +50,7 @@ FAMILIES: dict[str, _Maker] = {
     "infLlm": InfLlm.from_manifest,
     "magicPig": MagicPig.from_manifest,
     "pqcache": Pqcache.from_manifest,
-    "retrievalAttention": RetrievalAttention.from_manifest,
+    "retrievalAttention": _retrieval_attention,
     "sparq": Sparq.from_manifest,
     "squeezedAttention": SqueezedAttention.from_manifest,
 }

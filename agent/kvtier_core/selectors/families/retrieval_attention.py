@@ -1,7 +1,7 @@
 """RetrievalAttention: rows found by walking a graph of keys that prefill queries bridged (Liu et al., 2024).
 
 Why it exists: the family that scores few keys, each by its true product with the query. It must not know
-tiers or requests, nor RetroInfer, which the authors' later repository holds and which is another family file.
+tiers or requests, nor RetroInfer, which the authors' later repository holds.
 
 Build and search (specification D.5): `keygraph`. One graph per query head over the keys of its KV head, which
 the heads of a group share. Rows of the sink are in no graph. Queries: the last `sampleQueries` of the rows

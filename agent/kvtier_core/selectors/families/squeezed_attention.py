@@ -65,6 +65,7 @@ FACTS = FamilyFacts(
     edit=EditCost.REBUILD,
     randomised=True,
     fixed_size=False,
+    estimates=True,
 )
 SCALES = ("scaled", "unscaled")
 Scores = NDArray[np.float64]
