@@ -398,15 +398,18 @@ class RowStore:
         self.staging_job(line, deadline)(buffer)
         return buffer.payload
 
-    def rows_equal(self, session: Session, layer: int, first: int, k: Tensor, v: Tensor) -> bool:
-        """Whether rows [first, first + n) of a layer hold exactly these bytes."""
+    def rows_equal(
+        self, session: Session, layer: int, first: int, k: Tensor, v: Tensor, deadline: float | None = None
+    ) -> bool:
+        """Whether rows [first, first + n) of a layer hold exactly these bytes. DEADLINE, and what reading
+        them may refuse."""
         size = self.layout.chunk_tokens
         state = session.layers[layer]
         done = 0
         while done < k.shape[0]:
             position = first + done
             count = min(int(k.shape[0]) - done, size - position % size)
-            payload = self.read_rows(state.lines[position // size])
+            payload = self.read_rows(state.lines[position // size], deadline)
             stored = payload[:, :, position % size : position % size + count].transpose(1, 2)
             given = torch.stack((k[done : done + count], v[done : done + count]))
             if not torch.equal(stored.contiguous().view(torch.int32), given.contiguous().view(torch.int32)):

@@ -107,7 +107,7 @@ class StepRunner:
         if mode.publish is PublishArm.CANDIDATE and mode.candidate_digest is None:
             raise CoreError(Reason.NO_CANDIDATE, "a candidate's answer needs the candidate's digest")
         if repeat and not store.rows_equal(
-            session, request.layer, request.first_row_position, request.k, request.v
+            session, request.layer, request.first_row_position, request.k, request.v, request.deadline
         ):
             raise CoreError(
                 Reason.FRONTIER_MISMATCH,

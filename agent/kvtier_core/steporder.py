@@ -50,7 +50,8 @@ def check_order(session: Session, request: StepRequest) -> bool:
     state = session.layers[layer]
     rows = int(request.k.shape[0])
     end = request.first_row_position + rows
-    repeat = rows > 0 and end <= state.frontier and step == session.step and layer <= session.layer
+    running = step == session.step >= 0
+    repeat = running and rows > 0 and end <= state.frontier and layer <= session.layer
     if repeat:
         frontier = state.frontier
     else:

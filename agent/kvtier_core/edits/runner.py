@@ -24,6 +24,7 @@ from kvtier_core.edits.history import record
 from kvtier_core.edits.requests import Drop, EditAnswer, EditRequest, ForkRequest, Reposition, Truncate
 from kvtier_core.identity import SourceBinding
 from kvtier_core.positions import PositionView
+from kvtier_core.resident import ResidentLayer
 from kvtier_core.rope import rope_table
 from kvtier_core.selectors.base import LayerIndex, SelectorFamily
 from kvtier_core.sessions import RowStore
@@ -37,6 +38,7 @@ class Context(Protocol):
     source_digest: bytes
     family: SelectorFamily | None
     indexes: list[LayerIndex | None]
+    resident: list[ResidentLayer | None]
 
 
 class Edits:
@@ -145,6 +147,8 @@ class Edits:
         session.step = -1
         context.source_digest = source.digest()
         context.indexes[:] = indexes
+        # Views of the former rows would keep memory that the tier may have given to others.
+        context.resident[:] = [None] * len(context.resident)
 
     def _indexed(
         self,

@@ -16,10 +16,12 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Fold
 from kvtier_core.neardata import reduction_of
 from kvtier_core.placements.preference import RECENCY, PlanKind
-from kvtier_core.tiers.base import PoolTier
+from kvtier_core.tiers.base import BlockIdentity, PoolTier, SlotRef
+from kvtier_core.tiers.cpu import CpuTier
+from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_kernels.ops.chunk_attention import chunk_state
 from kvtier_kernels.state import AttentionState, FrameMismatch, LogitFrame
-from tests.unit.core.builders import CHUNK, Driver, Rows, cpu, engine
+from tests.unit.core.builders import CHUNK, LAYERS, Driver, Rows, cpu, engine
 from tests.unit.core.editing import edit, fork
 from tests.unit.core.rowsdouble import CPU, GPU, NVME, world
 
@@ -140,3 +142,46 @@ def test_rows_move_beside_the_metadata_lock(tmp_path: Path, monkeypatch: pytest.
             driver.forward(CHUNK)
     assert {name for name, _ in moved} == {"append", "adopt"}
     assert not any(held for _, held in moved)
+
+
+def test_a_step_below_0_repeats_nothing_after_an_edit(tmp_path: Path) -> None:
+    """Between an edit and the next step no step runs, and none is repeated."""
+    with engine(tmp_path, [cpu(16)]) as built:
+        driver = Driver.open(built, Rows.random(CHUNK))
+        driver.forward(9)
+        edit(driver, Truncate(6))
+        driver.step = -1
+        with pytest.raises(CoreError) as refused:
+            built.step(driver.request(0, 4, 6, committed_frontier=6))
+        assert refused.value.reason is Reason.STEP_ORDER
+
+
+def test_an_edit_lets_go_of_what_was_kept_of_the_former_rows(tmp_path: Path) -> None:
+    """A kept view keeps its memory, also when the tier has given it to somebody else."""
+    with engine(tmp_path, [cpu(16)]) as built:
+        driver = Driver.open(built, Rows.random(2 * CHUNK))
+        driver.forward(CHUNK + 3)
+        driver.forward(1)
+        [kept] = {one is not None for one in built._contexts[driver.handle.session_id].resident}
+        assert kept
+        edit(driver, Truncate(5))
+        assert built._contexts[driver.handle.session_id].resident == [None] * LAYERS
+
+
+def test_a_repeats_rows_are_read_by_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float | None] = []
+    real = CpuTier.read
+
+    def read(
+        tier: CpuTier, ref: SlotRef, identity: BlockIdentity, buffer: StagingBuffer, deadline: float | None
+    ) -> None:
+        deadlines.append(deadline)
+        real(tier, ref, identity, buffer, deadline)
+
+    with engine(tmp_path, [cpu(16)]) as built:
+        driver = Driver.open(built, Rows.random(2 * CHUNK))
+        asked = driver.request(0, 0, CHUNK, deadline=1e12)
+        built.step(asked)
+        monkeypatch.setattr(CpuTier, "read", read)
+        assert built.step(asked).repeated
+    assert deadlines == [1e12]
