@@ -210,12 +210,18 @@ def test_a_class_without_a_lossless_codec_is_refused() -> None:
         (
             "retrievalAttention",
             {"buildNeighbours": 32, "searchWidth": 64, "outDegree": 16},
-            {"buildNeighbours": 32, "searchWidth": 64, "outDegree": 16},
+            {"variant": "paper", "buildNeighbours": 32, "searchWidth": 64, "outDegree": 16},
         ),
         (
             "squeezedAttention",
             {"clusters": 8, "threshold": "0.15"},
-            {"clusters": 8, "threshold": "0.15", "levels": 1},
+            {
+                "clusters": 8,
+                "threshold": "0.15",
+                "levels": 1,
+                "iterations": 300,
+                "scoreScale": "scaled",
+            },
         ),
         (
             "magicPig",
@@ -244,7 +250,13 @@ def test_a_class_without_a_lossless_codec_is_refused() -> None:
         (
             "clusterKv",
             {"tokensPerCluster": 80, "sealTokens": 320, "clustersPerSeal": 4},
-            {"tokensPerCluster": 80, "sealTokens": 320, "clustersPerSeal": 4},
+            {
+                "tokensPerCluster": 80,
+                "sealTokens": 320,
+                "clustersPerSeal": 4,
+                "iterations": 20,
+                "memberOrder": "position",
+            },
         ),
         ("certifiedScan", {"maxOmittedMass": "0.01"}, {"maxOmittedMass": "0.01"}),
     ],
