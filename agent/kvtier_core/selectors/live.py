@@ -103,7 +103,8 @@ class LiveIndex:
     """One layer of one session: the newest index, published as a whole by one assignment.
 
     Rows wait until somebody asks: a family that learns from the prompt (codebooks, clusters) is built once
-    over all of it, however the prefill was cut into frames. The first selection pays for the build."""
+    over all of it, however the prefill was cut into frames. The first selection pays for the build. A family
+    of fixed contexts keeps that index; it reads all rows behind it."""
 
     def __init__(self, live: LiveFamily, source: Source) -> None:
         self._live = live
@@ -141,7 +142,7 @@ class LiveIndex:
             k, v = (torch.cat([rows[part] for rows in self._waiting]) for part in (0, 1))
             if index is None:
                 index = family.build(self._source, k, v, NO_EVIDENCE)
-            else:
+            elif family.facts.appendable:
                 index = family.append(index, k, v, NO_EVIDENCE)
             self._index = index
             self._waiting.clear()

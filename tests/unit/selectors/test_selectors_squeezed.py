@@ -22,6 +22,7 @@ from kvtier_core.selectors.families.squeezed_attention import (
     calibrated_threshold,
     scores,
 )
+from kvtier_core.selectors.live import LiveFamily
 from tests.unit.selectors.selector_cases import SMALL, SOURCE, logits_of, query_of, rows_of, selector
 
 ONE = Shape(query_heads=1, kv_heads=1, head_dim=2, scale=1 / math.sqrt(2))
@@ -339,6 +340,17 @@ def test_a_fixed_context_takes_no_rows_and_no_edit_inside_it() -> None:
     selection = made.select(behind, query)
     assert selection.receipt.unindexed == 50
     assert all(set(range(40, 90)) <= set(rows.tolist()) for rows in selection.positions)
+
+
+def test_a_session_goes_on_over_the_rows_behind_a_fixed_context() -> None:
+    declared = selector("squeezedAttention", {"clusters": 4, "threshold": "0.9"}, {"tokens": 8})
+    index = LiveFamily(declared, SMALL, 16).index(b"s" * 32, 1)
+    k, v = rows_of(2, 44)
+    index.append(0, k[:40], v[:40])
+    assert index.select(query_of(1), 40, SMALL.scale).positions[0].tolist() == [39]
+    index.append(40, k[40:], v[40:])
+    for rows in index.select(query_of(1), 44, SMALL.scale).positions:
+        assert rows.tolist() == [40, 41, 42, 43]
 
 
 @pytest.mark.parametrize(
