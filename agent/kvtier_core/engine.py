@@ -200,7 +200,7 @@ class CacheEngine:
         with self._lock:
             self._plans.planner.prefer(preference)
             for context in self._contexts.values():
-                context.resident[:] = [None] * len(context.resident)
+                context.forget_views()
             self._store.placement.prefer(preference)
 
     def open_session(self, spec: SessionSpec) -> SessionHandle:

@@ -52,7 +52,8 @@ class HeadGroups:
         self._memory = torch.empty(0)
 
     def run(self, plan: Plan, append: Append, query: Query) -> Sliced:
-        """The plan's chunks, group by group. DEADLINE between chunks and while a slice is awaited."""
+        """The plan's chunks, group by group. DEADLINE between chunks and while a slice is awaited;
+        TRANSFER_TIMEOUT when a slice hangs before it."""
         run = _Run(self._store, self._clock, self._executor, plan, append, query)
         floats = 2 * run.slice_floats
         if self._memory.numel() < floats:
@@ -157,7 +158,10 @@ class _Run:
         try:
             filling.result(timeout=left)
         except FutureTimeout as error:
-            raise CoreError(Reason.DEADLINE, "the deadline passed while a slice was copied") from error
+            if left < READ_TIMEOUT_SECONDS:
+                raise CoreError(Reason.DEADLINE, "the deadline passed while a slice was copied") from error
+            message = f"a slice was not copied within {left:.3f} s"
+            raise CoreError(Reason.TRANSFER_TIMEOUT, message) from error
 
     def _payload(self, read: ChunkRead) -> Tensor:
         tier = self._store.tiers[read.tier]

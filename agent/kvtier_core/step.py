@@ -54,6 +54,10 @@ class StepContext:
     resident: list[ResidentLayer | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.forget_views()
+
+    def forget_views(self) -> None:
+        """Lets go of what frames on the short way keep."""
         self.resident = [None] * len(self.session.layers)
 
 

@@ -24,7 +24,6 @@ from kvtier_core.edits.history import record
 from kvtier_core.edits.requests import Drop, EditAnswer, EditRequest, ForkRequest, Reposition, Truncate
 from kvtier_core.identity import SourceBinding
 from kvtier_core.positions import PositionView
-from kvtier_core.resident import ResidentLayer
 from kvtier_core.rope import rope_table
 from kvtier_core.selectors.base import LayerIndex, SelectorFamily
 from kvtier_core.sessions import RowStore
@@ -38,7 +37,9 @@ class Context(Protocol):
     source_digest: bytes
     family: SelectorFamily | None
     indexes: list[LayerIndex | None]
-    resident: list[ResidentLayer | None]
+
+    def forget_views(self) -> None:
+        """Lets go of what frames keep of where rows lie."""
 
 
 class Edits:
@@ -148,7 +149,7 @@ class Edits:
         context.source_digest = source.digest()
         context.indexes[:] = indexes
         # Views of the former rows would keep memory that the tier may have given to others.
-        context.resident[:] = [None] * len(context.resident)
+        context.forget_views()
 
     def _indexed(
         self,

@@ -4,7 +4,9 @@ must not happen under the metadata lock."""
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -185,3 +187,21 @@ def test_a_repeats_rows_are_read_by_its_deadline(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(CpuTier, "read", read)
         assert built.step(asked).repeated
     assert deadlines == [1e12]
+
+
+def test_a_copy_of_heads_that_hangs_is_no_missed_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame without a deadline misses none; what another plan reads anew may be answered."""
+    monkeypatch.setattr(headgroups, "READ_TIMEOUT_SECONDS", 0.01)
+    release = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(release.wait, 20)
+        built = world([GPU, CPU], executor=executor)
+        try:
+            with pytest.raises(CoreError) as hung:
+                built.plans.exact(
+                    built.append, built.query, built.visible, step=0, forced=PlanKind.HEAD_GROUPS
+                )
+            assert hung.value.reason is Reason.TRANSFER_TIMEOUT
+        finally:
+            release.set()
+            built.close()
