@@ -179,6 +179,15 @@ def test_the_trim_of_the_published_code_drops_the_best_key() -> None:
     assert shares["position"] < 0.05
 
 
+def test_a_budget_for_all_rows_reads_all_clusters() -> None:
+    """The authors' code reads one cluster then: its sentinel wins the search for the crossing cluster."""
+    made, index, q = toy(budget={"tokens": 100})
+    selection = made.select(index, Query(q, 9, SOURCE))
+    assert selection.positions[0].tolist() == list(range(9))
+    assert selection.receipt.got_units == (3,)
+    assert selection.receipt.dropped_by_cap == (0,)
+
+
 def test_order_by_centrality_keeps_the_rows_nearest_the_centre() -> None:
     k = keys_of([0, 30, 14, 16, 15])
     q = torch.tensor([[[1.0, 0.0]]])
