@@ -362,6 +362,7 @@ class MagicPig:
         covered, tabled = own.facts.covered, own.tabled
         parts: list[list[_Sample]] = []
         looked = q.shape[1] * self.tables * 10
+        owner = torch.arange(q.shape[1]) // self.shape.group
         for first, last in ((0, tabled), (tabled, covered)):
             if first == last:
                 continue
@@ -374,9 +375,8 @@ class MagicPig:
             bounds, ids, log_u = hit.indptr.tolist(), hit.ids.numpy(), hit.log_p.double().numpy()
             lists = [slice(bounds[h], bounds[h + 1]) for h in range(q.shape[1])]
             parts.append([_Sample(ids[one].astype(np.int64) + first, log_u[one]) for one in lists])
-            owner = torch.arange(q.shape[1]) // self.shape.group
-            at = codes.long().unsqueeze(-1)
-            looked += 4 * int((ends[:, owner].gather(3, at) - starts[:, owner].gather(3, at)).sum())
+            bucket = (0, owner[:, None], torch.arange(self.tables), codes[0].long())
+            looked += 4 * int((ends[bucket] - starts[bucket]).sum())
         samples = []
         for head in range(q.shape[1]):
             rows = np.concatenate([np.empty(0, np.int64), *(part[head].rows for part in parts)])

@@ -185,18 +185,19 @@ class Rule:
                 f"rows {first} to {last} need queries to row {to}, there are rows {pending.base} "
                 f"to {pending.end}",
             )
-        keys = pending.keys.entries.astype(np.float64)
-        queries = pending.queries.entries.astype(np.float64)
+        base = max(0, first - self.history)
+        keys = pending.keys.entries[base - pending.base : to - pending.base].astype(np.float64)
+        queries = pending.queries.entries[base - pending.base : to - pending.base].astype(np.float64)
         values = np.zeros((self.shape.query_heads, last - first))
         for head in range(self.shape.query_heads):
             mine = keys[:, head // self.shape.group]
             if self.variant == "paper":
                 ahead = np.concatenate([np.zeros((1, mine.shape[1])), np.cumsum(queries[:, head], axis=0)])
-                at = np.arange(first, last) - pending.base
+                at = np.arange(first, last) - base
                 mean = (ahead[at + 1 + self.following] - ahead[at + 1]) / self.following
                 values[head] = np.einsum("nd,nd->n", mine[at], mean)
             else:
-                values[head] = self._received(mine, queries[:, head], pending.base, first, last)
+                values[head] = self._received(mine, queries[:, head], base, first, last)
         return Influence(first, last, values, (first + 1, to))
 
     def _received(self, keys: Floats, queries: Floats, base: int, first: int, last: int) -> Floats:
