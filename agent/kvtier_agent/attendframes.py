@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 
-from kvtier_agent.cachehost import FrameAnswer, Session
+from kvtier_agent.cachesession import FrameAnswer, Session
 from kvtier_agent.node import Node
 from kvtier_agent.telemetry import Metrics, Telemetry
 from kvtier_core.errors import CoreError, Reason

@@ -16,7 +16,8 @@ from typing import TypeVar
 from kvtier.v1 import attention_pb2
 from kvtier_agent import attendframes, convert
 from kvtier_agent.attendframes import FrameDesk
-from kvtier_agent.cachehost import CacheHost, FrameAnswer, FrameWork, Session
+from kvtier_agent.cachehost import CacheHost
+from kvtier_agent.cachesession import FrameAnswer, FrameWork, Session
 from kvtier_agent.errors import to_detail
 from kvtier_agent.rpc import ServicerContext, abort
 from kvtier_core.errors import CoreError, Reason

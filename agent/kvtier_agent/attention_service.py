@@ -12,7 +12,8 @@ from kvtier.v1 import attention_pb2, attention_pb2_grpc
 from kvtier_agent import convert
 from kvtier_agent.attendframes import FrameCount, FrameDesk
 from kvtier_agent.attendstreams import FrameStream
-from kvtier_agent.cachehost import CacheHost, Session
+from kvtier_agent.cachehost import CacheHost
+from kvtier_agent.cachesession import Session
 from kvtier_agent.localchannel.listener import ChannelServer
 from kvtier_agent.node import Node, check_owner
 from kvtier_agent.rpc import RpcScope, ServicerContext

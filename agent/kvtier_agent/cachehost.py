@@ -5,21 +5,27 @@ Everything here runs on the event loop except what is handed to the engine's thr
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from kvtier_agent.blockhost import BlockHost
+from kvtier_agent.cachesession import (
+    EXACT_MODE,
+    CacheName,
+    FrameAnswer,
+    FrameWork,
+    PreparedFrame,
+    Session,
+)
 from kvtier_agent.engine_port import (
     EngineRunner,
     ExactnessClass,
     FrameInput,
     FrameMode,
     FrameResult,
-    SessionHandle,
     SessionTerms,
     TierReport,
 )
@@ -44,10 +50,8 @@ from kvtier_evidence.metrics import (
 from kvtier_evidence.window import WindowKey
 
 _MAX_CLOSED = 4096
-_NO_PROGRESS = Progress(0, 0.0, 0.0)
 _EXACT_PLAN = StepPlan(ServedArm.BASELINE, False, None, "")
 _BASELINE, _CANDIDATE = ServedArm.BASELINE, ServedArm.CANDIDATE
-_EXACT_MODE = FrameMode(False, False, None, lambda: False)
 
 # Zero-tolerance counters by the refusal that moves them, for sessions that a candidate serves.
 _COUNTER_OF = {
@@ -57,90 +61,6 @@ _COUNTER_OF = {
     Reason.STALE_CACHE_GENERATION: REPLAY_FAILURES,
     Reason.SUPPORT_GAP: REPLAY_FAILURES,
 }
-
-
-@dataclass(frozen=True)
-class CacheName:
-    """How operators and engines name a cache; uid may be empty where only the name is known."""
-
-    namespace: str
-    name: str
-    uid: str
-
-
-@dataclass
-class Session:
-    """One engine session and what was decided for it. Times are CLOCK_BOOTTIME nanoseconds, sums seconds.
-    `step_first_query`: position of the first query of `step`, the last one answered in part or whole."""
-
-    handle: SessionHandle
-    host: CacheHost
-    tenant: str
-    request_id: str
-    assignment: Assignment
-    window: WindowKey | None
-    traceparent: str
-    opened_ns: int
-    last_used_ns: int
-    first_step: int | None = None
-    step: int | None = None
-    step_first_query: int = 0
-    first_decode_step: int | None = None
-    progress: Progress = _NO_PROGRESS
-    last_answered_step: int | None = None
-    stalled_upto: tuple[int, int] = (-1, -1)
-    streaming: bool = False
-    stream_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    frames_running: int = 0
-    step_errors: dict[int, float] = field(default_factory=dict)
-    last_compared_step: int | None = None
-    outcome_reported: bool = False
-
-    @property
-    def counted(self) -> bool:
-        """Whether it is a unit of the window's evidence: assigned inside the blast radius, not a probe."""
-        return self.window is not None and self.assignment.in_radius
-
-
-# As in engine_port: made for each frame, and changed by nobody.
-@dataclass(slots=True)
-class FrameAnswer:
-    """`compared_error`: the step error when this frame completed a compared step; NaN is a missing value."""
-
-    result: FrameResult
-    arm: ServedArm
-    fallback: str
-    compared_error: float | None
-
-
-@dataclass(slots=True)
-class FrameWork:
-    """A frame of a session, checked, with its number of queries."""
-
-    session: Session
-    frame: FrameInput
-    queries: int
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """How a frame is computed. first_query: of its step; decode: whether it is a step's only query."""
-
-    session: Session
-    frame: FrameInput
-    plan: StepPlan
-    mode: FrameMode
-    first_query: int
-    decode: bool
-    first_decode: bool
-
-    @property
-    def candidates(self) -> bool:
-        """Whether a candidate's answer is computed."""
-        return self.mode is not _EXACT_MODE and (self.mode.publish_candidate or self.mode.compare)
-
-    def exact(self) -> FrameMode:
-        return FrameMode(False, False, None, self.mode.may_publish)
 
 
 class CacheHost:
@@ -284,14 +204,14 @@ class CacheHost:
         finally:
             work.session.frames_running -= 1
 
-    def _prepare(self, session: Session, frame: FrameInput, queries: int) -> _Prepared:
+    def _prepare(self, session: Session, frame: FrameInput, queries: int) -> PreparedFrame:
         """How the frame is computed now."""
         first_query = frame.first_query_position if frame.step != session.step else session.step_first_query
         decode = queries == 1 and _decodes(session, frame, first_query)
         assignment = session.assignment
         if assignment.epoch == 0:
             # Opened without a candidate: none will ever serve it.
-            return _Prepared(session, frame, _EXACT_PLAN, _EXACT_MODE, first_query, decode, False)
+            return PreparedFrame(session, frame, _EXACT_PLAN, EXACT_MODE, first_query, decode, False)
         first_decode = decode and session.first_decode_step in (None, frame.step)
         plan = self.enforcement.plan_step(assignment, session.request_id, frame.step, first_decode)
         mode = FrameMode(
@@ -300,9 +220,9 @@ class CacheHost:
             candidate=plan.terms,
             may_publish=lambda: self.enforcement.may_publish(assignment),
         )
-        return _Prepared(session, frame, plan, mode, first_query, decode, first_decode)
+        return PreparedFrame(session, frame, plan, mode, first_query, decode, first_decode)
 
-    async def _attend(self, one: _Prepared) -> FrameAnswer:
+    async def _attend(self, one: PreparedFrame) -> FrameAnswer:
         engine, frame, session = self.runner.engine, one.frame, one.session
         try:
             if one.candidates:
@@ -321,7 +241,7 @@ class CacheHost:
             raise
         return self._settle(one, result, self.evidence)
 
-    def _attend_now(self, one: _Prepared, evidence: FrameEvidence) -> FrameAnswer | CoreError:
+    def _attend_now(self, one: PreparedFrame, evidence: FrameEvidence) -> FrameAnswer | CoreError:
         with self.enforcement.candidate_step():
             result = self._computed(one)
             published = isinstance(result, FrameResult) and result.from_candidate
@@ -333,21 +253,21 @@ class CacheHost:
                 result = repeated
         return self._settled(one, result, evidence)
 
-    def _computed(self, one: _Prepared) -> FrameResult | CoreError:
+    def _computed(self, one: PreparedFrame) -> FrameResult | CoreError:
         try:
             return self.runner.here(self.runner.engine.step, one.frame, one.mode)
         except CoreError as error:
             return error
 
     def _settled(
-        self, one: _Prepared, result: FrameResult | CoreError, evidence: FrameEvidence
+        self, one: PreparedFrame, result: FrameResult | CoreError, evidence: FrameEvidence
     ) -> FrameAnswer | CoreError:
         if isinstance(result, CoreError):
             self._count_refusal(one.session.window, one.session.assignment, result, evidence)
             return result
         return self._settle(one, result, evidence)
 
-    def _settle(self, one: _Prepared, result: FrameResult, evidence: FrameEvidence) -> FrameAnswer:
+    def _settle(self, one: PreparedFrame, result: FrameResult, evidence: FrameEvidence) -> FrameAnswer:
         """What the session has done by this answer, and what is told of it."""
         session, frame = one.session, one.frame
         if session.first_step is None:
@@ -357,7 +277,7 @@ class CacheHost:
             session.first_decode_step = frame.step
         session.last_used_ns = self._clock()
         self._progress(session, frame, result.receipt.stall_seconds if one.decode else 0.0, evidence)
-        if one.mode is _EXACT_MODE and session.window is None:
+        if one.mode is EXACT_MODE and session.window is None:
             return FrameAnswer(result, _BASELINE, "", None)
         served = _CANDIDATE if result.from_candidate else _BASELINE
         fallback = one.plan.fallback

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from kvtier.local.receipts import AnswerPacker
 from kvtier.v1 import attention_pb2, common_pb2, control_pb2, evidence_pb2
-from kvtier_agent.cachehost import CacheName, FrameAnswer
+from kvtier_agent.cachesession import CacheName, FrameAnswer
 from kvtier_agent.engine_port import ExactnessClass, FrameInput, TierReport
 from kvtier_agent.evidence_port import GateTerms, Outcome, ProbeResult, WindowTerms
 from kvtier_core.errors import CoreError, Reason

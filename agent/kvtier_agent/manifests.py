@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 
-from kvtier_agent.cachehost import CacheName
+from kvtier_agent.cachesession import CacheName
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.placements.policy import check_policy
 from kvtier_core.release.leases import GrantTerms

@@ -19,7 +19,8 @@ from functools import partial
 from typing import TypeVar
 
 from kvtier_agent.blockhost import BlockHost
-from kvtier_agent.cachehost import CacheHost, CacheName, Session, manifest_set_digest_input
+from kvtier_agent.cachehost import CacheHost, manifest_set_digest_input
+from kvtier_agent.cachesession import CacheName, Session
 from kvtier_agent.config import Limits
 from kvtier_agent.endings import BlockingEnd
 from kvtier_agent.engine_port import EnginePort, EngineRunner, TierReport

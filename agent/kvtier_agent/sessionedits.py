@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from kvtier.v1 import attention_pb2
 from kvtier_agent import convert
-from kvtier_agent.cachehost import Session
+from kvtier_agent.cachesession import Session
 from kvtier_agent.engine_port import SessionHandle
 from kvtier_agent.node import Node
 from kvtier_core.edits.requests import (

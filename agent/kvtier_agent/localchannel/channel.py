@@ -23,7 +23,7 @@ from typing import Protocol
 from kvtier.local import frames as wire
 from kvtier.local.receipts import pack_answers, pack_ended, refusal
 from kvtier_agent import attendframes
-from kvtier_agent.cachehost import Session
+from kvtier_agent.cachesession import Session
 from kvtier_agent.errors import to_detail
 from kvtier_agent.localchannel.frames import Attachment, BrokenChannelError, FrameServer, Turn
 from kvtier_agent.localchannel.rings import Rings

@@ -18,7 +18,8 @@ from kvtier.local.frames import FrameRecord, spans_overlap, tag
 from kvtier.local.receipts import AnswerPacker, refusal
 from kvtier.v1 import attention_pb2
 from kvtier_agent.attendframes import FrameDesk
-from kvtier_agent.cachehost import CacheHost, FrameAnswer, FrameWork, Session
+from kvtier_agent.cachehost import CacheHost
+from kvtier_agent.cachesession import FrameAnswer, FrameWork, Session
 from kvtier_agent.convert import check_frame_numbers, packed_answer
 from kvtier_agent.engine_port import FrameInput
 from kvtier_agent.errors import to_detail

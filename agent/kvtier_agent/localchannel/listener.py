@@ -24,7 +24,8 @@ from kvtier.local import frames as wire
 from kvtier.local.receipts import pack_ended
 from kvtier.v1 import attention_pb2
 from kvtier_agent.attendframes import FrameDesk
-from kvtier_agent.cachehost import CacheHost, Session
+from kvtier_agent.cachehost import CacheHost
+from kvtier_agent.cachesession import Session
 from kvtier_agent.errors import to_detail
 from kvtier_agent.localchannel.channel import Channel
 from kvtier_agent.localchannel.frames import FrameServer, LoopEvidence

@@ -6,7 +6,7 @@ import secrets
 import threading
 
 from kvtier.local.frames import TOKEN_BYTES
-from kvtier_agent.cachehost import Session
+from kvtier_agent.cachesession import Session
 from kvtier_core.errors import CoreError, Reason
 
 

@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry
 from kvtier.local import frames as wire
 from kvtier.v1 import attention_pb2
 from kvtier_agent.attendframes import FrameCount, FrameDesk
-from kvtier_agent.cachehost import CacheHost, Session
+from kvtier_agent.cachehost import CacheHost
+from kvtier_agent.cachesession import Session
 from kvtier_agent.config import Limits
 from kvtier_agent.engine_port import FrameInput, FrameMode, FrameResult
 from kvtier_agent.localchannel.listener import ChannelServer

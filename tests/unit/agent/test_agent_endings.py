@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.v1 import control_pb2, control_pb2_grpc
 from kvtier_agent import node as node_module
-from kvtier_agent.cachehost import CacheName
+from kvtier_agent.cachesession import CacheName
 from kvtier_agent.cli import EXIT_CUT_OFF, build_parser, main
 from kvtier_agent.config import AgentConfig, ConfigError
 from kvtier_agent.engine_port import EngineRunner

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_agent.cachehost import Session
+from kvtier_agent.cachesession import Session
 from kvtier_agent.engine_port import (
     EngineRunner,
     ExactnessClass,

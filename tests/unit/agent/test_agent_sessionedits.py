@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.v1 import attention_pb2
-from kvtier_agent.cachehost import CacheHost, Session
+from kvtier_agent.cachehost import CacheHost
+from kvtier_agent.cachesession import Session
 from kvtier_agent.sessionedits import SessionEditor
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Move, Operation, Reposition, Truncate
 from kvtier_core.errors import CoreError, Reason

@@ -25,7 +25,7 @@ from kvtier.local.receipts import (
     unpack_answers,
 )
 from kvtier.v1 import attention_pb2, common_pb2
-from kvtier_agent.cachehost import FrameAnswer
+from kvtier_agent.cachesession import FrameAnswer
 from kvtier_agent.convert import answer_message, packed_answer
 from kvtier_agent.engine_port import ExactnessClass, FrameReceipt, FrameResult
 from kvtier_core.release.enforcement import ServedArm

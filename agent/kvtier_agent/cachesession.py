@@ -1,0 +1,106 @@
+"""One engine session of a cache on this node, and its frames on their way to an answer.
+
+Plain records: what was decided for a session, and what a frame carries between the wire and the engine. They
+know no wire message and no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtier_agent.engine_port import FrameInput, FrameMode, FrameResult, SessionHandle
+from kvtier_agent.evidence_port import Progress
+from kvtier_core.release.enforcement import Assignment, ServedArm, StepPlan
+from kvtier_evidence.window import WindowKey
+
+if TYPE_CHECKING:
+    from kvtier_agent.cachehost import CacheHost
+
+NO_PROGRESS = Progress(0, 0.0, 0.0)
+EXACT_MODE = FrameMode(False, False, None, lambda: False)
+
+
+@dataclass(frozen=True)
+class CacheName:
+    """How operators and engines name a cache; uid may be empty where only the name is known."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass
+class Session:
+    """One engine session and what was decided for it. Times are CLOCK_BOOTTIME nanoseconds, sums seconds.
+    `step_first_query`: position of the first query of `step`, the last one answered in part or whole."""
+
+    handle: SessionHandle
+    host: CacheHost
+    tenant: str
+    request_id: str
+    assignment: Assignment
+    window: WindowKey | None
+    traceparent: str
+    opened_ns: int
+    last_used_ns: int
+    first_step: int | None = None
+    step: int | None = None
+    step_first_query: int = 0
+    first_decode_step: int | None = None
+    progress: Progress = NO_PROGRESS
+    last_answered_step: int | None = None
+    stalled_upto: tuple[int, int] = (-1, -1)
+    streaming: bool = False
+    stream_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    frames_running: int = 0
+    step_errors: dict[int, float] = field(default_factory=dict)
+    last_compared_step: int | None = None
+    outcome_reported: bool = False
+
+    @property
+    def counted(self) -> bool:
+        """Whether it is a unit of the window's evidence: assigned inside the blast radius, not a probe."""
+        return self.window is not None and self.assignment.in_radius
+
+
+# As in engine_port: made for each frame, and changed by nobody.
+@dataclass(slots=True)
+class FrameAnswer:
+    """`compared_error`: the step error when this frame completed a compared step; NaN is a missing value."""
+
+    result: FrameResult
+    arm: ServedArm
+    fallback: str
+    compared_error: float | None
+
+
+@dataclass(slots=True)
+class FrameWork:
+    """A frame of a session, checked, with its number of queries."""
+
+    session: Session
+    frame: FrameInput
+    queries: int
+
+
+@dataclass(slots=True)
+class PreparedFrame:
+    """How a frame is computed. first_query: of its step; decode: whether it is a step's only query."""
+
+    session: Session
+    frame: FrameInput
+    plan: StepPlan
+    mode: FrameMode
+    first_query: int
+    decode: bool
+    first_decode: bool
+
+    @property
+    def candidates(self) -> bool:
+        """Whether a candidate's answer is computed."""
+        return self.mode is not EXACT_MODE and (self.mode.publish_candidate or self.mode.compare)
+
+    def exact(self) -> FrameMode:
+        return FrameMode(False, False, None, self.mode.may_publish)
