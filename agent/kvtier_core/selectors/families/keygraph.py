@@ -91,8 +91,8 @@ def build_graph(q: Matrix, k: Matrix, *, neighbours: int, out_degree: int, entri
     lists = ranked(q, k, neighbours)
     pairs = []
     for rank in range(1, lists.shape[1]):
-        for source in {0, rank - 1}:
-            pairs.append((lists[:, source], lists[:, rank], rank))
+        for other in sorted({0, rank - 1}):
+            pairs.append((lists[:, other], lists[:, rank], rank))
     order = np.arange(len(lists))
     source = np.concatenate([end for a, b, _ in pairs for end in (a, b)] or [np.empty(0, np.int64)])
     target = np.concatenate([end for a, b, _ in pairs for end in (b, a)] or [np.empty(0, np.int64)])
