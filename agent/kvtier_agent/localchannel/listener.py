@@ -38,6 +38,8 @@ _BACKLOG = 128
 # Connections that have not attached yet are counted as channels, so there is room for a few above sessions.
 _SPARE_CHANNELS = 16
 WATCH_SECONDS = 0.5
+# Without descriptors nothing is accepted until some are free.
+ACCEPT_PAUSE_SECONDS = 0.5
 _PEER = struct.Struct("3i")
 
 
@@ -117,10 +119,7 @@ class ChannelServer:
     def _accepted(self, namespace: str, connection: socket.socket) -> None:
         refused = self._refusal(connection)
         if refused is not None:
-            with connection, contextlib.suppress(OSError):
-                ended = pack_ended(to_detail(refused), time.monotonic_ns())
-                connection.send(ended, socket.MSG_DONTWAIT)
-            log.warning("local channel in %s refused: %s", namespace, refused)
+            self._refuse(connection, namespace, refused)
             return
         loop = asyncio.get_running_loop()
         self._numbered += 1
@@ -145,7 +144,17 @@ class ChannelServer:
 
         thread = threading.Thread(target=live, name=name, daemon=True)
         self._channels[channel] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            del self._channels[channel]
+            self._refuse(connection, namespace, CoreError(Reason.QUEUE_FULL, f"no thread for it: {error}"))
+
+    @staticmethod
+    def _refuse(connection: socket.socket, namespace: str, why: CoreError) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.send(pack_ended(to_detail(why), time.monotonic_ns()), socket.MSG_DONTWAIT)
+        log.warning("local channel in %s refused: %s", namespace, why)
 
     def _ended(self, channel: Channel) -> None:
         self._channels.pop(channel, None)
@@ -234,6 +243,7 @@ class _Listener:
             one.chmod(0o700)
         self.path = folder / wire.SOCKET_NAME
         self._accepted = accepted
+        self._pause: asyncio.TimerHandle | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.setblocking(False)
@@ -260,11 +270,20 @@ class _Listener:
             return
         except OSError as error:
             log.warning("no connection can be accepted: %s", error)
+            # It goes on waiting: told of it at once, the loop would do nothing else.
+            self._loop.remove_reader(self._socket.fileno())
+            self._pause = self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._listen_again)
             return
         connection.setblocking(True)
         self._accepted(connection)
 
+    def _listen_again(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._socket.fileno(), self._accept)
+
     def close(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         with contextlib.suppress(OSError):

@@ -1,0 +1,84 @@
+"""An agent that runs out of descriptors or threads refuses connections, and does nothing worse."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.raw_channel import Ended, RawChannel
+from tests.unit.agent.local_channel_rig import SECONDS, Attached, channel_rig
+
+
+class Exhausted:
+    """A listening socket that accepts nothing for want of descriptors until told otherwise."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real = real
+        self.empty = True
+        self.asked = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.empty:
+            self.asked += 1
+            raise OSError(errno.EMFILE, "too many open files")
+        return self._real.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def test_a_connection_that_cannot_be_accepted_leaves_the_loop_time_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on waiting, so the loop would be told of it again and again, and do nothing else."""
+    monkeypatch.setattr("kvtier_agent.localchannel.listener.ACCEPT_PAUSE_SECONDS", 1000.0)
+    with channel_rig(tmp_path) as rig:
+        opened = rig.opened()
+        [listener] = rig.server._listeners.values()
+        scarce = Exhausted(listener._socket)
+        listener._socket = scarce  # type: ignore[assignment]
+        with RawChannel(opened.local_channel.socket) as waiting:
+            rig.settled(lambda: scarce.asked > 0, "the first refusal")
+            turns = itertools.count()
+            rig.settled(lambda: next(turns) >= 20, "turns of the loop")
+            assert scarce.asked == 1
+            scarce.empty = False
+
+            async def free() -> None:
+                listener._listen_again()
+
+            rig.run(free())
+            waiting.hello(opened.local_channel.token)
+
+
+def test_a_channel_without_a_thread_is_closed_and_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with channel_rig(tmp_path) as rig:
+        opened = rig.opened()
+        refused = threading.Event()
+        real = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            if thread.name.startswith("local-channel"):
+                refused.set()
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with RawChannel(opened.local_channel.socket) as channel:
+            assert refused.wait(SECONDS)
+            with pytest.raises(Ended, match="no thread") as ended:
+                channel.receive()
+            assert ended.value.reason == "QUEUE_FULL"
+        assert rig.server.open_channels == 0
+        monkeypatch.undo()
+        attached: Attached = rig.channel(opened)
+        with attached:
+            assert attached.works()
