@@ -12,7 +12,7 @@ from kvtier_operator.ports import JsonObject
 
 IMPLEMENTED = ("certifiedScan", "clusterKv", "magicPig", "pqcache", "quest", "sparq")
 """Families that agents run in a session: their indexes follow rows and need nothing but rows and queries."""
-ESTIMATING = ("certifiedScan",)
+ESTIMATING = ("certifiedScan", "squeezedAttention")
 """Those that say how much they leave out, so that a gate can be kept."""
 _ONLY_TRUNCATES = ("quest",)
 _CAP_POLICY = "truncate"

@@ -29,13 +29,13 @@ class FamilyFacts:
 FAMILIES: dict[str, FamilyFacts] = {
     "sparq": FamilyFacts("heuristic", ("query",), True),
     "quest": FamilyFacts("upperBound", ("query",), True),
-    "infinigen": FamilyFacts("heuristic", ("previousHiddenState", "weights"), True),
+    "infinigen": FamilyFacts("heuristic", ("prefillQueries", "previousHiddenState", "weights"), True),
     "pqcache": FamilyFacts("heuristic", ("query",), True),
     "retrievalAttention": FamilyFacts("heuristic", ("query", "prefillQueries"), False),
     "squeezedAttention": FamilyFacts("heuristic", ("query",), False),
     "magicPig": FamilyFacts("sampled", ("query",), True),
-    "infLlm": FamilyFacts("heuristic", ("query",), True),
-    "emLlm": FamilyFacts("heuristic", ("query", "surprisal"), True),
+    "infLlm": FamilyFacts("heuristic", ("query", "prefillQueries"), True),
+    "emLlm": FamilyFacts("heuristic", ("query", "prefillQueries", "surprisal"), True),
     "clusterKv": FamilyFacts("heuristic", ("query",), True),
     "certifiedScan": FamilyFacts("upperBound", ("query",), True),
 }

@@ -17,6 +17,10 @@ from tests.unit.selectors.selector_cases import SMALL, selector
 PARAMETERS: dict[str, dict[str, object]] = {
     "certifiedScan": {"maxOmittedMass": "0.1"},
     "clusterKv": {"tokensPerCluster": 8, "sealTokens": 16, "clustersPerSeal": 2},
+    "emLlm": {"window": 16, "gamma": "1", "maxEventTokens": 32},
+    "infLlm": {"unitTokens": 8, "representatives": 2},
+    "infinigen": {"partialDimensions": 4, "alpha": "4"},
+    "retrievalAttention": {"buildNeighbours": 8, "searchWidth": 16, "outDegree": 4},
     "magicPig": {"hashBits": 4, "tables": 10},
     "pqcache": {"subspaces": 2, "bits": 2},
     "sparq": {"dimensions": 4},
