@@ -229,8 +229,8 @@ class Channel:
         except CoreError as error:
             raise BrokenChannelError(error) from None
         except TimeoutError:
-            if not claiming.cancel():
-                claiming.add_done_callback(self._let_go)
+            # Not cancelled: a claim that has just been made would be lost, and the session with it.
+            claiming.add_done_callback(self._let_go)
             raise BrokenChannelError(CoreError(Reason.DEADLINE, "the agent did not attach in time")) from None
 
     def _let_go(self, claimed: Future[tuple[Session, bytes]]) -> None:

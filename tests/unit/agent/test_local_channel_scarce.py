@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtier_agent.cachehost import Session
 from tests.engine.raw_channel import Ended, RawChannel
 from tests.unit.agent.local_channel_rig import SECONDS, Attached, channel_rig
 
@@ -82,3 +83,24 @@ def test_a_channel_without_a_thread_is_closed_and_not_counted(
         attached: Attached = rig.channel(opened)
         with attached:
             assert attached.works()
+
+
+def test_a_claim_that_ends_after_its_channel_gave_up_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody could attach the session again, nor stream it over gRPC."""
+    monkeypatch.setattr("kvtier_agent.localchannel.channel._ATTACH_SECONDS", 0.05)
+    with channel_rig(tmp_path) as rig:
+        opened = rig.opened()
+        real, gave_up = rig.desk.claim, threading.Event()
+
+        async def claim(session: Session) -> None:
+            await real(session)
+            # A loop that is busy just here.
+            gave_up.wait(SECONDS)
+
+        monkeypatch.setattr(rig.desk, "claim", claim)
+        with pytest.raises(Ended, match="did not attach in time"):
+            rig.channel(opened)
+        gave_up.set()
+        rig.settled(lambda: not rig.session(opened).streaming, "the session's release")
