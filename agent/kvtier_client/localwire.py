@@ -73,7 +73,11 @@ class LocalWire:
             self._ring = StagingRing(size)
         except OSError as error:
             raise KvtierError(Reason.NO_STAGING, f"no staging ring of {size} bytes: {error}") from None
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            self._ring.close()
+            raise KvtierError(Reason.NO_STAGING, f"no socket for a local channel: {error}") from None
         try:
             self._connect(offer.socket)
             (first, token), *others = offers

@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvtier_agent.cachehost import Session
+from kvtier.v1 import attention_pb2
+from kvtier_agent.cachesession import Session
+from kvtier_client.errors import KvtierError
+from kvtier_client.localwire import LocalWire
+from kvtier_core.errors import Reason
 from tests.engine.raw_channel import Ended, RawChannel
-from tests.unit.agent.local_channel_rig import SECONDS, Attached, channel_rig
+from tests.unit.agent.local_channel_rig import SECONDS, Attached, channel_rig, open_descriptors
 
 
 class Exhausted:
@@ -104,3 +108,19 @@ def test_a_claim_that_ends_after_its_channel_gave_up_is_let_go(
             rig.channel(opened)
         gave_up.set()
         rig.settled(lambda: not rig.session(opened).streaming, "the session's release")
+
+
+def test_an_engine_without_descriptors_is_told_so_and_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no KvtierError would end a generation that gRPC can go on with."""
+    offer = attention_pb2.LocalChannel(socket="/nowhere/attend.sock", token=b"t" * 32, max_ring_bytes=1 << 20)
+
+    def scarce(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    before = open_descriptors()
+    with monkeypatch.context() as patched:
+        patched.setattr("kvtier_client.localwire.socket.socket", scarce)
+        with pytest.raises(KvtierError) as refused:
+            LocalWire([], offer, 4096)
+    assert refused.value.reason is Reason.NO_STAGING
+    assert open_descriptors() == before
