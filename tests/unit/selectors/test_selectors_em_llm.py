@@ -272,6 +272,20 @@ def test_the_refinement_of_the_specification() -> None:
         assert rule.refined(KEYS[:7], 0, Cut(3, False), 7) == 3
 
 
+@pytest.mark.parametrize(
+    ("seed", "rows", "radius", "share"), [(3455, 19, 1, "0"), (4489, 25, 0, "0.3")], ids=["one", "other"]
+)
+def test_rounding_does_not_choose_between_equal_splits(seed: int, rows: int, radius: int, share: str) -> None:
+    """Splits of equal conductance whose sums are rounded apart."""
+    fam = family(
+        gamma="0", refinement="conductance", searchRadius=2, contiguityRadius=radius, contiguityShare=share
+    )
+    k, v = rows_of(seed, rows)
+    evidence = evidence_of(seed, rows)
+    sealed = fam.build(SOURCE, k, v, evidence).events.bounds.entries.tolist()
+    assert [list(one) for one in published_events(fam, k, evidence)[: len(sealed)]] == sealed
+
+
 def test_the_worked_example_of_the_specification() -> None:
     """C8.05 to C8.07: cuts 3 and 7, the similar event 0 and its neighbour, and local rows 10, 11."""
     shape = Shape(1, 1, 2, 1.0)

@@ -9,7 +9,8 @@ rows behind the last cut; after `most` rows there is a cut in any case. Refineme
 `radius` rows between its neighbours, to the best two-part split of the rows between them, averaged over KV
 heads: largest modularity (1/2m) sum over equal parts of (A_ij - d_i d_j / 2m), or least conductance
 cut / min(volume). A is the cosine of keys with a zero diagonal; negative ones count as 0, so that every
-volume is one. Equal splits: the one next to the candidate, then the lower. Forced cuts stay.
+volume is one. Equal splits (to 12 digits, or rounding would choose): the one next to the candidate, then the
+lower. Forced cuts stay.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvtier_core.errors import CoreError, Reason
 
 METRICS = ("none", "modularity", "conductance")
 Floats = NDArray[np.float64]
+_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class Boundaries:
         metric = modularity if self.metric == "modularity" else conductance
         sign = 1.0 if self.metric == "modularity" else -1.0
         scores = {
-            row: sign * float(np.mean([metric(one, row - first) for one in graph]))
+            row: round(sign * float(np.mean([metric(one, row - first) for one in graph])), _DIGITS)
             for row in range(low, high + 1)
         }
         return max(scores, key=lambda row: (scores[row], -abs(row - cut.row), -row))
