@@ -49,6 +49,7 @@ from kvtier_core.stats import Statistics
 from kvtier_core.step import StepContext, StepRunner
 from kvtier_core.steporder import check_order, check_shapes
 from kvtier_core.stepplans import WINDOW, StepPlans, contract_terms, held_bytes, measured_rates
+from kvtier_core.streaming import READ_TIMEOUT_SECONDS
 from kvtier_core.tiers.base import TierMount, tensor_bytes
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme.crypto import KeyProvider
@@ -260,8 +261,7 @@ class CacheEngine:
         """Frees what the session holds; returns its rows. SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock:
             session = self._session(session_id, generation)
-            del self._sessions[session_id]
-            del self._contexts[session_id]
+            del self._sessions[session_id], self._contexts[session_id]
             self._plans.forget(session_id)
             return self._store.drop(session)
 
@@ -459,7 +459,7 @@ class CacheEngine:
         self, session_id: str, generation: int, layer: int, chunk: int, chunk_generation: int
     ) -> tuple[ChunkInfo, bytes]:
         """A published chunk's payload, float32 [2, Hk, C, d], verified before a byte leaves.
-        NOT_VISIBLE when it is not listed, GENERATION_STALE when it has moved since, CHECKSUM_MISMATCH."""
+        NOT_VISIBLE when not listed, GENERATION_STALE when it has moved since, CHECKSUM_MISMATCH, DEADLINE."""
         with self._lock:
             session = self._session(session_id, generation)
             if not 0 <= layer < len(session.layers) or not 0 <= chunk < len(session.layers[layer].lines):
@@ -469,12 +469,12 @@ class CacheEngine:
                 raise CoreError(Reason.NOT_VISIBLE, f"chunk {chunk} of layer {layer} is not published")
             info = self._info(session, layer, chunk)
             if info.generation != chunk_generation:
-                raise CoreError(
-                    Reason.GENERATION_STALE,
-                    f"chunk {chunk} of layer {layer}: generation {info.generation}, not {chunk_generation}",
-                    {"generation": info.generation},
+                stale = (
+                    f"chunk {chunk} of layer {layer}: generation {info.generation}, not {chunk_generation}"
                 )
-            return info, bytes(tensor_bytes(self._store.read_rows(line)))
+                raise CoreError(Reason.GENERATION_STALE, stale, {"generation": info.generation})
+            until = self._clock() + READ_TIMEOUT_SECONDS
+            return info, bytes(tensor_bytes(self._store.read_rows(line, until)))
 
     # Ending.
 

@@ -18,6 +18,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Fold
 from kvtier_core.neardata import reduction_of
 from kvtier_core.placements.preference import RECENCY, PlanKind
+from kvtier_core.streaming import READ_TIMEOUT_SECONDS
 from kvtier_core.tiers.base import BlockIdentity, PoolTier, SlotRef
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.staging import StagingBuffer
@@ -205,3 +206,25 @@ def test_a_copy_of_heads_that_hangs_is_no_missed_deadline(monkeypatch: pytest.Mo
         finally:
             release.set()
             built.close()
+
+
+def test_a_block_is_read_for_others_within_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's lock is held meanwhile, so storage that hangs would end every session's steps."""
+    deadlines: list[float | None] = []
+    real = CpuTier.read
+
+    def read(
+        tier: CpuTier, ref: SlotRef, identity: BlockIdentity, buffer: StagingBuffer, deadline: float | None
+    ) -> None:
+        deadlines.append(deadline)
+        real(tier, ref, identity, buffer, deadline)
+
+    with engine(tmp_path, [cpu(16)]) as built:
+        driver = Driver.open(built, Rows.random(2 * CHUNK))
+        driver.forward(CHUNK)
+        driver.forward(1)
+        [info] = built.list_chunks(driver.handle.session_id, driver.handle.generation, limit=1)
+        monkeypatch.setattr(CpuTier, "read", read)
+        built.read_chunk(driver.handle.session_id, driver.handle.generation, 0, 0, info.generation)
+        monkeypatch.undo()
+        assert deadlines == [built._clock() + READ_TIMEOUT_SECONDS]
