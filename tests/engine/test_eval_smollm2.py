@@ -21,7 +21,7 @@ BUDGET = 64
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[Decoder, Prepared]:
-    """A prompt of 384 tokens that full attention answers. The filler comes with Python, so it may be another."""
+    """A prompt of 384 tokens that full attention answers; the filler comes with Python, so one of three."""
     loaded = load(SMOLLM2)
     decoder = Decoder(loaded.model)
     material = Material(loaded.codec, tuple(loaded.codec.encode(stdlib_corpus(("argparse", "json")).text)))
