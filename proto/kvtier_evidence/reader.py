@@ -101,8 +101,11 @@ class WindowReader:
         state = self._agents.get(agent)
         return Position(state.epoch, state.ack) if state else Position("", 0)
 
-    def apply(self, agent: str, reply: Delta, *, now: float) -> Applied:
-        """Adds a reply, once. After REBUILD every agent must be read again, starting from `position`."""
+    def apply(self, agent: str, reply: Delta, *, now: float, asked: Position | None = None) -> Applied:
+        """Adds a reply, once. After REBUILD every agent must be read again, starting from `position`.
+
+        asked: the position that the reply answers. Lives have no order, so a reply that comes late, asked
+        while another life was read, never begins one: it may be of a life that ended in between."""
         if not reply.epoch or not 0 <= reply.from_seq <= reply.to_seq or not reply.increments.consistent():
             self._malformed.add(agent)
             return Applied.MALFORMED
@@ -110,6 +113,8 @@ class WindowReader:
         if state is not None and reply.epoch in state.past:
             return Applied.DUPLICATE
         same_life = state is not None and state.epoch == reply.epoch
+        if state is not None and not same_life and asked is not None and asked.epoch != state.epoch:
+            return Applied.DUPLICATE
         ack = state.ack if state is not None and same_life else 0
         if reply.from_seq != ack:
             return Applied.DUPLICATE if reply.to_seq <= ack else self._rebuild()

@@ -125,7 +125,7 @@ class EvidenceFeed:
             delta = delta_of(reply)
         except (AgentError, AgentUnreachable, ValueError):
             return None
-        return reader.apply(node.name, delta, now=self._clock.monotonic())
+        return reader.apply(node.name, delta, now=self._clock.monotonic(), asked=position)
 
 
 def _rate(reader: WindowReader, state: RolloutState, now: float) -> float:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtier_evidence import metrics
 from kvtier_evidence.delta import Delta, DeltaLog
 from kvtier_evidence.grid import Histogram
-from kvtier_evidence.reader import Applied, WindowReader
+from kvtier_evidence.reader import Applied, Position, WindowReader
 from kvtier_evidence.verdicts import Reason
 from kvtier_evidence.window import MetricCounts, WindowCounts
 from tests.unit.evidence.evidence_builders import key
@@ -181,6 +181,21 @@ def test_only_expected_agents_are_shown_apart_but_all_counts_stay() -> None:
     assert (metrics.TPOT_RATIO, "candidate") not in seen.agents["n1"].metrics
 
 
+def test_a_late_reply_of_a_life_that_ended_in_between_begins_nothing() -> None:
+    op, first, second = reader(), Agent("boot1"), Agent("boot2")
+    asked = op.position("n1")
+    late = first.read(asked.epoch, asked.ack_seq)
+    assert op.apply("n1", second.read(), now=0.0, asked=asked) is Applied.APPLIED
+    assert op.apply("n1", late, now=1.0, asked=asked) is Applied.DUPLICATE
+    second.unit()
+    at = op.position("n1")
+    assert at.epoch == "boot2"
+    assert op.apply("n1", second.read(at.epoch, at.ack_seq), now=2.0, asked=at) is Applied.APPLIED
+    third = Agent("boot3")
+    at = op.position("n1")
+    assert op.apply("n1", third.read(at.epoch, at.ack_seq), now=3.0, asked=at) is Applied.APPLIED
+
+
 class DeltaProtocol(RuleBasedStateMachine):
     """Two agents with lives, two readers, replies that are lost, late, repeated or reordered.
 
@@ -196,7 +211,7 @@ class DeltaProtocol(RuleBasedStateMachine):
         self.readers = [reader(), reader()]
         self.applied: list[dict[tuple[str, str], int]] = [{}, {}]
         self.truth: dict[tuple[str, int], WindowCounts] = {}
-        self.wire: list[tuple[int, str, Delta]] = []
+        self.wire: list[tuple[int, str, Delta, Position]] = []
         self.now = 0.0
 
     @rule(a=st.sampled_from(AGENTS), n=st.integers(1, 4), arm=st.sampled_from(["candidate", "baseline"]))
@@ -218,15 +233,15 @@ class DeltaProtocol(RuleBasedStateMachine):
         reply = self.agents[a].read(at.epoch, at.ack_seq)
         self.truth[reply.epoch, reply.to_seq] = self.agents[a].counts.copy()
         if deliver:
-            self._deliver(r, a, reply)
+            self._deliver(r, a, reply, at)
         else:
-            self.wire = [*self.wire, (r, a, reply)][-8:]
+            self.wire = [*self.wire, (r, a, reply, at)][-8:]
 
     @rule(i=st.integers(0, 7), keep=st.booleans())
     def late(self, i: int, keep: bool) -> None:
         if i < len(self.wire):
-            r, a, reply = self.wire[i] if keep else self.wire.pop(i)
-            self._deliver(r, a, reply)
+            r, a, reply, at = self.wire[i] if keep else self.wire.pop(i)
+            self._deliver(r, a, reply, at)
 
     @rule(a=st.sampled_from(AGENTS))
     def restart(self, a: str) -> None:
@@ -238,10 +253,10 @@ class DeltaProtocol(RuleBasedStateMachine):
         self.readers[r], self.applied[r] = reader(), {}
         self.wire = [w for w in self.wire if w[0] != r]
 
-    def _deliver(self, r: int, a: str, reply: Delta) -> None:
+    def _deliver(self, r: int, a: str, reply: Delta, at: Position) -> None:
         self.now += 1.0
         lives = [life for agent, life in self.applied[r] if agent == a]
-        result = self.readers[r].apply(a, reply, now=self.now)
+        result = self.readers[r].apply(a, reply, now=self.now, asked=at)
         if result is Applied.APPLIED:
             assert reply.epoch not in lives[:-1], "an old life is never taken up again"
             self.applied[r][a, reply.epoch] = reply.to_seq
@@ -271,7 +286,7 @@ class DeltaProtocol(RuleBasedStateMachine):
                     at = op.position(a)
                     reply = self.agents[a].read(at.epoch, at.ack_seq)
                     self.truth[reply.epoch, reply.to_seq] = self.agents[a].counts.copy()
-                    self._deliver(r, a, reply)
+                    self._deliver(r, a, reply, at)
             for a in self.AGENTS:
                 assert self.applied[r][a, self.agents[a].epoch] == self.agents[a].log.seq, "it converges"
         self.counts_are_the_truth()
