@@ -59,6 +59,16 @@ class Session:
     last_compared_step: int | None = None
     outcome_reported: bool = False
 
+    def begin_again(self) -> None:
+        """After an edit steps may have any number, so that none seen before says anything of them, but that
+        there were some. What was measured stays."""
+        self.step = self.last_answered_step = self.last_compared_step = None
+        self.first_step = None if self.first_step is None else -1
+        self.first_decode_step = None if self.first_decode_step is None else -1
+        self.step_first_query = 0
+        self.stalled_upto = (-1, -1)
+        self.step_errors.clear()
+
     @property
     def counted(self) -> bool:
         """Whether it is a unit of the window's evidence: assigned inside the blast radius, not a probe."""

@@ -65,6 +65,8 @@ class SessionEditor:
         finally:
             session.frames_running -= 1
             session.host.used(session)
+        if answer.changed:
+            session.begin_again()
         return attention_pb2.EditSessionResponse(
             changed=answer.changed,
             position_epoch=answer.position_epoch,

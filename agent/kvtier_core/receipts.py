@@ -92,7 +92,8 @@ class StepMode:
 
 @dataclass(frozen=True, slots=True)
 class StepReceipt:
-    """bytes_by_tier: payload bytes read to form the answer. stall_seconds: time spent waiting for staged
+    """bytes_by_tier: payload bytes attended, by the tier where they lay
+    (rows that sessions share are in the receipt of each, though one call reads them once). stall_seconds: time spent waiting for staged
     reads. rows_attended: of the KV head that attended most. selected_rows: by the selector beyond the
     persistent rows, same head. estimated_omitted_mass is NaN: Quest has no estimator. fallback: why an answer
     asked of the candidate was computed exactly, a Reason name; empty for none. frontier: the position behind

@@ -276,12 +276,15 @@ class Channel:
             with contextlib.suppress(OSError):
                 ended = pack_ended(to_detail(why), time.monotonic_ns())
                 self._connection.send(ended, socket.MSG_DONTWAIT)
-        with self._lock:
-            self._connection.close()
-        if self._rings is not None:
-            self._rings.close()
-        for attachment in self._attachments:
-            self._office.release(attachment.session)
+        try:
+            with self._lock:
+                self._connection.close()
+            if self._rings is not None:
+                self._rings.close()
+        finally:
+            # Whatever cannot be closed: a session that stays claimed could never be attached again.
+            for attachment in self._attachments:
+                self._office.release(attachment.session)
 
 
 def _malformed(message: str) -> BrokenChannelError:

@@ -14,7 +14,7 @@ from kvtier_agent.sessionedits import SessionEditor
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Move, Operation, Reposition, Truncate
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm, SessionFacts
-from tests.unit.agent.agent_fakes import Bench, FakeEngine
+from tests.unit.agent.agent_fakes import Bench, FakeEngine, frame
 
 
 @pytest.fixture
@@ -126,3 +126,20 @@ async def test_an_edit_is_a_use_of_the_session(bench: Bench) -> None:
     bench.clock.advance(100)
     await editor(bench).edit(request(bench, session, drop=ranges))
     assert session.host.idle_sessions(50 * 10**9) == []
+
+
+async def test_after_an_edit_steps_of_any_number_are_steps(bench: Bench) -> None:
+    session, _ = await opened(bench)
+    for step in range(3):
+        for layer in range(2):
+            await session.host.attend(
+                session, frame(session.handle.session_id, step, layer), 1 if step else 7
+            )
+    assert (session.progress.tokens, session.last_answered_step) == (3, 2)
+    await editor(bench).edit(request(bench, session, drop=ranges))
+    assert session.stalled_upto == (-1, -1) and session.step_errors == {}
+    # Step 2 once more is another step, and a decode: the session had its prefill.
+    prepared = session.host._prepare(session, frame(session.handle.session_id, 2, 0), 1)
+    assert prepared.decode
+    await session.host.attend(session, frame(session.handle.session_id, 2, 1), 1)
+    assert session.progress.tokens == 4
