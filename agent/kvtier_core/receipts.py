@@ -96,11 +96,11 @@ class StepReceipt:
     receipt of each, though one call reads them once). stall_seconds: time spent waiting for staged reads.
     rows_attended: of the KV head that attended most. selected_rows: by the selector beyond the persistent
     rows, same head. estimated_omitted_mass: of the query head with most; NaN without an estimator. fallback:
-    why an answer asked of the candidate was computed exactly, a Reason name; empty for none. frontier: the position behind
-    the last row. position_epoch: of the session when it answered. plan_kind: the exact contract of the plan;
-    failed_plans: those that were run before it, each with why it ended. hidden_seconds: reads that
-    computation covered, stall_seconds those that it waited for; peak_buffer_bytes: held at once for blocks on
-    their way; promised_bytes: of blocks that were on their way before the frame came."""
+    why an answer asked of the candidate was computed exactly, a Reason name; empty for none. frontier: the
+    position behind the last row. position_epoch: of the session when it answered. plan_kind: the exact
+    contract of the plan; failed_plans: those that were run before it, each with why it ended. hidden_seconds:
+    reads that computation covered, stall_seconds those that it waited for; peak_buffer_bytes: held at once
+    for blocks on their way; promised_bytes: of blocks that were on their way before the frame came."""
 
     exactness: ExactnessClass
     arm: PublishArm
