@@ -198,12 +198,13 @@ def _last_wins(c: _Context) -> Prompt:
 def _appended_needle(c: _Context) -> Prompt:
     """The fact comes in a later message, when the index is there already."""
     key = c.number()
-    later = f"\nTool result: the pass key is {key}. Remember it. {key} is the pass key.\n"
+    later = f"\nTool result:\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
     return c.chat([], "What is the pass key?", "The pass key is", f" {key}", evidence=[], later=later)
 
 
 def _two_hop(c: _Context) -> Prompt:
-    """A variable that is another, whose value stands elsewhere."""
+    """A variable that is another, whose value stands elsewhere; the answer begins with the first hop, which
+    a small model seldom takes alone."""
     first, second = c.draw.sample([f"VAR{letter}{digit}" for letter in "ABCDEF" for digit in range(10)], 2)
     value = c.number()
     other = (c.position + 0.45) % 0.9 + 0.05
@@ -211,7 +212,7 @@ def _two_hop(c: _Context) -> Prompt:
     return c.chat(
         facts,
         f"What is the number that {second} is equal to?",
-        f"{second} is equal to {first}, which is",
+        f"{second} is equal to {first}, and {first} =",
         f" {value}",
         evidence=[0, 1],
     )
