@@ -33,7 +33,10 @@ lint: venv ## style, types, import rules, generated files
 unit: venv ## the unit suites, one a core
 	@$(BIN)/python hack/suites.py unit-core unit
 
-kernels engine simulation: venv ## one suite
+kernels: venv ## the kernels: in the interpreter and compiled, and on the CPU
+	@$(BIN)/python hack/suites.py kernels kernels-cpu
+
+engine simulation: venv ## one suite
 	@$(BIN)/python hack/suites.py $@
 
 cluster: clustertools

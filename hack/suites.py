@@ -51,11 +51,12 @@ def suite(name: str, deadline_s: float, *folders: str, **environment: str) -> St
 
 
 # The unit suites are two, each for one core: the engine core's tests compute, the others are many and short.
+# Those of the kernels compute as well, and run with the kernels' own.
 _CORE = "tests/unit/core"
 _OTHERS = tuple(
     f"tests/unit/{folder.name}"
     for folder in sorted((REPOSITORY / "tests" / "unit").iterdir())
-    if folder.is_dir() and folder.name not in ("core", "__pycache__")
+    if folder.is_dir() and folder.name not in ("core", "kernels", "__pycache__")
 )
 
 # Lanes of one group run side by side, the steps of a lane one after the other. Cluster tests mostly wait, so
@@ -70,6 +71,7 @@ GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
             Step("lint", ("hack/lint",), 600),
             suite("simulation", 600, "tests/simulation"),
             suite("kernels", 900, "tests/kernels", TRITON_INTERPRET="1"),
+            suite("kernels-cpu", 600, "tests/unit/kernels"),
         ),
         (suite("cluster", 1200, "tests/cluster"),),
     ),
