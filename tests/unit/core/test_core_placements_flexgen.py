@@ -188,9 +188,10 @@ def brute_force(given: JointInputs) -> float:
     for batches in range(1, given.max_batches + 1):
         for gpu in range(given.grid + 1):
             for cpu in range(given.grid + 1 - gpu):
-                shares = (gpu / given.grid, cpu / given.grid, 1 - gpu / given.grid - cpu / given.grid)
-                point = Point(Split(shares[0], shares[1], max(0.0, shares[2])), batches)
-                if any(s > 1e-12 and not b for s, b in zip(shares, given.budgets, strict=True)):
+                # Of whole steps: a remainder of rounding would be a share of a tier that is not there.
+                shares = [steps / given.grid for steps in (gpu, cpu, given.grid - gpu - cpu)]
+                point = Point(Split(*shares), batches)
+                if any(s and not b for s, b in zip(shares, given.budgets, strict=True)):
                     continue
                 pre = layer_terms(given, point, decode=False)
                 gen = layer_terms(given, point, decode=True)
