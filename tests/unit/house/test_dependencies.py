@@ -152,3 +152,11 @@ def test_the_operator_starts_where_there_is_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", _IMPORT_ALL], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
+
+
+def test_what_reads_the_model_is_pinned() -> None:
+    """A machine whose model is converted already would never miss it: transformers imports these only when it
+    reads a GGUF file."""
+    lock = (REPOSITORY / "requirements" / "lock.txt").read_text()
+    pinned = {line.split("==")[0] for line in lock.splitlines() if "==" in line}
+    assert {"gguf", "accelerate", "transformers"} <= pinned
