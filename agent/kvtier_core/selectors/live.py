@@ -132,7 +132,8 @@ class LiveIndex:
                 f"the index covers rows [0, {self._covered}), these start at {first}",
                 {"covered": self._covered, "first": first},
             )
-        self._waiting.append((k, v))
+        # Copies: rows of a frame may be a view of all that came with it, queries included.
+        self._waiting.append((k.clone(), v.clone()))
         self._covered += int(k.shape[0])
 
     def _current(self) -> Index:
