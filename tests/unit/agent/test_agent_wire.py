@@ -148,7 +148,7 @@ def test_the_wire_document_names_every_reason() -> None:
 
 @pytest.mark.parametrize("service", ["Attention", "Blocks", "Control"])
 def test_every_method_of_a_service_is_answered_by_ours(service: str) -> None:
-    """The generated base answers what nobody wrote with NotImplementedError."""
+    """The generated base refuses what nobody wrote, and only when it is called."""
     names = {
         "Attention": ("kvtier_agent.attention_service", "attention_pb2_grpc"),
         "Blocks": ("kvtier_agent.blocks_service", "blocks_pb2_grpc"),
