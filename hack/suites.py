@@ -52,18 +52,18 @@ def suite(name: str, deadline_s: float, *folders: str, **environment: str) -> St
 
 # The unit suites are two, each for one core: the engine core's tests compute, the others are many and short.
 # Those of the kernels compute as well, and run with the kernels' own.
-_CORE = "tests/unit/core"
+_CORE = ("tests/unit/core", "tests/unit/selectors")
 _OTHERS = tuple(
     f"tests/unit/{folder.name}"
     for folder in sorted((REPOSITORY / "tests" / "unit").iterdir())
-    if folder.is_dir() and folder.name not in ("core", "kernels", "__pycache__")
+    if folder.is_dir() and folder.name not in ("core", "kernels", "selectors", "__pycache__")
 )
 
 # Lanes of one group run side by side, the steps of a lane one after the other. Cluster tests mostly wait, so
 # they share the machine with what mostly computes; what keeps both cores busy itself has them for itself.
 GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
     (
-        (suite("unit-core", 600, _CORE),),
+        (suite("unit-core", 600, *_CORE),),
         (suite("unit", 600, *_OTHERS),),
     ),
     (
