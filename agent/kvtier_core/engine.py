@@ -42,7 +42,8 @@ from kvtier_core.receipts import (
     StepRequest,
 )
 from kvtier_core.resident import ResidentDecode, ResidentFrame
-from kvtier_core.selectors.base import LayerIndex, SelectorFamily, build_family
+from kvtier_core.selectors.base import LayerIndex
+from kvtier_core.selectors.families_of import ANYTHING, Families
 from kvtier_core.sessions import NO_LINE, LayerState, RowStore, Session
 from kvtier_core.sharing import SharedBlocks, directory_of, ledger_of, let_go, recoveries
 from kvtier_core.stats import Statistics
@@ -101,7 +102,7 @@ class CacheEngine:
             placement=manifest.placement,
             contract=manifest.contract,
         )
-        self._families: dict[str, SelectorFamily] = {}
+        self._families = Families(geometry, manifest.page_tokens)
         self._sessions: dict[str, Session] = {}
         self._contexts: dict[str, StepContext] = {}
         self._opened = 0
@@ -154,6 +155,7 @@ class CacheEngine:
                 self._all_credits,
                 metadata,
                 node.files,
+                spare=self._manifest.model.geometry.layers,
             )
             placement.blocks = self._shared
         except CoreError as error:
@@ -216,7 +218,7 @@ class CacheEngine:
             session_id = spec.session_id or self._name(number)
             if session_id in self._sessions or number >= MAX_SESSIONS:
                 raise CoreError(Reason.BAD_ARGUMENT, f"session {session_id} exists already")
-            family = None if spec.selector is None else self._family(spec.selector)
+            family = None if spec.selector is None else self._families.of(spec.selector, spec.given)
             homes, grant = self._store.placement.reserve_session(number, layers, slots)
             self._opened = number
             source = self._source(spec.tenant, session_id, number)
@@ -309,25 +311,10 @@ class CacheEngine:
         if self._stopped:
             raise CoreError(Reason.DRAINING, "the engine has stopped")
 
-    def _family(self, selector: Selector) -> SelectorFamily:
-        key = selector.model_dump_json(by_alias=True)
-        found = self._families.get(key)
-        if found is None:
-            geometry = self._manifest.model.geometry
-            found = build_family(
-                selector,
-                page_tokens=self._manifest.page_tokens,
-                query_heads=geometry.query_heads,
-                kv_heads=geometry.kv_heads,
-                head_dim=geometry.head_dim,
-            )
-            self._families[key] = found
-        return found
-
     def check_selector(self, selector: Selector) -> None:
-        """Whether this engine can run a candidate's selector at all; waits for no step. MANIFEST_INVALID."""
-        # A family built twice is the same family: what counts is its digest.
-        self._family(selector)
+        """Whether this engine can run a candidate's selector at all, for sessions that give what it needs;
+        waits for no step. MANIFEST_INVALID."""
+        self._families.of(selector, ANYTHING)
 
     # Steps.
 
@@ -366,7 +353,7 @@ class CacheEngine:
         )
         request = placed(session, request)
         repeat = check_order(session, request)
-        family = None if mode.selector is None else self._family(mode.selector)
+        family = None if mode.selector is None else self._families.of(mode.selector, ANYTHING)
         return self._runner.run(self._contexts[session.session_id], request, mode, family, repeat)
 
     def step_many(

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from torch import Tensor
 
+from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, Need
 from kvtier_crds.manifest import Selector
 
 SUPPORT_PARTITION = "supportPartition"
@@ -36,7 +37,8 @@ class ExactnessClass(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
     """What opens a session. `candidate_digest` and `selector`: of the grant it is opened under, else None;
-    page boxes are built for such sessions only. `session_id` empty: the engine names it."""
+    indexes are built for such sessions only. `session_id` empty: the engine names it. given: what the engine
+    will send with its frames."""
 
     tenant: str
     score_scale: float
@@ -44,6 +46,7 @@ class SessionSpec:
     selector: Selector | None = None
     candidate_digest: str | None = None
     session_id: str = ""
+    given: frozenset[Need] = ONLY_QUERIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ class StepRequest:
     [Nq, query_heads, head_dim]; query i attends rows [0, first_query_position + i].
     next_layer_follows: a promise that layer + 1 of this step comes next, with rows to the same frontier.
     position_epoch: of the session as the engine knows it; 0: not stated. deadline: seconds on the engine's
-    clock; None for none."""
+    clock; None for none. evidence: of the rows k, v, one entry a row; its last hidden state is the query's
+    in a decode step. hidden_layer: whose input the hidden states are; None: not said."""
 
     session_id: str
     generation: int
@@ -73,6 +77,8 @@ class StepRequest:
     deadline: float | None = None
     position_epoch: int = 0
     next_layer_follows: bool = False
+    evidence: Evidence = NO_EVIDENCE
+    hidden_layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

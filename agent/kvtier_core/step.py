@@ -35,6 +35,7 @@ from kvtier_core.receipts import (
     StepRequest,
 )
 from kvtier_core.resident import ResidentLayer
+from kvtier_core.rowevidence import Evidence
 from kvtier_core.selectors.base import LayerIndex, Selection, SelectorFamily, check_fresh
 from kvtier_core.sessions import Append, RowStore, Session
 from kvtier_core.stepplans import StepPlans, plan_named
@@ -137,7 +138,7 @@ class StepRunner:
         if approximate:
             self._mark_producer(session, request, mode)
         store.commit(append)
-        self._index(context, append)
+        self._index(context, append, request.evidence)
         if not repeat:
             session.step, session.layer = request.step, request.layer
         session.committed = max(session.committed, request.committed_frontier)
@@ -244,7 +245,15 @@ class StepRunner:
                 )
             check_fresh(index, family, context.source_digest)
             tail = append.k if append.k.shape[0] else None
-            selection = index.select(request.q, visible, query.frame.scale, tail)
+            hidden = request.evidence.hidden
+            selection = index.select(
+                request.q,
+                visible,
+                query.frame.scale,
+                tail,
+                None if hidden is None else hidden[-1:],
+                request.hidden_layer,
+            )
             for rows in selection.positions:
                 check_positions(rows, visible)
         except CoreError as error:
@@ -327,10 +336,10 @@ class StepRunner:
                 self._store.directory.producer[line] = producer
 
     @staticmethod
-    def _index(context: StepContext, append: Append) -> None:
+    def _index(context: StepContext, append: Append, evidence: Evidence) -> None:
         index = context.indexes[append.layer]
         if index is not None and append.k.shape[0]:
-            index.append(append.first, append.k, append.v)
+            index.append(append.first, append.k, append.v, evidence)
 
 
 def _view_digest(view: PositionView, visible: int) -> str:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, Need
 from kvtier_core.selectors.contract import SelectionReceipt, Shape
 from kvtier_crds.manifest import Selector
 from kvtier_kernels.state import AttentionState
@@ -65,12 +66,21 @@ class LayerIndex(Protocol):
     @property
     def covered(self) -> int: ...
 
-    def append(self, first: int, k: Tensor, v: Tensor) -> None:
+    def append(self, first: int, k: Tensor, v: Tensor, evidence: Evidence = NO_EVIDENCE) -> None:
         """Takes rows k, v [n, Hk, d] at [first, first + n). SUPPORT_GAP unless first is `covered`."""
 
-    def select(self, q: Tensor, rows: int, scale: float, tail: Tensor | None = None) -> Selection:
+    def select(
+        self,
+        q: Tensor,
+        rows: int,
+        scale: float,
+        tail: Tensor | None = None,
+        hidden: Tensor | None = None,
+        hidden_layer: int | None = None,
+    ) -> Selection:
         """Rows for the queries `q` [1, Hq, d] over rows [0, rows). scale: the session's factor on q.k. tail:
-        keys [n, Hk, d] of the last rows. Typed refusal when the index is stale."""
+        keys [n, Hk, d] of the last rows. hidden: [1, d_model], the input of layer `hidden_layer`, None: not
+        said. Typed refusal when the index is stale."""
 
 
 class SelectorFamily(Protocol):
@@ -101,9 +111,16 @@ def check_fresh(index: LayerIndex, family: SelectorFamily, source_digest: bytes)
 
 
 def build_family(
-    selector: Selector, *, page_tokens: int, query_heads: int, kv_heads: int, head_dim: int
+    selector: Selector,
+    *,
+    page_tokens: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    given: frozenset[Need] = ONLY_QUERIES,
 ) -> SelectorFamily:
-    """The family a manifest names. MANIFEST_INVALID with the legal families."""
+    """The family a manifest names. given: what the engine sends. MANIFEST_INVALID with the legal families,
+    UNSUPPORTED with what the engine does not send and the family needs."""
     from kvtier_core.selectors.live import LiveFamily
     from kvtier_core.selectors.quest import QuestFamily
 
@@ -112,7 +129,7 @@ def build_family(
             selector, page_tokens=page_tokens, kv_heads=kv_heads, head_dim=head_dim
         )
     shape = Shape(query_heads, kv_heads, head_dim, head_dim**-0.5)
-    return LiveFamily(selector, shape, page_tokens)
+    return LiveFamily(selector, shape, page_tokens, given)
 
 
 def merge_rows(rows: int, ranges: Sequence[tuple[int, int]], mask: NDArray[np.bool_]) -> None:

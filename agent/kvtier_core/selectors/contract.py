@@ -21,6 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.rowevidence import NO_EVIDENCE as NO_EVIDENCE
+from kvtier_core.rowevidence import Evidence as Evidence
+from kvtier_core.rowevidence import LayerWeights as LayerWeights
+from kvtier_core.rowevidence import Need as Need
 from kvtier_kernels.state import AttentionState
 
 Rows = NDArray[np.int64]
@@ -42,16 +46,6 @@ class Scope(StrEnum):
     QUERY_HEAD = "queryHead"
     KV_HEAD = "kvHead"
     LAYER = "layer"
-
-
-class Need(StrEnum):
-    """What a family must see to build or to select, besides the rows."""
-
-    QUERY = "query"
-    PREFILL_QUERIES = "prefillQueries"
-    PREVIOUS_HIDDEN_STATE = "previousHiddenState"
-    WEIGHTS = "weights"
-    SURPRISAL = "surprisal"
 
 
 class Guarantee(StrEnum):
@@ -106,48 +100,6 @@ class Shape:
     def group(self) -> int:
         """Query heads of one KV head."""
         return self.query_heads // self.kv_heads
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """What a rehearsal of this layer needs: q = (h @ query) + bias, before RoPE. query float32
-    [d_model, Hq * d]; bias float32 [Hq * d] or None; norm_weight float32 [d_model] and norm_eps: the RMS norm
-    that stands before the projection. inv_freq: float64 or float32 [rotated / 2], RoPE's angle a position, of
-    pairs that lie side by side (interleaved) or half of the rotated channels apart; None: the projection is
-    attended as it is."""
-
-    query: Tensor
-    bias: Tensor | None
-    norm_weight: Tensor
-    norm_eps: float
-    inv_freq: Tensor | None = None
-    interleaved: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What the engine gives with rows, one entry a row where not said otherwise; None: it cannot.
-
-    queries: float32 [n, Hq, d], as attended (after RoPE), of the rows themselves. hidden: float32
-    [n, d_model], the input of the previous layer. surprisal: float64 [n], nats, -log P(token | before).
-    weights: of this layer."""
-
-    queries: Tensor | None = None
-    hidden: Tensor | None = None
-    surprisal: NDArray[np.float64] | None = None
-    weights: LayerWeights | None = None
-
-    def has(self) -> frozenset[Need]:
-        given = {
-            Need.PREFILL_QUERIES: self.queries,
-            Need.PREVIOUS_HIDDEN_STATE: self.hidden,
-            Need.SURPRISAL: self.surprisal,
-            Need.WEIGHTS: self.weights,
-        }
-        return frozenset([Need.QUERY, *(need for need, value in given.items() if value is not None)])
-
-
-NO_EVIDENCE = Evidence()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, LayerWeights, Need, joined
 from kvtier_core.selectors.base import Selection
 from kvtier_core.selectors.contract import (
-    NO_EVIDENCE,
     Family,
     Index,
-    Need,
     Query,
     Scope,
     SelectionReceipt,
@@ -29,8 +28,8 @@ from kvtier_core.selectors.contract import Selection as Chosen
 from kvtier_core.selectors.families.registry import make_family
 from kvtier_crds.manifest import Selector
 
-# What a session gives to an index besides its rows.
-GIVEN = frozenset([Need.QUERY])
+GIVEN = ONLY_QUERIES
+"""What every session gives to an index besides its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +59,22 @@ class LiveFamily:
     """A SelectorFamily over one of the contract. The factor on q.k is the session's, so it comes with each
     query; no index depends on it."""
 
-    def __init__(self, selector: Selector, shape: Shape, page_tokens: int) -> None:
-        """MANIFEST_INVALID for what the manifest promises and this agent cannot keep."""
+    def __init__(
+        self, selector: Selector, shape: Shape, page_tokens: int, given: frozenset[Need] = ONLY_QUERIES
+    ) -> None:
+        """given: what the engine sends with its frames. MANIFEST_INVALID for what the manifest promises and
+        this agent cannot keep; UNSUPPORTED, with the fact `missing`, for what the family needs and the engine
+        does not send."""
         self._selector = selector
         self._page_tokens = page_tokens
         self._by_scale: dict[float, Family] = {}
         self.family = self._family = make_family(selector, shape, page_tokens)
-        missing = sorted(self._family.facts.needs - GIVEN)
+        missing = sorted(self._family.facts.needs - given)
         if missing:
             raise CoreError(
-                Reason.MANIFEST_INVALID,
-                f"{selector.family} needs {', '.join(missing)}, which engines do not send to agents yet",
+                Reason.UNSUPPORTED,
+                f"{selector.family} needs {', '.join(missing)}, which this engine does not send",
+                {"missing": ",".join(missing)},
             )
         self.gate = _gate(selector, self._family)
         self._by_scale[shape.scale] = self._family
@@ -112,7 +116,8 @@ class LiveIndex:
         self.source_digest = source.digest
         self.selector_digest = live.digest
         self._index: Index | None = None
-        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._waiting: list[tuple[Tensor, Tensor, Evidence]] = []
+        self._weights: LayerWeights | None = None
         self._covered = 0
 
     @property
@@ -124,8 +129,13 @@ class LiveIndex:
         """Rows that are in the index or wait for it."""
         return self._covered
 
-    def append(self, first: int, k: Tensor, v: Tensor) -> None:
-        """Rows k, v [n, Hk, d] at [first, first + n). SUPPORT_GAP unless first is `covered`."""
+    def weights(self, weights: LayerWeights) -> None:
+        """What evidence that comes without weights is completed by."""
+        self._weights = weights
+
+    def append(self, first: int, k: Tensor, v: Tensor, evidence: Evidence = NO_EVIDENCE) -> None:
+        """Rows k, v [n, Hk, d] at [first, first + n), and what the engine gives with them. SUPPORT_GAP unless
+        first is `covered`."""
         if first != self._covered:
             raise CoreError(
                 Reason.SUPPORT_GAP,
@@ -133,33 +143,48 @@ class LiveIndex:
                 {"covered": self._covered, "first": first},
             )
         # Copies: rows of a frame may be a view of all that came with it, queries included.
-        self._waiting.append((k.clone(), v.clone()))
+        self._waiting.append((k.clone(), v.clone(), evidence.kept()))
+        if evidence.weights is not None:
+            self._weights = evidence.weights
         self._covered += int(k.shape[0])
 
     def _current(self) -> Index:
         """The index over all rows that came. SUPPORT_GAP without any."""
         index, family = self._index, self._live.family
         if self._waiting:
-            k, v = (torch.cat([rows[part] for rows in self._waiting]) for part in (0, 1))
+            k, v = (
+                torch.cat([rows[0] for rows in self._waiting]),
+                torch.cat([rows[1] for rows in self._waiting]),
+            )
+            evidence = replace(joined([rows[2] for rows in self._waiting]), weights=self._weights)
             if index is None:
-                index = family.build(self._source, k, v, NO_EVIDENCE)
+                index = family.build(self._source, k, v, evidence)
             elif family.facts.appendable:
-                index = family.append(index, k, v, NO_EVIDENCE)
+                index = family.append(index, k, v, evidence)
             self._index = index
             self._waiting.clear()
         if index is None:
             raise CoreError(Reason.SUPPORT_GAP, "the index covers no row yet")
         return index
 
-    def select(self, q: Tensor, rows: int, scale: float, tail: Tensor | None = None) -> Selection:
-        """Rows for q [1, Hq, d] over rows [0, rows). tail: keys of rows that are not covered yet. UNSUPPORTED
-        for more queries, SUPPORT_GAP without rows, GATE_FAILED, and what the family refuses."""
+    def select(
+        self,
+        q: Tensor,
+        rows: int,
+        scale: float,
+        tail: Tensor | None = None,
+        hidden: Tensor | None = None,
+        hidden_layer: int | None = None,
+    ) -> Selection:
+        """Rows for q [1, Hq, d] over rows [0, rows). tail: keys of rows that are not covered yet. hidden:
+        [1, d_model], the input of layer `hidden_layer`, None: not said. UNSUPPORTED for more queries,
+        SUPPORT_GAP without rows, GATE_FAILED, and what the family refuses."""
         if q.shape[0] != 1:
             raise CoreError(Reason.UNSUPPORTED, f"one query at a time is selected for, not {q.shape[0]}")
         index = self._current()
         lag = rows - self._covered
         seen = tail if tail is not None and lag and tail.shape[0] == lag else None
-        query = Query(q, rows, self._source, tail=seen)
+        query = Query(q, rows, self._source, hidden=hidden, tail=seen, hidden_layer=hidden_layer)
         chosen = self._live.at(scale).select(index, query)
         if self._live.gate is not None:
             self._live.gate.check(chosen.receipt)

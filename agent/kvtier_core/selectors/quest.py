@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.rowevidence import NO_EVIDENCE, Evidence
 from kvtier_core.selectors.base import Selection, merge_rows
 from kvtier_crds.manifest import CapPolicy, Selector
 from kvtier_kernels.ops.quest import quest_boxes, quest_score
@@ -134,8 +135,10 @@ class PageBoxes:
     def covered(self) -> int:
         return self._covered
 
-    def append(self, first: int, k: Tensor, v: Tensor | None = None) -> None:
-        """Widens the boxes by keys k [n, Hk, d]; V has no part in them. SUPPORT_GAP."""
+    def append(
+        self, first: int, k: Tensor, v: Tensor | None = None, evidence: Evidence = NO_EVIDENCE
+    ) -> None:
+        """Widens the boxes by keys k [n, Hk, d]; nothing else has a part in them. SUPPORT_GAP."""
         if first != self._covered:
             raise CoreError(
                 Reason.SUPPORT_GAP,
@@ -175,7 +178,15 @@ class PageBoxes:
         lo, hi = (int(pages[0]), int(pages[-1]) + 1) if len(pages) else (0, 0)
         return quest_score(q[0], self.low[lo:hi], self.high[lo:hi])
 
-    def select(self, q: Tensor, rows: int, scale: float = 1.0, tail: Tensor | None = None) -> Selection:
+    def select(
+        self,
+        q: Tensor,
+        rows: int,
+        scale: float = 1.0,
+        tail: Tensor | None = None,
+        hidden: Tensor | None = None,
+        hidden_layer: int | None = None,
+    ) -> Selection:
         """Rows for one query [1, Hq, d] over rows [0, rows). UNSUPPORTED for more queries; SUPPORT_GAP when a
         page before the last is not covered."""
         family = self._family

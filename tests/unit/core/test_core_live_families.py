@@ -15,7 +15,17 @@ import torch
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
-from kvtier_core.selectors.contract import NO_EVIDENCE, FamilyFacts, Query, Scope, Selection, Shape, Source
+from kvtier_core.selectors.contract import (
+    NO_EVIDENCE,
+    Evidence,
+    FamilyFacts,
+    Need,
+    Query,
+    Scope,
+    Selection,
+    Shape,
+    Source,
+)
 from kvtier_core.selectors.families import registry
 from kvtier_core.selectors.families.certified_scan import CertifiedScan
 from kvtier_core.selectors.families.registry import make_family
@@ -242,3 +252,23 @@ def test_what_cannot_be_kept_is_refused_before_it_runs(chosen: Selector, words: 
         LiveFamily(chosen, SHAPE, PAGE)
     assert refused.value.reason is Reason.MANIFEST_INVALID
     assert words in refused.value.message
+
+
+def test_a_family_that_lacks_a_need_is_refused_by_name_and_runs_where_the_engine_sends_it() -> None:
+    chosen = selector(
+        "infLlm", {"unitTokens": 8, "representatives": 2}, persistentRows={"sink": 2, "recent": 8}
+    )
+    with pytest.raises(CoreError) as refused:
+        LiveFamily(chosen, SHAPE, PAGE)
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert refused.value.facts == {"missing": "prefillQueries"}
+    given = frozenset([Need.QUERY, Need.PREFILL_QUERIES])
+    index = LiveFamily(chosen, SHAPE, PAGE, given).index(b"s" * 32, 1)
+    rows = Rows.random(TOKENS)
+    k, v, q = (part[1] for part in (rows.k, rows.v, rows.q))
+    for first, last in ((0, TOKENS // 2), (TOKENS // 2, TOKENS - 1)):
+        index.append(first, k[first:last], v[first:last], Evidence(queries=q[first:last]))
+    found = index.select(q[-1:], TOKENS, SCALE, k[-1:])
+    family, source = make_family(chosen, SHAPE, PAGE), Source(b"s" * 32, 1)
+    built = family.build(source, k[:-1], v[:-1], Evidence(queries=q[:-1]))
+    assert found.receipt == family.select(built, Query(q[-1:], TOKENS, source, tail=k[-1:])).receipt
