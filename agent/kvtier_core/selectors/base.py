@@ -8,7 +8,7 @@ know tiers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -122,17 +122,6 @@ def build_family(
     """The family a manifest names. given: what the engine sends. MANIFEST_INVALID with the legal families,
     UNSUPPORTED with what the engine does not send and the family needs."""
     from kvtier_core.selectors.live import LiveFamily
-    from kvtier_core.selectors.quest import QuestFamily
 
-    if selector.family == "quest":
-        return QuestFamily.from_manifest(
-            selector, page_tokens=page_tokens, kv_heads=kv_heads, head_dim=head_dim
-        )
     shape = Shape(query_heads, kv_heads, head_dim, head_dim**-0.5)
     return LiveFamily(selector, shape, page_tokens, given)
-
-
-def merge_rows(rows: int, ranges: Sequence[tuple[int, int]], mask: NDArray[np.bool_]) -> None:
-    """Marks row ranges in a mask of `rows` rows, clipped to it."""
-    for first, last in ranges:
-        mask[max(0, first) : max(0, min(rows, last))] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kvtier_core.attend import Attention
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepAnswer, StepMode
 from kvtier_core.selectors.base import Selection, build_family
-from kvtier_core.selectors.quest import PageBoxes
+from kvtier_core.selectors.live import LiveIndex
 from kvtier_crds.manifest import Selector
 from tests.unit.core.builders import (
     CANDIDATE,
@@ -336,12 +337,12 @@ def test_a_selection_that_is_not_honoured_would_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference above is only worth something if other rows give another answer."""
-    real = PageBoxes.select
+    real = LiveIndex.select
 
-    def shifted(self: PageBoxes, q: torch.Tensor, rows: int, *more: object) -> Selection:
+    def shifted(self: LiveIndex, q: torch.Tensor, rows: int, *more: Any) -> Selection:
         import dataclasses
 
-        found = real(self, q, rows)
+        found = real(self, q, rows, *more)
         moved = tuple(np.unique(np.clip(rows_ - 1, 0, rows - 1)) for rows_ in found.positions)
         return dataclasses.replace(found, positions=moved)
 
@@ -349,7 +350,7 @@ def test_a_selection_that_is_not_honoured_would_be_seen(
     with engine(tmp_path, TIERS) as built:
         driver = Driver.open(built, rows, QUEST)
         driver.forward(TOKENS)
-        monkeypatch.setattr(PageBoxes, "select", shifted)
+        monkeypatch.setattr(LiveIndex, "select", shifted)
         out = driver.forward(1, candidate())
         monkeypatch.undo()
     want = selected_reference(rows, 0, TOKENS, QUEST)

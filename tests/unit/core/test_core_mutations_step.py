@@ -12,7 +12,7 @@ from kvtier_core.errors import Reason
 from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode, StepReceipt
 from kvtier_core.selectors.base import Selection
-from kvtier_core.selectors.quest import PageBoxes
+from kvtier_core.selectors.live import LiveIndex
 from tests.unit.core.builders import CANDIDATE, Driver, Rows, cpu, engine, gpu, quest
 from tests.unit.core.fixture_f2 import refusal
 
@@ -61,9 +61,9 @@ def test_a_step_receipt_with_one_wrong_field_is_refused(tmp_path: Path) -> None:
 def test_a_selection_of_rows_that_there_are_not_is_answered_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[int], reason: Reason
 ) -> None:
-    honest = PageBoxes.select
+    honest = LiveIndex.select
 
-    def select(index: PageBoxes, *asked: object) -> Selection:
+    def select(index: LiveIndex, *asked: object) -> Selection:
         found = honest(index, *asked)  # type: ignore[arg-type]
         wrong = np.array(rows, dtype=np.int64)
         return dataclasses.replace(found, positions=(*found.positions[:-1], wrong))
@@ -71,7 +71,7 @@ def test_a_selection_of_rows_that_there_are_not_is_answered_exactly(
     with engine(tmp_path, [gpu(8), cpu(8)]) as built:
         driver = Driver.open(built, Rows.random(80), quest())
         driver.play(70, 1)
-        monkeypatch.setattr(PageBoxes, "select", select)
+        monkeypatch.setattr(LiveIndex, "select", select)
         driver.forward(1, SERVED)
         receipt = driver.answers[-1].receipt
     assert (receipt.exactness, receipt.fallback) == (ExactnessClass.EXACT, reason.value)

@@ -16,6 +16,7 @@ from kvtier_core.selectors.families.inf_llm import InfLlm
 from kvtier_core.selectors.families.infinigen import Infinigen
 from kvtier_core.selectors.families.magic_pig import MagicPig
 from kvtier_core.selectors.families.pqcache import Pqcache
+from kvtier_core.selectors.families.quest import Quest
 from kvtier_core.selectors.families.retrieval_attention import RetrievalAttention
 from kvtier_core.selectors.families.retro_infer import RetroInfer
 from kvtier_core.selectors.families.sparq import Sparq
@@ -50,6 +51,7 @@ FAMILIES: dict[str, _Maker] = {
     "infLlm": InfLlm.from_manifest,
     "magicPig": MagicPig.from_manifest,
     "pqcache": Pqcache.from_manifest,
+    "quest": Quest.from_manifest,
     "retrievalAttention": _retrieval_attention,
     "sparq": Sparq.from_manifest,
     "squeezedAttention": SqueezedAttention.from_manifest,
