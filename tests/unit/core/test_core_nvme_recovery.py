@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import random
 import struct
 import time
@@ -23,8 +24,10 @@ from kvtier_core.tiers.staging import PAGE, StagingBuffer
 from kvtier_core.tiers.transfer import EraseItem, TransferItem
 from tests.unit.core.nvme_files import MemoryFiles, ScriptedFiles, failing
 from tests.unit.core.nvme_store import (
+    FOREVER,
     LAYOUT,
     NAMESPACE,
+    Heard,
     content,
     erase,
     identity,
@@ -33,6 +36,7 @@ from tests.unit.core.nvme_store import (
     open_store,
     recovered_items,
     store,
+    write_item,
 )
 
 FOLDER = Path("/store")
@@ -258,6 +262,44 @@ def test_a_namespace_is_erased_with_what_evictions_left() -> None:
     again = open_store(FOLDER, 8, files)
     assert (again.recovery.kept, again.recovery.dropped) == (0, {DropReason.ERASED: 3})
     again.close()
+
+
+@pytest.mark.parametrize("by", ["key", "namespace"])
+@pytest.mark.parametrize("failures", [1, 2])
+def test_what_lies_below_a_block_whose_write_failed_is_erased_too(by: str, failures: int) -> None:
+    """An evicted block's slot was to be written again and was not: its header is still the old one."""
+    memory = MemoryFiles()
+    files = ScriptedFiles(real=memory)
+    tier = open_store(FOLDER, 1, files)
+    (old,) = store(tier, "a")
+    tier.release(old.ref)
+    elsewhere = hashlib.sha256(b"another tenant").digest()
+    for attempt in range(failures):
+        other = write_item(tier, identity(f"b{attempt}", namespace=elsewhere), content(f"b{attempt}"))
+        files.script = failing("write", files.calls["write"], errno.EIO, sticky=True)
+        heard = Heard(1)
+        tier.submit_write([other], FOREVER, heard)
+        assert heard.wait().reasons() == ["STORAGE_UNAVAILABLE"]
+        files.script = lambda _operation, _number: None
+        tier.release(other.ref)
+    assert erase(tier, EraseItem(key=key("a")) if by == "key" else EraseItem(namespace=NAMESPACE)) == [None]
+    again = open_store(FOLDER, 1, memory.copied())
+    assert not recovered_items(again)
+    again.close()
+    tier.close()
+
+
+def test_what_lay_below_a_block_that_was_written_is_not_erased_with_it() -> None:
+    files = MemoryFiles()
+    tier = open_store(FOLDER, 1, files)
+    (old,) = store(tier, "a")
+    tier.release(old.ref)
+    store(tier, "b")
+    assert erase(tier, EraseItem(key=key("a"))) == [None]
+    again = open_store(FOLDER, 1, files.copied())
+    assert set(recovered_items(again)) == {key("b")}
+    again.close()
+    tier.close()
 
 
 def test_a_store_of_another_layout_is_begun_anew() -> None:

@@ -20,7 +20,8 @@ _WORD = 8
 
 class NvmeSlots(SlotTable):
     """Generations start at store epoch * 2^32. A remnant is a durable block whose slot was released and whose
-    header may still lie on the device."""
+    header may still lie on the device: below that of a block which is being written over it, too, and below
+    one whose write failed."""
 
     def __init__(self, slots: int, store_epoch: int) -> None:
         super().__init__(slots)
@@ -30,6 +31,7 @@ class NvmeSlots(SlotTable):
         self._key = np.zeros(slots, dtype=np.uint64)
         self._namespace = np.zeros(slots, dtype=np.uint64)
         self._durable = np.zeros(slots, dtype=np.bool_)
+        self._below: dict[int, set[tuple[int, int]]] = {}
 
     def _take(self, namespace: bytes) -> int:
         if not self._free:
@@ -58,27 +60,35 @@ class NvmeSlots(SlotTable):
     # What lies on the device.
 
     def mark(self, slot: int, key: bytes, namespace: bytes) -> None:
-        """A header of a durable block may lie in the slot from now on."""
+        """A header of a durable block may lie in the slot from now on, and until `written` or `clean` what
+        lay there before."""
         key_word, namespace_word = _word(key), _word(namespace)
         with self._lock:
+            if self._durable[slot]:
+                former = (int(self._key[slot]), int(self._namespace[slot]))
+                self._below.setdefault(slot, set()).add(former)
             self._key[slot] = key_word
             self._namespace[slot] = namespace_word
             self._durable[slot] = True
+
+    def written(self, slot: int) -> None:
+        """The marked block lies in the slot as a whole: the next flush leaves nothing of what was there."""
+        with self._lock:
+            self._below.pop(slot, None)
 
     def clean(self, slot: int) -> None:
         """No header of a durable block lies in the slot any more."""
         with self._lock:
             self._durable[slot] = False
+            self._below.pop(slot, None)
 
     def is_remnant(self, slot: int, key: bytes | None, namespace: bytes | None) -> bool:
         """Whether `remnants` still names the slot."""
         with self._lock:
-            return (
-                bool(self._durable[slot])
-                and self._state[slot] != SlotState.PUBLISHED
-                and (key is None or self._key[slot] == _word(key))
-                and (namespace is None or self._namespace[slot] == _word(namespace))
-            )
+            if not self._durable[slot] or self._state[slot] == SlotState.PUBLISHED:
+                return False
+            there = {(int(self._key[slot]), int(self._namespace[slot])), *self._below.get(slot, ())}
+            return any(_is(words, key, namespace) for words in there)
 
     def remnants(self, key: bytes | None = None, namespace: bytes | None = None) -> list[int]:
         """Slots that nobody reads and whose header on the device may be of that key or namespace. By prefixes
@@ -89,7 +99,18 @@ class NvmeSlots(SlotTable):
                 found &= self._key == _word(key)
             if namespace is not None:
                 found &= self._namespace == _word(namespace)
-            return [int(slot) for slot in np.flatnonzero(found)]
+            named = set(np.flatnonzero(found).tolist())
+            named.update(
+                slot
+                for slot, former in self._below.items()
+                if self._state[slot] != SlotState.PUBLISHED
+                and any(_is(words, key, namespace) for words in former)
+            )
+            return sorted(named)
+
+
+def _is(words: tuple[int, int], key: bytes | None, namespace: bytes | None) -> bool:
+    return (key is None or words[0] == _word(key)) and (namespace is None or words[1] == _word(namespace))
 
 
 def _word(name: bytes) -> int:

@@ -348,8 +348,8 @@ class NvmeTier(Tier):
                     done = self._file.write(pieces.buffers, self._file.offset(ref.slot))
                 except OSError as error:
                     raise self._health.failed("write", error) from error
-                if done == self._block and not identity.durable:
-                    self.slots.clean(ref.slot)
+                if done == self._block:
+                    (self.slots.written if identity.durable else self.slots.clean)(ref.slot)
         except CoreError:
             if identity.durable:
                 self.commit.doubt(group)

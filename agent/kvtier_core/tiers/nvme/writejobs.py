@@ -127,7 +127,9 @@ class WriteJob(Job):
             if place >= whole:
                 self._failed(index, group, to.health.short("write", done, wanted, ref))
                 continue
-            if not self.durable:
+            if self.durable:
+                to.store.slots.written(ref.slot)
+            else:
                 to.store.slots.clean(ref.slot)
             self._written.append(index)
         if to.read_back:
