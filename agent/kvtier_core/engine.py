@@ -44,6 +44,7 @@ from kvtier_core.receipts import (
 from kvtier_core.resident import ResidentDecode, ResidentFrame
 from kvtier_core.selectors.base import LayerIndex
 from kvtier_core.selectors.families_of import ANYTHING, Families
+from kvtier_core.selectors.wanted import Wanted, wanted_by
 from kvtier_core.sessions import NO_LINE, LayerState, RowStore, Session
 from kvtier_core.sharing import SharedBlocks, directory_of, ledger_of, let_go, recoveries
 from kvtier_core.stats import Statistics
@@ -240,7 +241,7 @@ class CacheEngine:
                     for layer in range(layers)
                 ]
             self._sessions[session_id] = session
-            self._contexts[session_id] = StepContext(session, source.digest(), family, indexes)
+            self._contexts[session_id] = StepContext.opened(session, source.digest(), family, indexes)
             return SessionHandle(session_id, number)
 
     def _number(self) -> int:
@@ -292,7 +293,7 @@ class CacheEngine:
             source = self._source(parent.spec.tenant, session_id, number)
             child, indexes = self._edits.fork(context, request, session_id, source, number)
             self._sessions[session_id] = child
-            self._contexts[session_id] = StepContext(child, source.digest(), context.family, indexes)
+            self._contexts[session_id] = context.forked(child, source.digest(), indexes)
             return SessionHandle(session_id, number)
 
     def _session(self, session_id: str, generation: int) -> Session:
@@ -315,6 +316,10 @@ class CacheEngine:
         """Whether this engine can run a candidate's selector at all, for sessions that give what it needs;
         waits for no step. MANIFEST_INVALID."""
         self._families.of(selector, ANYTHING)
+
+    def wanted(self, selector: Selector) -> Wanted:
+        """What the selector asks of a session's engine; waits for no step. MANIFEST_INVALID."""
+        return wanted_by(self._families.of(selector, ANYTHING), self._manifest.model.geometry.layers)
 
     # Steps.
 

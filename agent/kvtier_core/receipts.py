@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, Need
+from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, Need, Surprisal
 from kvtier_crds.manifest import Selector
 
 SUPPORT_PARTITION = "supportPartition"
@@ -38,7 +38,8 @@ class ExactnessClass(StrEnum):
 class SessionSpec:
     """What opens a session. `candidate_digest` and `selector`: of the grant it is opened under, else None;
     indexes are built for such sessions only. `session_id` empty: the engine names it. given: what the engine
-    will send with its frames."""
+    will send with its frames. fixed_context: rows [0, n) are a context that does not change, 0: those of the
+    first step are; None: the engine says nothing of the kind."""
 
     tenant: str
     score_scale: float
@@ -47,6 +48,7 @@ class SessionSpec:
     candidate_digest: str | None = None
     session_id: str = ""
     given: frozenset[Need] = ONLY_QUERIES
+    fixed_context: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class StepRequest:
     next_layer_follows: a promise that layer + 1 of this step comes next, with rows to the same frontier.
     position_epoch: of the session as the engine knows it; 0: not stated. deadline: seconds on the engine's
     clock; None for none. evidence: of the rows k, v, one entry a row; its last hidden state is the query's
-    in a decode step. hidden_layer: whose input the hidden states are; None: not said."""
+    in a decode step. hidden_layer: whose input the hidden states are; None: not said. surprisal: of rows
+    up to this frame's, whatever their layer; those of a prefill come with a later step."""
 
     session_id: str
     generation: int
@@ -79,6 +82,7 @@ class StepRequest:
     next_layer_follows: bool = False
     evidence: Evidence = NO_EVIDENCE
     hidden_layer: int | None = None
+    surprisal: Surprisal | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,15 @@ class Evidence:
         }
         return frozenset([Need.QUERY, *(need for need, value in given.items() if value is not None)])
 
+    def first(self, rows: int) -> Evidence:
+        """Of the first `rows` rows."""
+        return replace(
+            self,
+            queries=None if self.queries is None else self.queries[:rows],
+            hidden=None if self.hidden is None else self.hidden[:rows],
+            surprisal=None if self.surprisal is None else self.surprisal[:rows],
+        )
+
     def kept(self) -> Evidence:
         """A copy that outlives the frame: what came may be views of a frame's memory. Weights are shared."""
         return replace(
@@ -76,6 +85,14 @@ class Evidence:
 
 
 NO_EVIDENCE = Evidence()
+
+
+@dataclass(frozen=True, slots=True)
+class Surprisal:
+    """Of rows that came before, or come with it. values: float64 [n], nats, of rows [first, first + n)."""
+
+    first: int
+    values: NDArray[np.float64]
 
 
 ONLY_QUERIES = frozenset([Need.QUERY])

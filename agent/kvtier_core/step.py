@@ -35,8 +35,11 @@ from kvtier_core.receipts import (
     StepRequest,
 )
 from kvtier_core.resident import ResidentLayer
-from kvtier_core.rowevidence import Evidence
+from kvtier_core.rowevidence import Need
 from kvtier_core.selectors.base import LayerIndex, Selection, SelectorFamily, check_fresh
+from kvtier_core.selectors.fixedcontext import FixedContext
+from kvtier_core.selectors.lateevidence import LateEvidence
+from kvtier_core.selectors.wanted import wanted_by
 from kvtier_core.sessions import Append, RowStore, Session
 from kvtier_core.stepplans import StepPlans, plan_named
 from kvtier_core.supports import Support
@@ -46,16 +49,42 @@ from kvtier_kernels.state import LogitFrame
 @dataclass(slots=True)
 class StepContext:
     """What a session's steps need besides its rows. indexes: per layer, None where there is none. resident:
-    what frames on the short way keep, per layer."""
+    what frames on the short way keep, per layer. late: for a family that needs surprisals; fixed: for one
+    whose index takes no rows behind its context."""
 
     session: Session
     source_digest: bytes
     family: SelectorFamily | None
     indexes: list[LayerIndex | None]
     resident: list[ResidentLayer | None] = field(default_factory=list)
+    late: LateEvidence | None = None
+    fixed: FixedContext | None = None
 
     def __post_init__(self) -> None:
         self.forget_views()
+
+    @classmethod
+    def opened(
+        cls,
+        session: Session,
+        source_digest: bytes,
+        family: SelectorFamily | None,
+        indexes: list[LayerIndex | None],
+    ) -> StepContext:
+        """Of a new session, with what its family needs besides rows."""
+        made = cls(session, source_digest, family, indexes)
+        if family is not None:
+            wanted = wanted_by(family, len(session.layers))
+            made.late = LateEvidence(len(session.layers)) if Need.SURPRISAL in wanted.needs else None
+            made.fixed = FixedContext(session.spec.fixed_context or 0) if wanted.fixed else None
+        return made
+
+    def forked(self, child: Session, source_digest: bytes, indexes: list[LayerIndex | None]) -> StepContext:
+        """Of a session of the same rows."""
+        made = StepContext(child, source_digest, self.family, indexes)
+        made.late = None if self.late is None else self.late.fork()
+        made.fixed = None if self.fixed is None else self.fixed.fork()
+        return made
 
     def forget_views(self) -> None:
         """Lets go of what frames on the short way keep."""
@@ -119,6 +148,7 @@ class StepRunner:
                 "these rows exist already with other bytes",
                 {"frontier": session.layers[request.layer].frontier},
             )
+        self._learn(context, request)
         if request.step != session.step:
             store.start_step(session)
             session.step_first = request.first_query_position
@@ -138,7 +168,7 @@ class StepRunner:
         if approximate:
             self._mark_producer(session, request, mode)
         store.commit(append)
-        self._index(context, append, request.evidence)
+        self._index(context, append, request)
         if not repeat:
             session.step, session.layer = request.step, request.layer
         session.committed = max(session.committed, request.committed_frontier)
@@ -244,6 +274,8 @@ class StepRunner:
                     Reason.NO_CANDIDATE, "the session was not opened under a grant: it has no index"
                 )
             check_fresh(index, family, context.source_digest)
+            if context.fixed is not None:
+                context.fixed.check_complete()
             tail = append.k if append.k.shape[0] else None
             hidden = request.evidence.hidden
             selection = index.select(
@@ -336,10 +368,35 @@ class StepRunner:
                 self._store.directory.producer[line] = producer
 
     @staticmethod
-    def _index(context: StepContext, append: Append, evidence: Evidence) -> None:
+    def _index(context: StepContext, append: Append, request: StepRequest) -> None:
         index = context.indexes[append.layer]
-        if index is not None and append.k.shape[0]:
-            index.append(append.first, append.k, append.v, evidence)
+        if index is None or not append.k.shape[0]:
+            return
+        k, v, evidence = append.k, append.v, request.evidence
+        if context.fixed is not None:
+            inside = context.fixed.within(request.step, append.first, int(k.shape[0]))
+            k, v, evidence = k[:inside], v[:inside], evidence.first(inside)
+            if not inside:
+                return
+        if context.late is None:
+            index.append(append.first, k, v, evidence)
+        else:
+            context.late.hold(append.layer, append.first, k, v, evidence)
+            context.late.deliver(append.layer, index.append)
+
+    @staticmethod
+    def _learn(context: StepContext, request: StepRequest) -> None:
+        """Takes surprisals that come with the frame, and hands rows that waited for them to the layer's
+        index. They are of tokens and not of the frame, so they stay when it is refused. EVENT_BOUNDARY."""
+        late, layer = context.late, request.layer
+        if late is None:
+            return
+        if request.surprisal is not None:
+            rows = max(state.frontier for state in context.session.layers)
+            late.take(request.surprisal, max(rows, request.first_row_position + int(request.k.shape[0])))
+        index = context.indexes[layer]
+        if index is not None:
+            late.deliver(layer, index.append)
 
 
 def _view_digest(view: PositionView, visible: int) -> str:

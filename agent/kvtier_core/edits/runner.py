@@ -26,6 +26,8 @@ from kvtier_core.identity import SourceBinding
 from kvtier_core.positions import PositionView
 from kvtier_core.rope import rope_table
 from kvtier_core.selectors.base import LayerIndex, SelectorFamily
+from kvtier_core.selectors.fixedcontext import FixedContext
+from kvtier_core.selectors.lateevidence import LateEvidence
 from kvtier_core.sessions import RowStore
 from kvtier_crds.manifest import Model
 
@@ -37,6 +39,8 @@ class Context(Protocol):
     source_digest: bytes
     family: SelectorFamily | None
     indexes: list[LayerIndex | None]
+    late: LateEvidence | None
+    fixed: FixedContext | None
 
     def forget_views(self) -> None:
         """Lets go of what frames keep of where rows lie."""
@@ -148,6 +152,10 @@ class Edits:
         session.step = -1
         context.source_digest = source.digest()
         context.indexes[:] = indexes
+        if context.late is not None:
+            context.late.cut(frontier)
+        if context.fixed is not None:
+            context.fixed.cut(frontier)
         # Views of the former rows would keep memory that the tier may have given to others.
         context.forget_views()
 
@@ -167,6 +175,8 @@ class Edits:
             return [None] * len(layers)
         size = self._store.layout.chunk_tokens
         digest = source.digest()
+        if context.fixed is not None:
+            rows = min(rows, context.fixed.extent)
         built: list[LayerIndex | None] = []
         for layer, state in enumerate(layers):
             if layer in family.dense_layers:

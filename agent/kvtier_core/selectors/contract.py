@@ -365,9 +365,10 @@ def check_index(index: Index, family: Family, query: Query, *, tail: int) -> int
     return lag
 
 
-def check_needs(family: Family, evidence: Evidence) -> None:
-    """UNSUPPORTED names what the engine does not give and the family needs."""
-    missing = sorted(family.facts.needs - evidence.has())
+def check_needs(family: Family, evidence: Evidence, needs: frozenset[Need] | None = None) -> None:
+    """UNSUPPORTED names what the engine does not give and the family needs. needs: of rows, where they are
+    fewer than the family's."""
+    missing = sorted((family.facts.needs if needs is None else needs) - evidence.has())
     if missing:
         raise CoreError(
             Reason.UNSUPPORTED,

@@ -79,6 +79,8 @@ FACTS = FamilyFacts(
     edit=EditCost.UNIT,
     fixed_size=False,
 )
+# A rehearsal is of a query: no row's hidden state is looked at.
+_OF_ROWS = FACTS.needs - {Need.PREVIOUS_HIDDEN_STATE}
 _STATED = ("alpha", "counts", "equalised", "cap", "columns", "skew", "predictedFrom")
 _ORTHOGONAL = 1e-5
 
@@ -204,7 +206,7 @@ class Infinigen:
         return rows > always and rows >= self.train_tokens
 
     def build(self, source: Source, k: Tensor, v: Tensor, evidence: Evidence) -> PartialKeys:
-        check_needs(self, evidence)
+        check_needs(self, evidence, _OF_ROWS)
         weights = evidence.weights
         assert weights is not None
         if source.layer == 0:
@@ -234,7 +236,7 @@ class Infinigen:
         rows = k.detach().to("cpu").float()
         covered = own.facts.covered + len(rows)
         if own.skew is None:
-            check_needs(self, evidence)
+            check_needs(self, evidence, _OF_ROWS)
             assert evidence.queries is not None
             queries = evidence.queries.detach().to("cpu").float()
             if len(queries) != len(rows):

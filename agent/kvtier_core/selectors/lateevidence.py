@@ -1,0 +1,84 @@
+"""Surprisals of a session's rows, which an engine knows only after the pass that made the rows.
+
+Why it exists: -ln P(token) of a prompt's tokens comes out of the model behind its last layer, when the rows
+of every layer are here already. Rows wait in this place until theirs are known, and then go to their index as
+if both had come together. It must not know how an index uses them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.rowevidence import Evidence, Surprisal
+from kvtier_core.selectors.growing import Growing
+
+Append = Callable[[int, Tensor, Tensor, Evidence], None]
+
+
+class LateEvidence:
+    """One session's. known: rows whose surprisal is here. Not for several threads at once."""
+
+    def __init__(self, layers: int) -> None:
+        self._log = Growing((), np.float64)
+        self._waiting: list[deque[tuple[int, Tensor, Tensor, Evidence]]] = [deque() for _ in range(layers)]
+
+    @property
+    def known(self) -> int:
+        return len(self._log)
+
+    def take(self, given: Surprisal, rows: int) -> None:
+        """Of rows [0, rows) at most. What is known already must come with the same bits, as it does when a
+        frame is sent again. EVENT_BOUNDARY: a gap, rows that do not exist, numbers that are no -ln P, or
+        others than before; nothing is taken then."""
+        first, values, known = given.first, given.values, self.known
+        if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
+            raise CoreError(Reason.EVENT_BOUNDARY, "a surprisal is not a finite number of 0 or more")
+        if not 0 <= first <= known:
+            raise CoreError(
+                Reason.EVENT_BOUNDARY,
+                f"surprisals from row {first} on, those of rows [0, {known}) are known",
+                {"known": known, "first": first},
+            )
+        if first + len(values) > rows:
+            raise CoreError(
+                Reason.EVENT_BOUNDARY,
+                f"surprisals to row {first + len(values)}, there are {rows} rows",
+                {"rows": rows},
+            )
+        repeated = min(known - first, len(values))
+        if not np.array_equal(self._log.entries[first : first + repeated], values[:repeated]):
+            raise CoreError(Reason.EVENT_BOUNDARY, f"other surprisals than before from row {first} on")
+        self._log = self._log.plus(values[repeated:])
+
+    def hold(self, layer: int, first: int, k: Tensor, v: Tensor, evidence: Evidence) -> None:
+        """Keeps copies of rows k, v [n, Hk, d] at [first, first + n) of a layer, behind those that wait."""
+        self._waiting[layer].append((first, k.clone(), v.clone(), evidence.kept()))
+
+    def deliver(self, layer: int, append: Append) -> None:
+        """Hands over those rows of the layer whose surprisals are all known, in order."""
+        waiting = self._waiting[layer]
+        while waiting:
+            first, k, v, evidence = waiting[0]
+            last = first + int(k.shape[0])
+            if last > self.known:
+                return
+            append(first, k, v, replace(evidence, surprisal=self._log.entries[first:last].copy()))
+            waiting.popleft()
+
+    def cut(self, rows: int) -> None:
+        """Rows [rows, ...) are gone, and with an edit every row that waits: its index is another."""
+        self._log = self._log.first(min(rows, self.known))
+        for waiting in self._waiting:
+            waiting.clear()
+
+    def fork(self) -> LateEvidence:
+        """For a session of the same rows."""
+        other = LateEvidence(len(self._waiting))
+        other._log = self._log
+        return other
