@@ -14,6 +14,7 @@ from typing import TextIO
 
 from pydantic import ValidationError
 
+from kvtier_eval import probecli
 from kvtier_eval.journal import Journal, WrongJournal, read
 from kvtier_eval.models import SMOLLM2, Loaded, load
 from kvtier_eval.plan import FAMILIES, Plan, Settings, make_plan
@@ -43,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--minutes", type=float, help="stop before the next prompt after so long; go on by the same"
     )
+    probecli.add_parser(commands)
     return parser
 
 
@@ -74,6 +76,8 @@ def main(
     """0: done. 2: refused, with the reason on stderr. 3: stopped before the end; the same command goes on."""
     parsed = build_parser().parse_args(arguments)
     err = sys.stderr if stderr is None else stderr
+    if parsed.command == "probe":
+        return probecli.main(parsed, out=sys.stdout, err=err, clock=clock, loader=loader)
     started = clock()
     try:
         if parsed.command == "report":
