@@ -133,6 +133,7 @@ _STATUS = {
         Reason.WOULD_EVICT_PINNED,
         Reason.ADMISSION_PINNED,
         Reason.WRITE_BUDGET,
+        Reason.KEPT_CAPACITY,
     ),
     grpc.StatusCode.DEADLINE_EXCEEDED: (
         Reason.DEADLINE,

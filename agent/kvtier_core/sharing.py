@@ -60,9 +60,11 @@ class SharedBlocks:
         ledger: Ledger,
         lock: threading.RLock,
         files: FileOps,
+        spare: int = 0,
     ) -> None:
-        """Takes over what persistent tiers kept. TIER_INCAPABLE without a tier whose memory the CPU reads,
-        STORAGE_UNAVAILABLE; holds nothing then."""
+        """Takes over what persistent tiers kept. spare: slots that one session needs, which a cache without
+        storage keeps free of blocks that may not be lost. TIER_INCAPABLE without a tier whose memory the CPU
+        reads, STORAGE_UNAVAILABLE; holds nothing then."""
         self._tiers = tiers
         self._clock = clock
         self._ledger = ledger
@@ -91,6 +93,7 @@ class SharedBlocks:
                 journal=self._journal,
                 homes=homes,
                 max_flights=QUEUE_TRANSFERS,
+                spare=spare,
             )
         except BaseException:
             self._end_journal(STOP_SECONDS)

@@ -16,7 +16,7 @@ import numpy as np
 from kvtier_core.blockstore.reads import Fetch
 from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.credits import slots
-from kvtier_core.directory import ReplicaState
+from kvtier_core.directory import ChunkState, ReplicaState
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.nvme import NvmeTier
 from kvtier_core.tiers.slots import SlotState
@@ -82,6 +82,16 @@ class Promises(ABC):
             ledger, resource = self.store.ledger, slots(tier)
             taken = ledger.total(resource) - ledger.available(resource)
             assert taken == held.slots.used, f"{held.name}: {taken} slots are paid, {held.slots.used} taken"
+        self._kept_are_few()
+
+    def _kept_are_few(self) -> None:
+        """Blocks that may not be lost, on their way or deleted but not yet forgotten, too, never exceed what
+        the disk can hold of them."""
+        directory = self.store.directory
+        there = directory.state[: directory.used] != ChunkState.FREE
+        kept = int((directory.droppable[: directory.used][there] == 0).sum())
+        assert kept == directory.kept, f"{directory.kept} blocks are said to be kept, {kept} are"
+        assert kept < self.disk_slots, f"{kept} blocks that may not be lost for {self.disk_slots} slots"
 
     def _slots_have_one_owner(self) -> None:
         directory = self.store.directory
@@ -122,6 +132,7 @@ class Promises(ABC):
         self.rest()
         assert not self.store.moves.open_moves() and not self.store.reads.flights.flights()
         assert self.store.ledger.outstanding() == 0, "credits are held by nobody"
+        self._memory_can_be_emptied()
         leases = [int(columns.leases.array.sum()) for columns in self.store.directory.replicas.tiers]
         assert leases == [0, 0], f"leases that nobody has: {leases}"
         assert self.ram.slots.used == self.store.directory.replicas.counts[0]
@@ -146,17 +157,18 @@ class Promises(ABC):
                 evicted = block.droppable and reason.value == "MISS"
                 assert evicted or not block.safe, f"{block.name}: {reason}"
                 return
-            if reason.value == "NO_STAGING" and self._nothing_may_leave():
-                self.seen["full-of-kept"] += 1
-                return
             self.now += 2
         raise AssertionError(f"{block.name} cannot be read: {reason}")
 
-    def _nothing_may_leave(self) -> bool:
-        """Whether the disk is full of blocks that may not be lost, so that nothing can go down."""
-        directory = self.store.directory
-        kept = [line for line in directory.lines_in(1).tolist() if not directory.droppable[line]]
-        return len(kept) == self.disk_slots
+    def _memory_can_be_emptied(self) -> None:
+        """Rows of a session can have all of memory, whatever blocks are there."""
+        for _ in range(20):
+            if not self.ram.slots.used:
+                return
+            self.store.reclaim.make_room(0, self.ram.slots.capacity)
+            self.rest()
+            self.now += 2
+        raise AssertionError(f"{self.ram.slots.used} slots of memory cannot be emptied")
 
     def rest(self, until: Callable[[], bool] = lambda: False) -> None:
         for turn in range(400):

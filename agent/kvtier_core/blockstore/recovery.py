@@ -40,7 +40,7 @@ def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock]) -> Counter
         keys = np.frombuffer(b"".join(item.chunk_digest for item in each), dtype=np.uint8)
         namespaces = np.asarray([parts.namespaces.index(item.namespace) for item in each], dtype=np.int32)
         costs = np.asarray([item.cost for item in each], dtype=np.float32)
-        lines = directory.restore_blocks(
+        directory.restore_blocks(
             keys.reshape(-1, 32),
             tier=tier,
             slots=np.asarray([block.ref.slot for block in batch], dtype=np.int64),
@@ -50,8 +50,8 @@ def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock]) -> Counter
             checksums=np.asarray([item.checksum for item in each], dtype=np.uint64),
             costs=costs,
             generations=np.asarray([item.replica_generation for item in each], dtype=np.int64),
+            droppable=np.asarray([item.droppable for item in each], dtype=np.uint8),
         )
-        directory.droppable[lines] = [item.droppable for item in each]
         owners.update(namespaces.tolist())
     return owners
 

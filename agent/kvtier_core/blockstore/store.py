@@ -41,6 +41,8 @@ from kvtier_core.transactions.transfers import Settled
 
 # The journal of deletions is cut when none is open and it is larger than this.
 JOURNAL_BYTES = 1 << 20
+# A segment of storage is this share of it, as of memory.
+KEPT_SEGMENTS = 128
 
 
 class BlockStore:
@@ -62,11 +64,13 @@ class BlockStore:
         watermarks: Watermarks | None = None,
         journal: DeletionJournal | None = None,
         homes: Sequence[int] | None = None,
+        spare: int = 0,
     ) -> None:
         """wake: called from tiers' threads when `pump` has work; must not block. policy: greedyDual, lru or
         arc. watermarks: shares of a tier above which room is made, and down to which. journal: of deletions;
         None keeps them in memory, for tiers that do not outlive the process. homes: indexes of tiers where
-        blocks may lie; None: all. Device memory that the CPU cannot read holds none."""
+        blocks may lie; None: all. Device memory that the CPU cannot read holds none. spare: slots of memory
+        that blocks which may not be lost leave to others, where no storage takes them; see `kept_limit`."""
         if directory is None:
             directory = Directory(tiers=max(1, len(tiers)), capacity=capacity)
         self.directory = directory
@@ -105,7 +109,15 @@ class BlockStore:
         make_room, make_memory = self.reclaim.make_room, self.reclaim.make_memory
         # Only this policy learns from what is stored; a call for each block would cost the others a tenth.
         told = self._stored if policy == "arc" else None
-        self.writes = Writes(self.parts, self.ledger, self.reclaim.make_room_for, make_memory, told)
+        self.kept_limit = kept_limit(tiers, memory, storage, spare)
+        self.writes = Writes(
+            self.parts,
+            self.ledger,
+            self.reclaim.make_room_for,
+            make_memory,
+            told,
+            kept_limit=self.kept_limit,
+        )
         self.reads = Reads(
             self.parts, self.moves, make_room, make_memory, max_flights=max_flights, max_tickets=max_tickets
         )
@@ -364,6 +376,16 @@ class BlockStore:
         with self.parts.lock:
             self.directory.check()
             self.ledger.check()
+
+
+def kept_limit(tiers: Sequence[Tier], memory: Sequence[int], storage: Sequence[int], spare: int) -> int:
+    """How many blocks may be stored whose last copy may not be lost: as many as the first storage tier holds,
+    less one segment, so that memory can be emptied for others at any time and copies have where to move;
+    without storage, all of the home tier but `spare` slots."""
+    if not storage:
+        return max(0, tiers[memory[-1]].slots.capacity - spare)
+    capacity = tiers[storage[0]].slots.capacity
+    return capacity - max(1, capacity // KEPT_SEGMENTS)
 
 
 @runtime_checkable

@@ -120,6 +120,7 @@ class Writes:
         make_memory: Callable[[int, bytes], Room],
         published: Callable[[int], None] | None,
         max_open: int = 65536,
+        kept_limit: int | None = None,
     ) -> None:
         home = parts.tiers[parts.home]
         if not isinstance(home, PoolTier):
@@ -130,6 +131,7 @@ class Writes:
         self._make_memory = make_memory
         self._published = published
         self._max_open = max_open
+        self._kept_limit = parts.directory.capacity if kept_limit is None else kept_limit
         self._home = home
         self._resource = slots(parts.home)
         self._open: dict[int, _Held] = {}
@@ -159,8 +161,9 @@ class Writes:
         deadline: float,
     ) -> Reservation:
         """Takes a slot in the home tier for every key that is not there. Per block: a landing, or EXISTED,
-        IN_FLIGHT, or REFUSED with its reason (NO_DESTINATION_CAPACITY, QUOTA_EXCEEDED, CREDIT_PRESSURE while
-        copies leave, TOMBSTONED). Raises QUEUE_FULL, DEADLINE, BAD_ARGUMENT; nothing is held then."""
+        IN_FLIGHT, or REFUSED with its reason (NO_DESTINATION_CAPACITY, KEPT_CAPACITY, QUOTA_EXCEEDED,
+        CREDIT_PRESSURE while copies leave, TOMBSTONED). Raises QUEUE_FULL, DEADLINE, BAD_ARGUMENT; nothing is
+        held then."""
         parts = self._parts
         if any(len(key) != KEY_BYTES for key in keys):
             raise CoreError(Reason.BAD_ARGUMENT, f"a block's key has {KEY_BYTES} bytes")
@@ -197,6 +200,9 @@ class Writes:
         found = [locate(key) for key in keys]
         missing = found.count(NO_LINE)
         before = self._parts.directory.directory_generation
+        if not facts.droppable:
+            # No room is made for what may not be stored.
+            missing = min(missing, max(0, self._kept_limit - self._parts.directory.kept))
         paid, refused = self._pay(held, missing) if missing else (0, None)
         # Making room may have ended blocks that were there; and a key may be named twice.
         again = before != self._parts.directory.directory_generation or (
@@ -213,6 +219,8 @@ class Writes:
                     ended = self._there(line, facts.namespace)
                 elif key in self.forbidden:
                     ended = _DELETING
+                elif not facts.droppable and self._parts.directory.kept >= self._kept_limit:
+                    ended = self._no_more_kept()
                 elif paid == 0:
                     ended = refused or _PRESSURE
                 else:
@@ -278,6 +286,14 @@ class Writes:
             table.release(SlotRef(*slot))
             raise
         return line, slot, None
+
+    def _no_more_kept(self) -> Stored:
+        kept, limit = self._parts.directory.kept, self._kept_limit
+        return Stored(
+            PutOutcome.REFUSED,
+            reason=MoveReason.KEPT_CAPACITY,
+            message=f"{kept} blocks that may not be lost are stored, {limit} may be",
+        )
 
     def _there(self, line: int, namespace: int) -> Stored:
         directory = self._parts.directory

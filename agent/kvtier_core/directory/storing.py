@@ -83,6 +83,8 @@ class StoringTable(BlockTable):
         columns.write_txn.cells[line] = facts.txn
         if facts.droppable:
             columns.droppable.cells[line] = 1
+        else:
+            self.kept += 1
         self._states[line] = _SEALED
         self._issued += 1
         copy = self.replicas.tiers[tier]

@@ -99,6 +99,8 @@ class BlockTable:
         self.credit: NDArray[np.int64]
         self.recency: NDArray[np.int64]
         self._window = 0
+        self.kept = 0
+        """Blocks that may not be lost, from the first step of their store until they are forgotten."""
         self._show(max(1, lines))
 
     def __len__(self) -> int:
@@ -234,6 +236,7 @@ class BlockTable:
         columns.key.raw[line * KEY_BYTES : (line + 1) * KEY_BYTES] = key
         self._begin(line)
         self._states[line] = _SEALED
+        self.kept += 1
         return line
 
     def _begin(self, line: int) -> None:
@@ -261,6 +264,7 @@ class BlockTable:
         producers: NDArray[np.int32] | int = NO_PRODUCER,
         costs: NDArray[np.float32] | float = 0.0,
         generations: NDArray[np.int64] | None = None,
+        droppable: NDArray[np.uint8] | int = 0,
         tick: int = 0,
     ) -> NDArray[np.int64]:
         """Inserts n blocks at once, keys [n, 32], each with one published authoritative copy in `tier`: what
@@ -289,6 +293,7 @@ class BlockTable:
                 (columns.producer, producers),
                 (columns.cost, costs),
                 (columns.last_use, tick),
+                (columns.droppable, droppable),
                 (copies.slot, slots),
             )
         ]
@@ -317,6 +322,7 @@ class BlockTable:
         copies.stamp.array[span] = 1
         copies.state.array[span] = ReplicaState.PUBLISHED
         self.replicas.counts[tier] += count
+        self.kept += int((columns.droppable.array[span] == 0).sum())
         self.directory_generation += 1
         return lines
 
@@ -365,6 +371,7 @@ class BlockTable:
                 )
             key = self.key_of(line)
             self._index.remove(int.from_bytes(key[:8], "little"), line)
+            self.kept -= not self._lines.droppable.cells[line]
         self._lines.give_back(line)
         self.directory_generation += 1
 

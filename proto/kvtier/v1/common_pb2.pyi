@@ -128,6 +128,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WRITE_BUDGET: _ClassVar[Reason]
     STORAGE_LOCKED: _ClassVar[Reason]
     KEY_UNAVAILABLE: _ClassVar[Reason]
+    KEPT_CAPACITY: _ClassVar[Reason]
     SPARQ_DIMS: _ClassVar[Reason]
     SPARQ_WINDOW: _ClassVar[Reason]
     SPARQ_TEMPERATURE: _ClassVar[Reason]
@@ -302,6 +303,7 @@ READ_AMPLIFICATION: Reason
 WRITE_BUDGET: Reason
 STORAGE_LOCKED: Reason
 KEY_UNAVAILABLE: Reason
+KEPT_CAPACITY: Reason
 SPARQ_DIMS: Reason
 SPARQ_WINDOW: Reason
 SPARQ_TEMPERATURE: Reason

@@ -72,8 +72,10 @@ def test_checksums_that_are_not_one_a_block_publish_nothing(named: int) -> None:
 
 def test_a_block_that_made_way_for_its_neighbour_in_one_call_is_not_said_to_be_there() -> None:
     """Its line is the neighbour's by then."""
-    bench = StoreBench(memory=4, storage=1, segment=2 * SIZE)
+    bench = StoreBench(memory=4, storage=4, segment=2 * SIZE)
     bench.on_disk("kept", namespace=BETA)
+    # Rows of sessions wait for the rest of it.
+    bench.store.ledger.claim(slots(1), 3)
     bench.put("other", namespace=BETA)
     bench.put("b", "b2", droppable=True)
     first, second = bench.put("a", "b", droppable=True)

@@ -243,12 +243,14 @@ def test_a_restart_serves_what_was_down_and_forgets_what_was_not(tmp_path: Path)
 
 def test_a_block_that_may_not_be_lost_is_none_that_may_after_a_restart(tmp_path: Path) -> None:
     clock = Clock()
-    store, disk, journal = reopened(tmp_path, clock, slots=2)
+    store, disk, journal = reopened(tmp_path, clock, slots=3)
     put_down(store, "kept", cost=1.0)
     put_down(store, "spare", cost=1.0, droppable=True)
+    put_down(store, "other", cost=2.0, droppable=True)
     disk.close()
     journal.close()
-    store, disk, journal = reopened(tmp_path, clock, slots=2)
+    store, disk, journal = reopened(tmp_path, clock, slots=3)
+    assert store.directory.kept == 1
     store.put([key("new")], [content("new")], namespace=ALPHA, deadline=1e9)
     store.reclaim.make_room(0, 8)
     pump_until(store, lambda: store.parts.tiers[0].slots.used == 0)

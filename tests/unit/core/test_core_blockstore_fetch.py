@@ -19,7 +19,7 @@ PREFIX = ("a", "b", "c", "d")
 @pytest.fixture
 def bench() -> StoreBench:
     """Four blocks that are on disk alone."""
-    made = StoreBench(memory=4)
+    made = StoreBench(memory=4, storage=10)
     made.on_disk(*PREFIX)
     return made
 

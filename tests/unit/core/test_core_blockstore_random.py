@@ -17,7 +17,9 @@ from hypothesis.stateful import (
 )
 
 from kvtier_core.blockstore.outcomes import PutOutcome
+from kvtier_core.directory import ChunkState
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.transactions import MoveReason
 from kvtier_core.transactions.deletion import DeletionState
 from tests.unit.core.storebench import ALPHA, BETA, StoreBench, content, key, matrix
 
@@ -56,6 +58,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert name in self.there
         if name in self.orders:
             assert stored.outcome is PutOutcome.REFUSED
+        if stored.reason is MoveReason.KEPT_CAPACITY:
+            assert not droppable and self.bench.store.directory.kept == self.bench.store.kept_limit
 
     @rule(target=scopes, name=st.sampled_from(NAMES), seconds=st.sampled_from([1.0, 50.0]))
     def reserve(self, name: str, seconds: float) -> Any:
@@ -146,6 +150,10 @@ class StoreMachine(RuleBasedStateMachine):
     def promises_hold(self) -> None:
         self.bench.store.check()
         self.bench.store.reads.flights.check()
+        directory = self.bench.store.directory
+        there = directory.state[: directory.used] != ChunkState.FREE
+        kept = int((directory.droppable[: directory.used][there] == 0).sum())
+        assert len(self.kept) <= kept == directory.kept <= self.bench.store.kept_limit == 5
         for name in NAMES:
             found = len(self.bench.store.lookup(matrix(name), namespace(name)))
             assert not found or name in self.there, f"{name} is found, and is not there"
@@ -164,6 +172,12 @@ class StoreMachine(RuleBasedStateMachine):
         leases = [int(part.leases.array.sum()) for part in self.bench.store.directory.replicas.tiers]
         assert leases == [0, 0]
         assert not self.bench.store.deletions.open()
+        # Whatever may not be lost, a session can have all of memory.
+        for _ in range(3):
+            self.bench.store.reclaim.make_room(0, 4)
+            self.bench.settle()
+        assert self.bench.ram.slots.used == 0
+        assert all(self.bench.store.lookup(matrix(name), namespace(name)) for name in self.kept)
 
 
 TestStoreMachine = StoreMachine.TestCase

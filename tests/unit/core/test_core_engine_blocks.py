@@ -119,16 +119,35 @@ def test_rows_drop_blocks_that_may_be_lost_when_nothing_is_below(tmp_path: Path)
         assert stored(built, range(6)) == set()
 
 
-def test_blocks_that_may_not_be_lost_stay_where_nothing_is_below(tmp_path: Path) -> None:
-    with engine(tmp_path, [cpu(4)]) as built:
-        put(built, range(3))
+def test_blocks_that_may_not_be_lost_leave_a_session_its_slots_where_nothing_is_below(tmp_path: Path) -> None:
+    with engine(tmp_path, [cpu(3 + LAYERS)]) as built:
+        reasons = [each.reason for each in put(built, range(4))]
+        assert reasons == [*[MoveReason.READY] * 3, MoveReason.KEPT_CAPACITY]
+        Driver.open(built, Rows.random(4)).forward(4)
+        assert stored(built, range(4)) == {0, 1, 2}
         with pytest.raises(CoreError) as refused:
             Driver.open(built, Rows.random(4))
         assert refused.value.reason is Reason.NO_DESTINATION_CAPACITY
-        assert stored(built, range(3)) == {0, 1, 2}
-        delete(built, [0])
+        delete(built, [0, 1])
         Driver.open(built, Rows.random(4)).forward(4)
-        assert stored(built, range(3)) == {1, 2}
+        assert stored(built, range(4)) == {2}
+
+
+def test_blocks_that_may_not_be_lost_never_keep_a_session_out_of_a_cache_with_storage(tmp_path: Path) -> None:
+    with engine(tmp_path, [cpu(4), nvme(8)]) as built:
+        numbers = range(12)
+        reasons = [each.reason for each in put(built, numbers)]
+        assert reasons == [MoveReason.READY] * 7 + [MoveReason.KEPT_CAPACITY] * 5
+        driver = Driver.open(built, Rows.random(CHUNK))
+        driver.forward(CHUNK)
+        assert by_tier(built.stats())["flash"][1] + by_tier(built.stats())["ram"][1] >= 7
+        assert stored(built, numbers) == set(range(7))
+        driver.close()
+        # What may be lost still finds room, and gives it back.
+        assert put(built, [20], droppable=True)[0].outcome is PutOutcome.STORED
+        delete(built, [0])
+        assert put(built, [30])[0].outcome is PutOutcome.STORED
+        assert put(built, [31])[0].reason is MoveReason.KEPT_CAPACITY
 
 
 def test_copies_that_others_survive_go_first(tmp_path: Path) -> None:
@@ -177,7 +196,7 @@ def test_a_held_block_stays_and_rows_go_below_it(tmp_path: Path) -> None:
 
 def test_when_held_blocks_fill_every_place_a_session_is_refused_and_nothing_changed(tmp_path: Path) -> None:
     with engine(tmp_path, [cpu(4)]) as built:
-        put(built, range(4))
+        put(built, range(4), droppable=True)
         with built.blocks.store.pin(key_rows(range(4)), NAMESPACE, LATER):
             before = built.stats()
             with pytest.raises(CoreError) as refused:
