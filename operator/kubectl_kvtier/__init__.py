@@ -1,0 +1,1 @@
+"""`kubectl kvtier`: rollouts for people, from the Kubernetes API alone."""

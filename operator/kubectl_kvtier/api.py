@@ -1,0 +1,220 @@
+"""What commands read and write in the cluster, and nothing else of it.
+
+Why it exists: commands are pure over plain objects; this is their only way to the API server. Every request
+has a deadline. It must not know what a command makes of an object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import aiohttp
+from kubernetes.aio import client as aio_client
+from kubernetes.aio import config as aio_config
+
+from kubectl_kvtier.outcomes import Exit, Failure
+from kvtier_crds.models.common import GROUP, VERSION
+
+Json = dict[str, Any]
+Query = list[tuple[str, str]]
+Objects = list[Json]
+LIST_PAGE = 500
+WATCH_SECONDS = 60
+CLOSE_SECONDS = 5.0
+CACHE_UID_LABEL = "kvtier.dev/cache-uid"
+JSON_PATCH = "application/json-patch+json"
+
+
+class Changed(Exception):
+    """The object is no longer what the write was meant for."""
+
+
+class Api(Protocol):
+    """Objects as the API server gives them. Failure: NOT_FOUND by name, FAILED with the server's words."""
+
+    @property
+    def namespace(self) -> str:
+        """Of the command line, else of the kubeconfig's context."""
+
+    async def get(self, plural: str, name: str) -> Json:
+        """An object of ours in `namespace`, or cluster-scoped."""
+
+    async def list(self, plural: str, *, everywhere: bool = False) -> Objects: ...
+
+    async def revisions(self, cache_uid: str) -> Objects: ...
+
+    async def events(self, kind: str, name: str) -> Objects:
+        """events.k8s.io/v1, of one object of ours in `namespace`."""
+
+    async def patch(self, plural: str, name: str, operations: Objects) -> Json:
+        """A JSON patch; Changed when one of its tests fails."""
+
+    def follow(self, plural: str, name: str) -> AsyncIterator[Json]:
+        """The object now and at each change, without end."""
+
+
+class ClusterApi:
+    """Api over a real API server."""
+
+    def __init__(self, transport: Any, namespace: str, seconds: float) -> None:
+        self._transport = transport
+        self._namespace = namespace
+        self._seconds = seconds
+
+    @property
+    def namespace(self) -> str:
+        return self._namespace
+
+    async def get(self, plural: str, name: str) -> Json:
+        return await self._request("GET", f"{_collection(plural, self._namespace)}/{name}")
+
+    async def list(self, plural: str, *, everywhere: bool = False) -> Objects:
+        return await self._all(_collection(plural, "" if everywhere else self._namespace), [])
+
+    async def revisions(self, cache_uid: str) -> Objects:
+        path = f"/apis/apps/v1/namespaces/{self._namespace}/controllerrevisions"
+        return await self._all(path, [("labelSelector", f"{CACHE_UID_LABEL}={cache_uid}")])
+
+    async def events(self, kind: str, name: str) -> Objects:
+        path = f"/apis/events.k8s.io/v1/namespaces/{self._namespace}/events"
+        selector = f"regarding.kind={kind},regarding.name={name}"
+        return await self._all(path, [("fieldSelector", selector)])
+
+    async def patch(self, plural: str, name: str, operations: Objects) -> Json:
+        return await self._request(
+            "PATCH",
+            f"{_collection(plural, self._namespace)}/{name}",
+            query=[("fieldManager", "kubectl-kvtier")],
+            body=operations,
+        )
+
+    async def follow(self, plural: str, name: str) -> AsyncIterator[Json]:
+        while True:
+            found = await self.get(plural, name)
+            yield found
+            version = found["metadata"]["resourceVersion"]
+            async for event in self._watch(plural, name, version):
+                if event.get("type") == "DELETED":
+                    raise Failure(Exit.NOT_FOUND, f"{plural} {self._namespace}/{name} was deleted")
+                if event.get("type") not in ("ADDED", "MODIFIED"):
+                    break
+                yield event["object"]
+
+    async def _watch(self, plural: str, name: str, version: str) -> AsyncIterator[Json]:
+        """Events until the server ends the watch, at the latest after WATCH_SECONDS."""
+        query = [
+            ("watch", "true"),
+            ("fieldSelector", f"metadata.name={name}"),
+            ("resourceVersion", version),
+            ("timeoutSeconds", str(WATCH_SECONDS)),
+        ]
+        response = await self._send(
+            "GET", _collection(plural, self._namespace), query, None, WATCH_SECONDS + self._seconds
+        )
+        rest = b""
+        async for chunk in response.content.iter_any():
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if line.strip():
+                    yield json.loads(line)
+
+    async def _all(self, path: str, query: Query) -> Objects:
+        found: Objects = []
+        resume = ""
+        while True:
+            more = [("continue", resume)] if resume else []
+            page = await self._request("GET", path, query=[*query, ("limit", str(LIST_PAGE)), *more])
+            found += page["items"]
+            resume = page["metadata"].get("continue") or ""
+            if not resume:
+                return found
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        query: Query | None = None,
+        body: Any = None,
+    ) -> Json:
+        response = await self._send(method, path, query or [], body, self._seconds)
+        answer: Json = json.loads(await response.read())
+        return answer
+
+    async def _send(self, method: str, path: str, query: Query, body: Any, seconds: float) -> Any:
+        headers = {"Accept": "application/json", "Content-Type": JSON_PATCH}
+        try:
+            _, url, headers, payload, _ = await self._transport.param_serialize(
+                method=method,
+                resource_path=path,
+                query_params=query,
+                header_params=headers,
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            response = await self._transport.call_api(method, url, headers, payload, _request_timeout=seconds)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Failure(Exit.FAILED, f"no answer from the API server: {error or 'timed out'}") from error
+        raw = response.response
+        if raw.status >= 300:
+            raise _failure(raw.status, await raw.read(), path)
+        return raw
+
+
+@asynccontextmanager
+async def connect(
+    *, kubeconfig: str | None, context: str | None, namespace: str | None, seconds: float
+) -> AsyncIterator[Api]:
+    """As kubectl would: its kubeconfig and context, or the pod's service account where there is none."""
+    configuration = aio_client.Configuration()
+    try:
+        found = await _load(configuration, kubeconfig, context)
+    except (aio_config.ConfigException, OSError) as error:
+        raise Failure(Exit.FAILED, f"no cluster: {error}") from error
+    transport = aio_client.ApiClient(configuration=configuration)
+    try:
+        yield ClusterApi(transport, namespace or found, seconds)
+    finally:
+        # A watch that nobody reads any more must not hold the command back.
+        await asyncio.wait_for(transport.close(), CLOSE_SECONDS)  # type: ignore[no-untyped-call]
+
+
+async def _load(configuration: Any, kubeconfig: str | None, context: str | None) -> str:
+    """Fills the configuration; the namespace of its context."""
+    try:
+        contexts, active = aio_config.list_kube_config_contexts(  # type: ignore[no-untyped-call]
+            config_file=kubeconfig
+        )
+    except aio_config.ConfigException:
+        if kubeconfig or context:
+            raise
+        aio_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        return "default"
+    await aio_config.load_kube_config(  # type: ignore[no-untyped-call]
+        config_file=kubeconfig, context=context, client_configuration=configuration, persist_config=False
+    )
+    named = next((one for one in contexts if one["name"] == context), active)
+    return str(named["context"].get("namespace") or "default")
+
+
+def _collection(plural: str, namespace: str) -> str:
+    inside = f"/namespaces/{namespace}" if namespace and plural not in ("kvnodes", "tierclasses") else ""
+    return f"/apis/{GROUP}/{VERSION}{inside}/{plural}"
+
+
+def _failure(status: int, body: bytes, path: str) -> Exception:
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        answer = {}
+    message = str(answer.get("message") or body[:300].decode("utf-8", "replace"))
+    details = answer.get("details") or {}
+    if status == 404:
+        return Failure(Exit.NOT_FOUND, message)
+    # A failed `test` of a JSON patch is a 422 that names no object.
+    if status == 409 or (status == 422 and not (details.get("kind") or details.get("causes"))):
+        return Changed(message)
+    return Failure(Exit.FAILED, f"{path}: {message}")

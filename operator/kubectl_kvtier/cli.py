@@ -1,0 +1,152 @@
+"""`kubectl kvtier`: what a rollout does, why it waits, and the commands that people give it.
+
+Exit status: 0 yes, 1 the request failed, 2 wrong usage, 3 not found, 4 the answer is no (rolled back,
+refused, different, findings), 5 nothing was answered in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kubectl_kvtier import commands
+from kubectl_kvtier.completion import SHELLS, complete, script
+from kubectl_kvtier.outcomes import Exit, Failure
+from kvtier_crds.models.kvrollout import Verb
+
+_ROLLOUTS = "kvrollouts"
+_VERBS = {
+    Verb.PROMOTE: "go to the next step now, though its time or its gates do not say so",
+    Verb.PAUSE: "stay in this step, with its leases renewed, until resumed",
+    Verb.RESUME: "go on from a pause",
+    Verb.ABORT: "return to the exact baseline now",
+    Verb.RETRY: "begin a new attempt at Shadow after the rollout has ended",
+    Verb.SKIP: "leave this step without waiting for its evidence",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="kubectl kvtier",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    kinds = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    cluster = _cluster_flags()
+    output = argparse.ArgumentParser(add_help=False)
+    output.add_argument("-o", "--output", choices=("text", "json"), default="text")
+
+    def add(
+        name: str, text: str, *parents: argparse.ArgumentParser, completes: str = ""
+    ) -> argparse.ArgumentParser:
+        sub = kinds.add_parser(name, help=text, description=text, parents=list(parents), allow_abbrev=False)
+        sub.completes = completes  # type: ignore[attr-defined]
+        return sub
+
+    status = add("status", "a rollout as a tree; without a name, all", cluster, output, completes=_ROLLOUTS)
+    status.add_argument("name", nargs="?", help="KVRollout")
+    status.add_argument("-A", "--all-namespaces", action="store_true")
+    status.add_argument("-w", "--watch", action="store_true", help="draw again at each change, until it ends")
+    status.add_argument("--ascii", action="store_true", help="no characters outside ASCII")
+    explain = add("explain", "why the next step has not happened", cluster, output, completes=_ROLLOUTS)
+    explain.add_argument("name", help="KVRollout")
+    history = add(
+        "history", "what became of a cache's rollouts, or of one", cluster, output, completes=_ROLLOUTS
+    )
+    history.add_argument("name", help="KVRollout, or cache/NAME")
+    diff = add("diff", "what differs between two manifests", cluster, output, completes=_ROLLOUTS)
+    diff.add_argument("name", help="KVRollout (its baseline and candidate), or cache/NAME with two revisions")
+    diff.add_argument("revisions", nargs="*", metavar="REVISION", help="name or first digits of the digest")
+    for verb, text in _VERBS.items():
+        sub = add(verb.value.lower(), text, cluster, output, completes=_ROLLOUTS)
+        sub.add_argument("name", help="KVRollout")
+        sub.add_argument("--no-wait", action="store_true", help="do not wait for the operator's answer")
+        sub.add_argument(
+            "--timeout", type=_seconds, default=30.0, metavar="SECONDS", help="of that wait (30)"
+        )
+        sub.set_defaults(verb=verb)
+    top = add("top", "bytes by tier", cluster, output)
+    top.add_argument("what", nargs="?", choices=("nodes", "caches"), help="without: both")
+    top.add_argument("-A", "--all-namespaces", action="store_true")
+    trace = add("trace", "a rollout's trace as a tree", cluster, output, completes=_ROLLOUTS)
+    trace.add_argument("name", help="KVRollout, or 32 hexadecimal digits of a trace id")
+    source = trace.add_mutually_exclusive_group(required=True)
+    source.add_argument("--file", type=Path, help="OTLP/JSON, as a collector's file exporter writes it")
+    source.add_argument(
+        "--jaeger", metavar="URL", help="Jaeger's query endpoint, for example http://127.0.0.1:16686"
+    )
+    lint = add("lint", "judge files without a cluster", output)
+    lint.add_argument("-f", "--filename", type=Path, action="append", required=True, help="file, folder or -")
+    lint.add_argument("-n", "--namespace", default="default", help="of objects that name none")
+    shell = add("completion", "a script for the shell, to be sourced")
+    shell.add_argument("shell", choices=tuple(SHELLS))
+    words = kinds.add_parser("__complete")
+    words.add_argument("words", nargs=argparse.REMAINDER)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
+    try:
+        if arguments.command == "completion":
+            print(script(arguments.shell), end="")
+            return Exit.OK
+        if arguments.command == "__complete":
+            return _complete(arguments.words)
+        return asyncio.run(commands.run(arguments, sys.stdout, sys.stdin))
+    except Failure as failure:
+        print(f"kubectl kvtier: {failure}", file=sys.stderr)
+        return failure.status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has seen enough; the interpreter must not complain when it flushes.
+        sys.stderr.close()
+        return Exit.OK
+
+
+async def names_in_cluster(plural: str, words: Sequence[str]) -> list[str]:
+    """Names of a kind, in the namespace and context that `words` state."""
+    known, _ = _cluster_flags().parse_known_args(list(words))
+    async with commands.cluster(known) as api:
+        return [one["metadata"]["name"] for one in await api.list(plural)]
+
+
+def _complete(words: Sequence[str]) -> int:
+    def names(plural: str) -> Sequence[str]:
+        try:
+            return asyncio.run(asyncio.wait_for(names_in_cluster(plural, words), 2.0))
+        except (Failure, TimeoutError):
+            return []
+
+    print("\n".join(complete(make_parser(), words, names)))
+    return Exit.OK
+
+
+def _cluster_flags() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    made.add_argument("-n", "--namespace", help="without: that of the kubeconfig's context")
+    made.add_argument("--kubeconfig", help="file; without: as kubectl finds it")
+    made.add_argument("--context", help="of the kubeconfig")
+    made.add_argument(
+        "--request-timeout", type=_seconds, default=10.0, metavar="SECONDS", help="of one request (10)"
+    )
+    return made
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text.removesuffix("s"))
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 3600")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

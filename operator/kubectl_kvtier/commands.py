@@ -1,0 +1,268 @@
+"""What each subcommand reads, and how it ends. Thin: what is shown is decided in pure modules."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from kubectl_kvtier import history, intents, manifests, top, traces
+from kubectl_kvtier.api import Api, connect
+from kubectl_kvtier.explain import explain
+from kubectl_kvtier.lint.files import lint, parse, read
+from kubectl_kvtier.lint.findings import Severity
+from kubectl_kvtier.outcomes import Exit, Failure
+from kubectl_kvtier.rollouts import read_rollout, status_of
+from kubectl_kvtier.tables import table
+from kubectl_kvtier.tree import Look, tree
+from kvtier_crds.models import KVCache, KVNode, KVRollout
+from kvtier_crds.models.common import short_digest
+from kvtier_crds.models.rolloutstatus import Phase
+
+_TRACE_ID = re.compile(r"[0-9a-f]{32}")
+_NEGATIVE = (Phase.ROLLED_BACK, Phase.ROLLING_BACK, Phase.INVALID)
+_ENDED = (Phase.ROLLED_BACK, Phase.COMPLETED, Phase.INVALID)
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Out:
+    """Where and how results are written. clock: seconds since the epoch."""
+
+    stream: TextIO
+    as_json: bool
+    clock: Callable[[], float]
+
+    def lines(self, lines: Sequence[str]) -> None:
+        print("\n".join(lines), file=self.stream, flush=True)
+
+    def write(self, facts: Any, lines: Sequence[str]) -> None:
+        self.lines([json.dumps(facts, indent=2)] if self.as_json else lines)
+
+
+@asynccontextmanager
+async def cluster(arguments: argparse.Namespace) -> AsyncIterator[Api]:
+    async with connect(
+        kubeconfig=arguments.kubeconfig,
+        context=arguments.context,
+        namespace=arguments.namespace,
+        seconds=arguments.request_timeout,
+    ) as api:
+        yield api
+
+
+async def run(arguments: argparse.Namespace, stdout: TextIO, stdin: TextIO) -> Exit:
+    """Failure for what did not work."""
+    out = Out(stdout, arguments.output == "json", time.time)
+    if arguments.command == "lint":
+        return lint_files(arguments.filename, arguments.namespace, stdin, out)
+    if arguments.command == "trace" and _TRACE_ID.fullmatch(arguments.name):
+        return await show_trace(arguments.name, arguments, out)
+    async with cluster(arguments) as api:
+        return await in_cluster(api, arguments, out)
+
+
+async def in_cluster(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
+    match arguments.command:
+        case "status" if arguments.name is None:
+            return await list_rollouts(api, arguments.all_namespaces, out)
+        case "status":
+            return await show_status(api, arguments, out)
+        case "explain":
+            return await show_reason(api, arguments.name, out)
+        case "history":
+            return await show_history(api, arguments.name, out)
+        case "diff":
+            return await show_diff(api, arguments.name, arguments.revisions, out)
+        case "top":
+            return await show_top(api, arguments.what, arguments.all_namespaces, out)
+        case "trace":
+            rollout = read_rollout(await api.get(intents.PLURAL, arguments.name))
+            found = status_of(rollout).trace_id
+            if not found:
+                raise Failure(Exit.NOT_FOUND, f"{arguments.name} has no trace yet")
+            return await show_trace(found, arguments, out)
+    return await command(api, arguments, out)
+
+
+async def list_rollouts(api: Api, everywhere: bool, out: Out) -> Exit:
+    found = [read_rollout(one) for one in await api.list(intents.PLURAL, everywhere=everywhere)]
+    found.sort(key=lambda one: (one.metadata.namespace, one.metadata.name))
+    now = out.clock()
+    facts = [_facts(one, now) for one in found]
+    if not found and not out.as_json:
+        out.lines([f"no rollouts in {'any namespace' if everywhere else f'namespace {api.namespace}'}"])
+        return Exit.OK
+    head = ("NAMESPACE", "NAME", "CACHE", "PHASE", "STAGE", "STEP", "VERDICT", "CANDIDATE", "BASELINE")
+    rows = [
+        (
+            one["namespace"],
+            one["name"],
+            one["cache"],
+            one["phase"] or "-",
+            one["stage"] or "-",
+            str(one["step"]),
+            one["verdict"] or "-",
+            short_digest(one["candidate"]) or "-",
+            short_digest(one["baseline"]) or "-",
+        )
+        for one in facts
+    ]
+    out.write(facts, table(head, rows))
+    return Exit.OK
+
+
+async def show_status(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
+    """NEGATIVE for a rollout that was not released."""
+    live = arguments.watch and not out.as_json
+    terminal = out.stream.isatty()
+    look = Look(colour=terminal, unicode=not arguments.ascii)
+    rollout = read_rollout(await api.get(intents.PLURAL, arguments.name))
+    if not live:
+        nodes = [KVNode.model_validate(one) for one in await api.list("kvnodes")]
+        out.write(_facts(rollout, out.clock()), tree(rollout, nodes, out.clock(), look))
+    else:
+        async for document in api.follow(intents.PLURAL, arguments.name):
+            rollout = read_rollout(document)
+            nodes = [KVNode.model_validate(one) for one in await api.list("kvnodes")]
+            lines = tree(rollout, nodes, out.clock(), look)
+            out.lines([(_CLEAR if terminal else "") + lines[0], *lines[1:]])
+            if status_of(rollout).phase in _ENDED:
+                break
+    return Exit.NEGATIVE if status_of(rollout).phase in _NEGATIVE else Exit.OK
+
+
+async def show_reason(api: Api, name: str, out: Out) -> Exit:
+    rollout = read_rollout(await api.get(intents.PLURAL, name))
+    found = explain(rollout, out.clock())
+    out.write(dataclasses.asdict(found), [found.sentence])
+    return Exit.NEGATIVE if found.negative else Exit.OK
+
+
+async def show_history(api: Api, name: str, out: Out) -> Exit:
+    if name.startswith("cache/"):
+        cache = KVCache.model_validate(await api.get("kvcaches", name.removeprefix("cache/")))
+        rollouts = [read_rollout(one) for one in await api.list(intents.PLURAL)]
+        mine = [one for one in rollouts if one.spec.cache_ref.name == cache.metadata.name]
+        past = history.rollout_facts(mine)
+        revisions = history.revision_facts(await api.revisions(cache.metadata.uid))
+        out.write(
+            {"rollouts": past, "revisions": revisions},
+            [*history.rollout_table(past), "", *history.revision_table(revisions)],
+        )
+        return Exit.OK
+    rollout = read_rollout(await api.get(intents.PLURAL, name))
+    past = history.rollout_facts([rollout])
+    events = history.event_facts(await api.events(rollout.KIND, name))
+    out.write(
+        {"rollouts": past, "events": events}, [*history.rollout_table(past), "", *history.event_table(events)]
+    )
+    return Exit.OK
+
+
+async def show_diff(api: Api, name: str, wanted: Sequence[str], out: Out) -> Exit:
+    """NEGATIVE when they differ, as diff(1) says 1."""
+    if name.startswith("cache/"):
+        if len(wanted) != 2:
+            raise Failure(Exit.USAGE, f"diff {name} needs two revisions, by name or digest")
+        cache_name, pair = name.removeprefix("cache/"), (wanted[0], wanted[1])
+    else:
+        if wanted:
+            raise Failure(Exit.USAGE, f"revisions are of a cache: diff cache/NAME {' '.join(wanted)}")
+        rollout = read_rollout(await api.get(intents.PLURAL, name))
+        status = status_of(rollout)
+        if status.baseline is None or status.candidate is None:
+            raise Failure(Exit.NOT_FOUND, f"{name} has no baseline and candidate yet")
+        cache_name, pair = rollout.spec.cache_ref.name, (status.baseline.digest, status.candidate.digest)
+    cache = KVCache.model_validate(await api.get("kvcaches", cache_name))
+    revisions = await api.revisions(cache.metadata.uid)
+    old, new = (manifests.manifest_of(manifests.pick(revisions, one)) for one in pair)
+    found = manifests.changes(old, new)
+    out.write([dataclasses.asdict(one) for one in found], manifests.lines(found) or ["no difference"])
+    return Exit.NEGATIVE if found else Exit.OK
+
+
+async def show_top(api: Api, what: str | None, everywhere: bool, out: Out) -> Exit:
+    facts: dict[str, Any] = {}
+    lines: list[str] = []
+    if what in (None, "nodes"):
+        nodes = [KVNode.model_validate(one) for one in await api.list("kvnodes")]
+        facts["nodes"] = top.node_facts(sorted(nodes, key=lambda one: one.metadata.name))
+        lines += top.node_table(facts["nodes"])
+    if what in (None, "caches"):
+        caches = [KVCache.model_validate(one) for one in await api.list("kvcaches", everywhere=everywhere)]
+        facts["caches"] = top.cache_facts(
+            sorted(caches, key=lambda one: (one.metadata.namespace, one.metadata.name))
+        )
+        lines += [*([""] if lines else []), *top.cache_table(facts["caches"])]
+    out.write(facts, lines)
+    return Exit.OK
+
+
+async def show_trace(trace_id: str, arguments: argparse.Namespace, out: Out) -> Exit:
+    if arguments.jaeger:
+        spans = await traces.fetch_jaeger(arguments.jaeger, trace_id, arguments.request_timeout)
+    else:
+        try:
+            spans = traces.from_otlp(arguments.file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise Failure(Exit.USAGE, f"--file: {error}") from error
+    mine = [span for span in spans if span.trace_id == trace_id]
+    if not mine:
+        raise Failure(Exit.NOT_FOUND, f"no span of trace {trace_id} among {len(spans)}")
+    out.write([dataclasses.asdict(span) for span in mine], [f"trace {trace_id}", *traces.tree(mine)])
+    return Exit.OK
+
+
+async def command(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
+    """NEGATIVE when the operator refuses the intent, TIMED_OUT when nobody answers it."""
+    intent, _ = await intents.send(api, arguments.name, arguments.verb)
+    if arguments.no_wait:
+        out.write(intent, [f"{arguments.name}: {intent['verb']} seq {intent['seq']} written"])
+        return Exit.OK
+    last = await intents.answer(api, arguments.name, intent["seq"], arguments.timeout)
+    out.write(
+        last.model_dump(mode="json", by_alias=True), [intents.judged(arguments.name, intent["seq"], last)]
+    )
+    return Exit.OK
+
+
+def lint_files(paths: Sequence[Path], namespace: str, stdin: TextIO, out: Out) -> Exit:
+    """NEGATIVE when something would be refused; notes alone are no findings."""
+    documents = []
+    for path in paths:
+        documents += parse("-", stdin.read()) if str(path) == "-" else read([path])
+    found = lint(documents, namespace)
+    errors = [one for one in found if one.severity is Severity.ERROR]
+    lines = [f"{one.severity}: {one.where}: {one.message}" for one in found]
+    lines.append(f"{len(documents)} objects, {len(errors)} errors, {len(found) - len(errors)} notes")
+    out.write([dataclasses.asdict(one) for one in found], lines)
+    return Exit.NEGATIVE if errors else Exit.OK
+
+
+def _facts(rollout: KVRollout, now: float) -> dict[str, Any]:
+    status = status_of(rollout)
+    return {
+        "namespace": rollout.metadata.namespace,
+        "name": rollout.metadata.name,
+        "cache": rollout.spec.cache_ref.name,
+        "phase": str(status.phase or ""),
+        "stage": str(status.stage or ""),
+        "step": status.step or 0,
+        "attempt": status.attempt or 1,
+        "fence": status.fence or 0,
+        "verdict": str(status.verdict or ""),
+        "candidate": status.candidate.digest if status.candidate else "",
+        "baseline": status.baseline.digest if status.baseline else "",
+        "nodes": status.nodes or 0,
+        "nodesTotal": status.nodes_total or 0,
+        "gates": [gate.model_dump(mode="json", by_alias=True, exclude_none=True) for gate in status.gates],
+        "cause": str(status.rollback.cause) if status.rollback else "",
+        "explanation": explain(rollout, now).sentence,
+    }

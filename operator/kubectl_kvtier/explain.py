@@ -1,0 +1,203 @@
+"""Why the next step has not happened, in one sentence with numbers. Pure.
+
+It must not know where a rollout comes from, and it judges nothing: verdicts, bounds and causes are the
+operator's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kubectl_kvtier.rollouts import current, following, seconds_of, span, status_of, title
+from kvtier_crds.models import KVRollout
+from kvtier_crds.models.rolloutstatus import GateStatus, KVRolloutStatus, Phase, Verdict
+
+LATE_SECONDS = 30.0
+NAMED_GATES = 4
+_WORST = (Verdict.FAIL, Verdict.PROVIDER_ERROR, Verdict.INSUFFICIENT, Verdict.PASS)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """finished: nothing more will happen by itself. negative: the candidate was not released."""
+
+    sentence: str
+    waits_for: tuple[str, ...] = ()
+    finished: bool = False
+    negative: bool = False
+
+
+def explain(rollout: KVRollout, now: float) -> Explanation:
+    status = status_of(rollout)
+    if status.phase is None:
+        return Explanation(
+            f"{rollout.metadata.name} has no status yet: no operator has looked at it since it was created."
+        )
+    if status.observed_generation is not None and rollout.metadata.generation > status.observed_generation:
+        behind = f" (the operator has seen generation {status.observed_generation} of {{}})"
+        tail = behind.format(rollout.metadata.generation)
+    else:
+        tail = ""
+    found = _BY_PHASE[status.phase](rollout, status, now)
+    return Explanation(found.sentence + tail + ".", found.waits_for, found.finished, found.negative)
+
+
+def _pending(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:
+    why = _reason(status, "Progressing")
+    since = seconds_of(status.schedule.pending_since) if status.schedule else None
+    waited = f" for {span(now - since)}" if since is not None else ""
+    ends = seconds_of(status.schedule.deadline_at) if status.schedule else None
+    left = f"; it gives up in {span(ends - now)}" if ends is not None and ends > now else ""
+    return Explanation(f"{rollout.metadata.name} has waited{waited} to begin: {why}{left}", (why,))
+
+
+def _invalid(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:
+    why = _reason(status, "Progressing")
+    return Explanation(
+        f"{rollout.metadata.name} cannot run until its spec is edited: {why}", (why,), True, True
+    )
+
+
+def _paused(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:
+    name = rollout.metadata.name
+    by = f" by intent seq {status.last_intent.seq}" if status.last_intent else ""
+    return Explanation(
+        f"{name} is paused in {_where(rollout, status)}{by}, and goes on with `kubectl kvtier resume {name}`",
+        ("Resume",),
+    )
+
+
+def _progressing(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:
+    step, after = current(rollout), following(rollout)
+    if step is None:
+        return Explanation(f"{rollout.metadata.name} is about to begin: {_reason(status, 'Progressing')}")
+    target = title(after) if after else "its release"
+    start = f"{rollout.metadata.name} stays in {title(step)} and does not go to {target} yet"
+    failed = [gate for gate in status.gates if gate.verdict is Verdict.FAIL]
+    if failed:
+        gates = ", ".join(_gate(gate) for gate in failed)
+        return Explanation(f"{start}: {gates}; the return to the exact baseline follows", (gates,))
+    waiting = sorted(
+        (gate for gate in status.gates if gate.verdict is not Verdict.PASS and not gate.fail_only),
+        key=lambda gate: (_WORST.index(gate.verdict), -_missing(gate)),
+    )
+    due = seconds_of(status.schedule.due_at) if status.schedule else None
+    if waiting:
+        named = tuple(_gate(gate) for gate in waiting)
+        more = f" and {len(named) - NAMED_GATES} more" if len(named) > NAMED_GATES else ""
+        of = f"{len(waiting)} of {len(status.gates)} gates"
+        sentence = f"{start}: {of} do not pass: {'; '.join(named[:NAMED_GATES])}{more}"
+        return Explanation(sentence + _soonest(due, now) + _forecast(status), named)
+    if due is not None and due > now:
+        gates = f"all {len(status.gates)} gates pass, " if status.gates else ""
+        return Explanation(f"{start}: {gates}its minimum time ends in {span(due - now)}", ("time",))
+    ran = seconds_of(status.schedule.ran_at) if status.schedule else None
+    if ran is not None and now - ran > LATE_SECONDS:
+        return Explanation(
+            f"{start}: nothing holds it, but the operator last looked {span(now - ran)} ago; is it running?",
+            ("operator",),
+        )
+    return Explanation(f"{start}: {_reason(status, 'Progressing')}")
+
+
+def _rolling_back(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:
+    back = status.rollback
+    if back is None:
+        return Explanation(
+            f"{rollout.metadata.name} returns to its baseline: {_reason(status, 'Progressing')}"
+        )
+    waits = f"; waits for {', '.join(back.missing)}" if back.missing else ""
+    return Explanation(
+        f"{rollout.metadata.name} returns to the exact baseline from {back.from_stage or 'Off'} "
+        f"({back.cause}{_of_gate(back.gate)}): {back.agents_restored} of {back.agents_total} agents have "
+        f"proved it{waits}",
+        back.missing,
+        negative=True,
+    )
+
+
+def _rolled_back(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:
+    back = status.rollback
+    if back is None:
+        return Explanation(f"{rollout.metadata.name} was rolled back", (), True, True)
+    said = f": {back.message}" if back.message else ""
+    proved = f"{back.agents_restored} of {back.agents_total} agents proved the baseline"
+    missing = f", not {', '.join(back.missing)}" if back.missing else ""
+    return Explanation(
+        f"{rollout.metadata.name} was rolled back from {back.from_stage or 'Off'} "
+        f"({back.cause}{_of_gate(back.gate)}){said}; {proved}{missing}",
+        (),
+        True,
+        True,
+    )
+
+
+def _completed(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:
+    expires = seconds_of(status.grant_expires)
+    approval = ""
+    if expires is not None:
+        approval = (
+            f"; its candidate is approved, its grant ends in {span(expires - now)} unless it is renewed"
+            if expires > now
+            else "; its grant has ended"
+        )
+    return Explanation(f"{rollout.metadata.name} is complete{approval}", (), True)
+
+
+_BY_PHASE = {
+    Phase.PENDING: _pending,
+    Phase.INVALID: _invalid,
+    Phase.PAUSED: _paused,
+    Phase.PROGRESSING: _progressing,
+    Phase.ROLLING_BACK: _rolling_back,
+    Phase.ROLLED_BACK: _rolled_back,
+    Phase.COMPLETED: _completed,
+}
+
+
+def _where(rollout: KVRollout, status: KVRolloutStatus) -> str:
+    step = current(rollout)
+    return title(step) if step is not None else str(status.stage or "Off")
+
+
+def _reason(status: KVRolloutStatus, type_: str) -> str:
+    """The condition's reason and words."""
+    found = status.condition(type_)
+    if found is None:
+        return "no reason is stated"
+    return f"{found.reason}: {found.message}" if found.message else found.reason
+
+
+def _missing(gate: GateStatus) -> int:
+    return max(0, (gate.expected_n or 0) - gate.n)
+
+
+def _gate(gate: GateStatus) -> str:
+    """ "tail Insufficient: 800 of 18000 requests, bound 1.09 against 1.05"."""
+    facts = []
+    if gate.verdict is Verdict.INSUFFICIENT and gate.expected_n:
+        facts.append(f"{gate.n} of {gate.expected_n} requests")
+    elif gate.n:
+        facts.append(f"{gate.n} requests")
+    if gate.bound is not None and gate.limit is not None:
+        facts.append(f"bound {gate.bound} against {gate.limit}")
+    elif gate.value is not None and gate.limit is not None:
+        facts.append(f"value {gate.value} against {gate.limit}")
+    if gate.message:
+        facts.append(gate.message)
+    told = f": {', '.join(facts)}" if facts else ""
+    return f"{gate.name} {gate.verdict} ({gate.reason}){told}"
+
+
+def _of_gate(gate: str | None) -> str:
+    return f", gate {gate}" if gate else ""
+
+
+def _soonest(due: float | None, now: float) -> str:
+    return f"; not before {span(due - now)} from now in any case" if due is not None and due > now else ""
+
+
+def _forecast(status: KVRolloutStatus) -> str:
+    found = status.condition("Feasible")
+    told = found is not None and found.reason in ("Forecast", "EvidenceSlow") and found.message
+    return f"; forecast: {found.message}" if told and found is not None else ""

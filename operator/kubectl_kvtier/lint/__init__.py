@@ -1,0 +1,1 @@
+"""What the API server would say of a file, and what the operator would, without a cluster."""

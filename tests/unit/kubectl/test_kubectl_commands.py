@@ -1,0 +1,249 @@
+"""Commands over objects in memory: intents and their answers, history, diff, top, exit statuses."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from typing import Any
+
+import pytest
+
+from kubectl_kvtier import commands, intents
+from kubectl_kvtier.cli import main, make_parser
+from kubectl_kvtier.outcomes import Exit, Failure
+from kvtier_crds.models.kvrollout import Verb
+from tests.unit.crds.crds_samples import example
+from tests.unit.kubectl.kubectl_samples import NOW, MemoryApi, at, document
+
+
+def api_with(operator: Any = None, **status: Any) -> MemoryApi:
+    made = MemoryApi(operator)
+    made.put("kvrollouts", document(**status))
+    return made
+
+
+async def ran(api: MemoryApi, *words: str) -> tuple[Exit, str]:
+    stream = io.StringIO()
+    arguments = make_parser().parse_args(words)
+    out = commands.Out(stream, arguments.output == "json", lambda: NOW)
+    return await commands.in_cluster(api, arguments, out), stream.getvalue()
+
+
+def answers(result: str, message: str = "") -> Any:
+    def operator(stored: dict[str, Any]) -> None:
+        intent = stored["spec"]["intent"]
+        stored["status"]["lastIntent"] = {
+            "seq": intent["seq"], "verb": intent["verb"], "result": result, "message": message,
+        }  # fmt: skip
+
+    return operator
+
+
+@pytest.mark.parametrize("verb", list(Verb), ids=str)
+async def test_an_intent_names_what_the_person_saw(verb: Verb) -> None:
+    api = api_with(answers("Accepted"), lastIntent={"seq": 6, "verb": "Pause", "result": "Replayed"})
+    status, text = await ran(api, verb.value.lower(), "quest-on-chat")
+    assert status is Exit.OK and "seq 7 accepted" in text
+    assert api.patches[0][-1]["value"] == {
+        "seq": 7, "verb": verb.value, "attempt": 1, "expectedStage": "Canary", "expectedStep": 0,
+    }  # fmt: skip
+    assert [one["path"] for one in api.patches[0] if one["op"] == "test"] == [
+        "/metadata/uid",
+        "/metadata/resourceVersion",
+    ]
+
+
+async def test_a_refused_intent_is_an_answer_of_no() -> None:
+    with pytest.raises(Failure, match="WrongStage: it is in Ramp") as caught:
+        await ran(api_with(answers("WrongStage", "it is in Ramp")), "promote", "quest-on-chat")
+    assert caught.value.status is Exit.NEGATIVE
+
+
+async def test_an_intent_that_nobody_answers_is_told_after_its_time() -> None:
+    with pytest.raises(Failure, match="no operator has answered") as caught:
+        await ran(api_with(), "abort", "quest-on-chat", "--timeout", "0.05")
+    assert caught.value.status is Exit.TIMED_OUT
+
+
+async def test_no_wait_ends_at_the_write() -> None:
+    status, text = await ran(api_with(), "pause", "quest-on-chat", "--no-wait")
+    assert status is Exit.OK and "Pause seq 1 written" in text
+
+
+async def test_a_status_that_moved_within_the_step_does_not_stop_an_intent() -> None:
+    api = api_with(answers("Accepted"))
+    api.before_patch = [lambda stored: stored["metadata"].update(resourceVersion="8")]
+    status, _ = await ran(api, "pause", "quest-on-chat")
+    assert status is Exit.OK and len(api.patches) == 1
+
+
+async def test_a_step_that_was_passed_meanwhile_stops_it() -> None:
+    api = api_with(answers("Accepted"))
+
+    def moves(stored: dict[str, Any]) -> None:
+        stored["metadata"]["resourceVersion"] = "8"
+        stored["status"]["stage"] = "Ramp"
+
+    api.before_patch = [moves]
+    with pytest.raises(Failure, match="went from Canary step 0 to Ramp step 0") as caught:
+        await ran(api, "promote", "quest-on-chat")
+    assert caught.value.status is Exit.NEGATIVE and api.patches == []
+
+
+async def test_a_rollout_that_never_holds_still_is_given_up() -> None:
+    api = api_with()
+
+    def moves(stored: dict[str, Any]) -> None:
+        stored["metadata"]["resourceVersion"] += "x"
+
+    api.before_patch = [moves] * intents.TRIES
+    with pytest.raises(Failure, match="nothing was sent"):
+        await ran(api, "pause", "quest-on-chat")
+
+
+@pytest.mark.parametrize(
+    "status,code",
+    [
+        ({}, Exit.OK),
+        ({"phase": "Completed", "stage": "Full"}, Exit.OK),
+        ({"phase": "RolledBack", "stage": "ExactBaseline"}, Exit.NEGATIVE),
+        ({"phase": "Invalid", "stage": "Off"}, Exit.NEGATIVE),
+    ],
+    ids=["progressing", "completed", "rolled-back", "invalid"],
+)
+@pytest.mark.parametrize("command", ["status", "explain"])
+async def test_exit_statuses_tell_scripts(command: str, status: dict[str, Any], code: Exit) -> None:
+    found, text = await ran(api_with(**status), command, "quest-on-chat", "-o", "json")
+    assert found is code and isinstance(json.loads(text), dict)
+
+
+async def test_watching_ends_with_the_rollout() -> None:
+    found, text = await ran(api_with(phase="Completed", stage="Full"), "status", "quest-on-chat", "-w")
+    assert found is Exit.OK and "is complete" in text
+
+
+async def test_a_list_has_a_line_a_rollout() -> None:
+    found, text = await ran(api_with(), "status")
+    assert found is Exit.OK and "quest-on-chat" in text.splitlines()[1]
+    _, empty = await ran(MemoryApi(), "status")
+    assert empty == "no rollouts in namespace serving\n"
+
+
+def revision(name: str, number: int, **manifest: Any) -> dict[str, Any]:
+    data = json.dumps(manifest)
+    digest = "sha256:" + hashlib.sha256(data.encode()).hexdigest()
+    return {
+        "metadata": {"name": name, "labels": {"kvtier.dev/role": "candidate"}},
+        "revision": number,
+        "data": {"manifest": data, "digest": digest},
+    }
+
+
+def with_revisions() -> tuple[MemoryApi, list[str]]:
+    kept = [
+        revision("chat-a", 1, tiers=[{"name": "dram", "budget": 1}], selector=None),
+        revision("chat-b", 2, tiers=[{"name": "dram", "budget": 2}], selector={"family": "quest"}),
+    ]
+    digests = [one["data"]["digest"] for one in kept]
+    api = api_with(baseline={"digest": digests[0]}, candidate={"digest": digests[1], "class": "approximate"})
+    cache = example("KVCache", "chat")
+    cache["metadata"]["uid"] = "u-2"
+    api.put("kvcaches", cache)
+    api.kept_revisions = kept
+    return api, digests
+
+
+async def test_a_diff_names_fields_and_says_no_when_they_differ() -> None:
+    api, digests = with_revisions()
+    found, text = await ran(api, "diff", "quest-on-chat")
+    assert found is Exit.NEGATIVE
+    assert text.splitlines() == [
+        '+ selector.family: "quest"',
+        "- tiers[dram].budget: 1",
+        "+ tiers[dram].budget: 2",
+    ]
+    same, said = await ran(api, "diff", "cache/chat", "chat-a", digests[0][:20])
+    assert same is Exit.OK and said == "no difference\n"
+
+
+@pytest.mark.parametrize(
+    "words,status,message",
+    [
+        (("cache/chat", "chat-a"), Exit.USAGE, "needs two revisions"),
+        (("quest-on-chat", "chat-a"), Exit.USAGE, "diff cache/NAME chat-a"),
+        (("cache/chat", "chat-a", "abc"), Exit.NOT_FOUND, "there are: chat-a, chat-b"),
+    ],
+    ids=["one", "of-a-rollout", "unknown"],
+)
+async def test_a_diff_of_what_is_not_there(words: tuple[str, ...], status: Exit, message: str) -> None:
+    with pytest.raises(Failure, match=message) as caught:
+        await ran(with_revisions()[0], "diff", *words)
+    assert caught.value.status is status
+
+
+async def test_a_damaged_revision_is_not_shown() -> None:
+    api, _ = with_revisions()
+    api.kept_revisions[1]["data"]["manifest"] += " "
+    with pytest.raises(Failure, match="is damaged"):
+        await ran(api, "diff", "quest-on-chat")
+
+
+async def test_history_is_in_order_of_time() -> None:
+    api, _ = with_revisions()
+    older = document(
+        phase="RolledBack", stage="ExactBaseline", rollback={"cause": "IntentAbort", "fromStage": "Ramp"}
+    )
+    older["metadata"] |= {"name": "before", "creationTimestamp": at(-90000)}
+    api.put("kvrollouts", older)
+    _, text = await ran(api, "history", "cache/chat")
+    lines = text.splitlines()
+    assert lines[1].startswith("before") and "IntentAbort in Ramp" in lines[1]
+    assert lines[2].startswith("quest-on-chat") and lines[-1].startswith("chat-b")
+    api.kept_events = [
+        {"eventTime": at(-10), "type": "Normal", "reason": "StageEntered", "note": "Canary", "metadata": {}},
+        {"eventTime": at(-99), "type": "Normal", "reason": "StageEntered", "note": "Shadow", "metadata": {}},
+    ]
+    _, events = await ran(api, "history", "quest-on-chat")
+    assert [line.split()[-1] for line in events.splitlines()[-2:]] == ["Shadow", "Canary"]
+
+
+async def test_top_counts_bytes_by_tier() -> None:
+    api = MemoryApi()
+    node = example("KVNode", "node-a")
+    node["status"] = {
+        "tiers": [
+            {"class": "gpu-sim", "medium": "gpu", "simulated": True, "capacity": 1 << 30, "used": 1 << 29}
+        ]
+    }
+    cache = example("KVCache", "chat")
+    cache["status"] = {
+        "servingNodes": 2,
+        "ledger": [{"tierClassName": "gpu-sim", "budget": 1 << 29, "used": 1 << 28}],
+    }
+    api.put("kvnodes", node)
+    api.put("kvcaches", cache)
+    _, text = await ran(api, "top")
+    nodes, caches = text.split("\n\n")
+    assert "gpu (simulated)" in nodes and "512MiB" in nodes and "50%" in nodes
+    assert "256MiB" in caches and "25%" in caches
+    _, facts = await ran(api, "top", "nodes", "-o", "json")
+    assert json.loads(facts)["nodes"][0]["used"] == 1 << 29
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("status", "--timeout"), ("promote", "x", "--timeout", "-1"), ("trace", "x"), ("lint",)],
+    ids=str,
+)
+def test_wrong_usage_is_2(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2 and "usage:" in capsys.readouterr().err
+
+
+def test_no_cluster_is_a_failure_with_a_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["status", "--kubeconfig", "/nonexistent/config"]) == Exit.FAILED
+    assert "no cluster" in capsys.readouterr().err
