@@ -20,6 +20,7 @@ import numpy.typing as npt
 NEG: Final = -math.inf
 PASS_BETS: Final = 8
 _ZERO_FACTOR: Final = -1.0 + 1e-15
+_IMPOSSIBLE: Final = -1e200
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -78,16 +79,11 @@ def log_e_counts(side: Side, m: float, n: float, s: float, k: float = 1.0) -> fl
 
 def log_e_array(side: Side, m: float, n: float | FloatArray, s: FloatArray, k: float = 1.0) -> FloatArray:
     """`log_e_counts` for many counts at once; `s` any shape, `n` a scalar or of the same shape."""
-    rows = []
-    rest = n - s
-    for one, none in _log_factors(side, m):
-        hit = np.where(s > 0, np.multiply(s, one, where=s > 0, out=np.zeros_like(s)), 0.0)
-        miss = np.where(rest > 0, np.multiply(rest, none, where=rest > 0, out=np.zeros_like(s)), 0.0)
-        rows.append((hit + miss) / k)
-    t = np.stack(rows)
+    ones, nones = _finite_log_factors(side, m)
+    t = (np.multiply.outer(ones, s) + np.multiply.outer(nones, n - s)) / k
     # The last bet is zero, so the maximum over bets is never -inf.
     top = t.max(axis=0)
-    return np.asarray(top + np.log(np.exp(t - top).sum(axis=0)) - math.log(len(rows)), np.float64)
+    return np.asarray(top + np.log(np.exp(t - top).sum(axis=0)) - math.log(len(ones)), np.float64)
 
 
 def growth(side: Side, m: float, cells: Sequence[tuple[float, float]]) -> float:
@@ -124,6 +120,14 @@ def _log_factors(side: Side, m: float) -> tuple[tuple[float, float], ...]:
     return tuple(
         (log_factor(side.value * lam * (1.0 - m)), log_factor(-side.value * lam * m)) for lam in bets(side, m)
     )
+
+
+@lru_cache(maxsize=1024)
+def _finite_log_factors(side: Side, m: float) -> tuple[FloatArray, FloatArray]:
+    """The same as two arrays. A factor of zero is finite here, so that no unit of it gives 0 and not NaN; one
+    unit of it is beyond every other bet."""
+    pairs = np.maximum(np.asarray(_log_factors(side, m)), _IMPOSSIBLE)
+    return pairs[:, 0].copy(), pairs[:, 1].copy()
 
 
 def _log_factor_array(side: Side, m: float, x: FloatArray) -> FloatArray:
