@@ -13,7 +13,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Decimal, localc
 
 import numpy as np
 
-from kvtier_evidence.evalues import Side, log_e, log_e_array
+from kvtier_evidence.evalues import Side, log_e, log_e_array, log_e_counts
 from kvtier_evidence.gates import NO_EFFECT, Effect, Pair, paired_cells
 from kvtier_evidence.grid import Histogram, edge
 
@@ -42,6 +42,16 @@ def quantile_lower(h: Histogram, share: float, alpha: float, effect: Effect = NO
         0
     ]
     return edge(lo + int(enough[-1]), h.shift) if len(enough) else 0.0
+
+
+def proportion_upper(n: int, above: int, alpha: float, effect: Effect = NO_EFFECT) -> float:
+    """Smallest proportion that `above` of `n` units are shown to lie under; 1 when none is."""
+    return _smallest(lambda m: log_e_counts(Side.PASS, m, n, above, effect.k_pass) >= -math.log(alpha))
+
+
+def proportion_lower(n: int, above: int, alpha: float, effect: Effect = NO_EFFECT) -> float:
+    """Largest proportion that `above` of `n` units are shown to lie over; 0 when none is."""
+    return _largest(lambda m: log_e_counts(Side.FAIL, m, n, above, effect.k_fail) >= -math.log(alpha))
 
 
 def mean_upper(h: Histogram, alpha: float, effect: Effect = NO_EFFECT) -> float:

@@ -13,8 +13,26 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from kvtier_evidence import metrics
-from kvtier_evidence.limits import LimitError, check_range
+from kvtier_evidence.external import DEFAULT_CONSECUTIVE, Form
+from kvtier_evidence.limits import LimitError, LimitRange, check_range
 from kvtier_evidence.metrics import METRICS, Kind, Metric, Scope, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalTerms:
+    """What an external gate's query ships, and what may follow from it."""
+
+    form: Form
+    can_fail: bool
+    consecutive: int = DEFAULT_CONSECUTIVE
+    """Point values over the limit in a row that are a Fail."""
+    point: bool = False
+    """Declared to pass by its value, with a count query."""
+
+    @property
+    def waited_for(self) -> bool:
+        """A point value that is not declared to pass never does, so nothing waits for it."""
+        return self.form.counts or self.point
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +51,24 @@ class GateDeclaration:
     design_effect: Decimal | None = None
     probe_set_digest: str = ""
     probe_set_size: int = 0
+    external: ExternalTerms | None = None
 
     def __post_init__(self) -> None:
         metric = METRICS.get(self.metric)
         if metric is None or metric.kind in (Kind.COUNT, Kind.SPLIT):
             raise LimitError(f"gate {self.name}: {self.metric} is not a metric that can be gated")
+        if (metric.kind is Kind.EXTERNAL) != (self.external is not None):
+            raise LimitError(f"gate {self.name}: a query is for {metrics.EXTERNAL}, and needed there")
         needs = metric.kind in (Kind.QUANTILE, Kind.RATIO)
+        if self.external is not None:
+            needs = self.external.form in (Form.CLASSIC_HISTOGRAM, Form.EXPONENTIAL_HISTOGRAM)
+            if self.external.point and self.external.form.counts:
+                raise LimitError(
+                    f"gate {self.name}: PointThreshold is for a value, counts are judged as counts"
+                )
+            if self.external.form is Form.COUNTER_PAIR:
+                for limit in (self.limit, *(limit for _, limit in self.per_stage)):
+                    check_range(limit, LimitRange.FRACTION)
         if needs != (self.quantile is not None):
             raise LimitError(f"gate {self.name}: {self.metric} {'needs a' if needs else 'takes no'} quantile")
         if self.design_effect is not None and self.design_effect < 1:
@@ -66,12 +96,15 @@ class GateSpec:
     """Promotion waits for its Pass; otherwise it can only Fail."""
     probe_set_digest: str = ""
     probe_set_size: int = 0
+    external: ExternalTerms | None = None
 
     @property
     def budgeted(self) -> bool:
         """Whether it has a cell in the false-rollback budget."""
         if self.metric.kind is Kind.PAIRED:
             return self.scope is Scope.POPULATION
+        if self.external is not None:
+            return self.external.form.counts and self.external.can_fail
         return self.metric.kind in (Kind.QUANTILE, Kind.RATIO, Kind.MEAN)
 
 
@@ -130,9 +163,10 @@ def resolve(
             scope=g.scope,
             min_samples=_first(g.min_samples, min_samples, metrics.DEFAULT_MIN_SAMPLES),
             design_effect=g.design_effect if g.design_effect is not None else design_effect,
-            required=not g.stages or stage in g.stages,
+            required=(not g.stages or stage in g.stages) and (g.external is None or g.external.waited_for),
             probe_set_digest=g.probe_set_digest,
             probe_set_size=g.probe_set_size,
+            external=g.external,
         )
         out.append(spec)
         if metric.kind is Kind.RATIO and g.quantile is not None:

@@ -19,9 +19,10 @@ from kvtier_evidence.budgets import SPLIT_ALPHA, Cell, alpha_promote, cause, fai
 from kvtier_evidence.carry import Carry, FailCause, ProbePass
 from kvtier_evidence.design import Estimate
 from kvtier_evidence.evalues import NEG
+from kvtier_evidence.external import ExternalReading
 from kvtier_evidence.gates import zero_rate_bound
-from kvtier_evidence.gatespec import GateSpec
-from kvtier_evidence.measure import Measured, Setting, measure, measure_probe_set
+from kvtier_evidence.gatespec import ExternalTerms, GateSpec
+from kvtier_evidence.measure import Measured, Setting, measure, measure_external, measure_probe_set
 from kvtier_evidence.metrics import Arm, Kind, Scope
 from kvtier_evidence.reader import WindowEvidence
 from kvtier_evidence.split import SplitCheck, check_split
@@ -31,6 +32,7 @@ from kvtier_evidence.verdicts import (
     Reason,
     Statistics,
     Verdict,
+    point_outcome,
     statistical_outcome,
     zero_outcome,
 )
@@ -137,8 +139,9 @@ class _Look:
                 Setting(self._alpha_pass, terms.fraction, terms.estimates.get(g.name)),
             )
             for g in gates
-            if g.budgeted
+            if g.budgeted and g.external is None
         }
+        self._measured |= self._external_counts()
         self._mismatch = self._split.log_e >= -math.log(SPLIT_ALPHA)
         self._carry = replace(
             carry.with_cells(self._open_cells(), self._window),
@@ -151,6 +154,17 @@ class _Look:
         results = tuple(self._result(g) for g in self._gates)
         carry = self._remember(results)
         return Judgement((*results, *self._split_result()), carry.failed, carry)
+
+    def _external_counts(self) -> dict[str, Measured]:
+        out = {}
+        for g in self._gates:
+            if g.external is not None and g.external.form.counts:
+                reading = self._evidence.external.get(g.name) or ExternalReading(
+                    g.external.form, Basis.ANYTIME
+                )
+                at = Setting(self._alpha_pass, self._terms.fraction, self._terms.estimates.get(g.name))
+                out[g.name] = measure_external(g, reading, at)
+        return out
 
     def _check_split(self, carry: Carry) -> SplitCheck:
         found = check_split(self._evidence.agents, self._terms.fraction)
@@ -182,6 +196,8 @@ class _Look:
             result = self._zero(gate)
         elif gate.metric.kind is Kind.PAIRED:
             result = self._task(gate)
+        elif gate.external is not None:
+            result = self._external(gate, gate.external)
         else:
             result = self._statistical(gate)
         if sticky is not None and sticky.gate == gate.name and result.verdict is not Verdict.FAIL:
@@ -228,6 +244,54 @@ class _Look:
             expected,
             m.k,
             Basis.ANYTIME,
+            gate.required,
+        )
+
+    def _external(self, gate: GateSpec, terms: ExternalTerms) -> GateResult:
+        reading = self._evidence.external.get(gate.name)
+        error = Reason.QUERY_FAILED if reading is None else reading.error
+        if terms.form.counts:
+            m = self._measured[gate.name]
+            outcome = statistical_outcome(
+                Statistics(
+                    log_pass=m.evidence.log_pass,
+                    alpha_pass=self._alpha_pass,
+                    n=m.n / (m.k or 1.0),
+                    min_samples=gate.min_samples,
+                    log_fail_total=self._total if self._failing == gate.name else NEG,
+                    alpha_fail=self._terms.false_rollback,
+                    two_arm=False,
+                    error=error,
+                    complete=reading is not None and reading.complete,
+                    k_known=m.k is not None,
+                    blocked=m.blocked,
+                )
+            )
+            return replace(self._shown(gate, m, outcome), basis=reading.basis if reading else Basis.ANYTIME)
+        value = reading.value if reading is not None else None
+        count = reading.count if reading is not None else None
+        outcome = point_outcome(
+            value,
+            float(gate.limit),
+            breaches=reading.breaches if reading is not None else 0,
+            fails_at=terms.consecutive if terms.can_fail else None,
+            passes_from=gate.min_samples if terms.point else None,
+            count=count,
+            error=error,
+        )
+        basis = Basis.POINT if terms.point else Basis.GUARD_ONLY
+        floor = gate.min_samples if terms.point else None
+        return GateResult(
+            gate.name,
+            outcome.verdict,
+            outcome.reason,
+            value,
+            None,
+            gate.limit,
+            count or 0,
+            floor,
+            None,
+            basis,
             gate.required,
         )
 

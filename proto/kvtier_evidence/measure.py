@@ -14,7 +14,8 @@ from decimal import Decimal
 from fractions import Fraction
 
 from kvtier_evidence import bounds, forecast
-from kvtier_evidence.design import Estimate, design_effect, design_effect_pair, used_effect
+from kvtier_evidence.design import BlockSums, Estimate, design_effect, design_effect_pair, used_effect
+from kvtier_evidence.external import ExternalReading, Form
 from kvtier_evidence.gates import (
     ONE,
     Effect,
@@ -83,6 +84,37 @@ def measure(
             raise ValueError(f"gate {gate.name} of kind {gate.metric.kind.value} is not a statistical one")
 
 
+def measure_external(gate: GateSpec, reading: ExternalReading, at: Setting) -> Measured:
+    """A counting source by 4.1: units over the limit, by the unfavourable buckets for Pass and by the others
+    for Fail."""
+    counter_pair = reading.form is Form.COUNTER_PAIR
+    share = float(gate.limit) if counter_pair else share_above(_percent(gate))
+    n, up, down = (reading.above.n, reading.above.up, reading.above.down) if reading.above else (0, 0, 0)
+    k, effect = _effect_of(gate, reading.blocks, n, at)
+    found = quantile_evidence(share, n, up * ONE, down * ONE, 0, effect)
+
+    def upper(alpha: float) -> float:
+        if counter_pair:
+            return bounds.proportion_upper(n, up, alpha, effect)
+        return float(gate.limit) if found.log_pass >= -math.log(alpha) else math.inf
+
+    def lower(alpha: float) -> float:
+        if counter_pair:
+            return bounds.proportion_lower(n, down, alpha, effect)
+        return float(gate.limit) if found.log_fail >= -math.log(alpha) else 0.0
+
+    return Measured(
+        found,
+        n,
+        k,
+        (down / n if n else None) if counter_pair else reading.value,
+        upper,
+        lower,
+        lambda: forecast.units_for_share(share, up, n, at.alpha_pass, k or effect.k_pass),
+        None if n else Reason.NO_DATA,
+    )
+
+
 def probe_pairs(gate: GateSpec, counts: WindowCounts) -> list[Pair]:
     """Pairs of the gate's probe set, in a fixed order; of any set when none is named."""
     wanted = gate.probe_set_digest
@@ -101,7 +133,12 @@ def measure_probe_set(gate: GateSpec, merged: WindowCounts) -> ProbeSetOutcome |
     return probe_set_outcome(pairs, gate.probe_set_size, Fraction(gate.limit))
 
 
-def estimates(gates: Sequence[GateSpec], closed: WindowCounts, fraction: float) -> dict[str, Estimate]:
+def estimates(
+    gates: Sequence[GateSpec],
+    closed: WindowCounts,
+    fraction: float,
+    external: Mapping[str, ExternalReading] | None = None,
+) -> dict[str, Estimate]:
     """Design effects of a closed window, for the next one of the same kind; by gate, where blocks were kept.
 
     Of cohorts and sessions the larger one stands.
@@ -109,14 +146,17 @@ def estimates(gates: Sequence[GateSpec], closed: WindowCounts, fraction: float) 
     out = {}
     for gate in gates:
         sums = closed.blocks.get(gate.name)
+        if external is not None and gate.name in external:
+            sums = external[gate.name].blocks
         if sums is None or not sums.blocks:
             continue
-        if gate.metric.two_arm:
-            out[gate.name] = Estimate(design_effect_pair(sums, fraction), sums.blocks, sums.mean_block)
-            continue
         sessions = closed.blocks.get(gate.name + SESSION_BLOCKS, sums)
-        k_hat = max(design_effect(sums), design_effect(sessions))
-        out[gate.name] = Estimate(k_hat, sums.blocks, max(sums.mean_block, sessions.mean_block))
+        effects = (
+            (design_effect_pair(sums, fraction), design_effect_pair(sessions, fraction))
+            if gate.metric.two_arm
+            else (design_effect(sums), design_effect(sessions))
+        )
+        out[gate.name] = Estimate(max(effects), sums.blocks, max(sums.mean_block, sessions.mean_block))
     return out
 
 
@@ -134,13 +174,16 @@ def pair_thresholds(gates: Sequence[GateSpec], closed: WindowCounts) -> dict[str
 
 def _effect(gate: GateSpec, merged: WindowCounts, n: int, at: Setting) -> tuple[float | None, Effect]:
     """k for Pass (None: not known) and the effect to compute with."""
+    return _effect_of(gate, merged.blocks.get(gate.name), n, at)
+
+
+def _effect_of(gate: GateSpec, sums: BlockSums | None, n: int, at: Setting) -> tuple[float | None, Effect]:
     if gate.design_effect is not None:
         k = float(gate.design_effect)
         return k, Effect(k, k)
     if at.estimate is not None:
         used = used_effect(at.estimate)
         return used.k_pass, Effect(used.k_pass or used.k_fail, used.k_fail)
-    sums = merged.blocks.get(gate.name)
     # No block was counted: all units may be one.
     whole = max(1.0, sums.mean_block if sums is not None and sums.blocks else float(n))
     return None, Effect(whole, whole)

@@ -41,6 +41,8 @@ class Kind(StrEnum):
     """No event at all (4.6)."""
     SPLIT = "split"
     """Sample ratio of the assignment (4.7)."""
+    EXTERNAL = "external"
+    """A metric of another system, one-arm (8)."""
     COUNT = "count"
     """Units counted for others' sake; never gated."""
 
@@ -89,6 +91,7 @@ OUTPUT_MISMATCHES: Final = "outputMismatches"
 SESSION_SPLIT: Final = "sessionSplit"
 REQUESTS: Final = "requests"
 MEASURED: Final = "measured"
+EXTERNAL: Final = "external"
 
 _ONE: Final = (Arm.CANDIDATE,)
 _TWO: Final = (Arm.CANDIDATE, Arm.BASELINE)
@@ -141,6 +144,7 @@ _ROWS: Final = (
     _zero(ALLOCATION_FAILURES, "reservations that the plan had promised and that failed"),
     _zero(REPLAY_FAILURES, "replays of uncommitted rows that did not reproduce them"),
     _zero(OUTPUT_MISMATCHES, "compared steps of an exact candidate that differ in a bit", exact_only=True),
+    Metric(EXTERNAL, Kind.EXTERNAL, "unit", "as its source counts it", _ONE, SERVED, LimitRange.POSITIVE),
     Metric(SESSION_SPLIT, Kind.SPLIT, "session", "assigned to the candidate, 0 or 1", _TWO, SERVED),
     Metric(REQUESTS, Kind.COUNT, "request", "every assigned unit by what computed for it", _TWO, ALL),
     Metric(MEASURED, Kind.COUNT, "request", "units of latency gates, missing without a value", _TWO, SERVED),

@@ -16,6 +16,7 @@ from typing import Final
 
 from kvtier_evidence import metrics
 from kvtier_evidence.delta import Delta
+from kvtier_evidence.external import ExternalReading
 from kvtier_evidence.metrics import METRICS, Kind
 from kvtier_evidence.verdicts import Reason
 from kvtier_evidence.window import WindowCounts, WindowKey
@@ -55,6 +56,8 @@ class WindowEvidence:
     """Every agent was read in this window, to one common cohort."""
     error: Reason | None = None
     error_agents: tuple[str, ...] = ()
+    external: Mapping[str, ExternalReading] = field(default_factory=dict)
+    """By gate."""
 
 
 @dataclass(slots=True)
@@ -66,6 +69,8 @@ class _Agent:
     assigned: int = 0
     first_assigned: int = 0
     first_at: float = 0.0
+    unseen_since: float = 0.0
+    """Before it no unit of this life was assigned."""
     last_at: float | None = None
     past: list[str] = field(default_factory=list)
     counts: WindowCounts = field(default_factory=WindowCounts)
@@ -122,7 +127,7 @@ class WindowReader:
         if (state.total if state is not None and same_life else 0) + added != reply.total_units:
             return self._rebuild()
         if state is None:
-            state = self._agents[agent] = _Agent()
+            state = self._agents[agent] = _Agent(unseen_since=self._opened_at)
         if not same_life:
             self._begin_life(agent, state, reply.epoch, now)
         self._take(state, reply, added, now)
@@ -167,10 +172,15 @@ class WindowReader:
         """A new life counts from zero; its predecessor's counts stay and its unread tail is missing."""
         if state.epoch:
             elapsed = (state.last_at or now) - state.first_at
-            rate = (state.assigned - state.first_assigned) / elapsed if elapsed > 0.0 else 0.0
+            if elapsed > 0.0:
+                rate = (state.assigned - state.first_assigned) / elapsed
+            else:
+                # Read once only: what it had then had come since its predecessor was read.
+                rate = state.assigned / max(self._cohort, state.first_at - state.unseen_since)
             since = now - (state.last_at or now)
             lost = max(0, state.assigned - state.requests) + math.ceil(max(0.0, rate * since))
             state.lost += lost
+            state.unseen_since = state.last_at or now
             state.past = [*state.past, state.epoch][-_EPOCHS_REMEMBERED:]
         state.epoch, state.ack, state.total, state.requests = epoch, 0, 0, 0
         state.first_at, state.first_assigned, state.assigned = now, 0, 0

@@ -32,6 +32,12 @@ class Basis(StrEnum):
     """An exact statement on one finite set; no error budget."""
     EVENT_COUNT = "EventCount"
     """Events among units."""
+    BRACKET = "Bracket"
+    """At every look, with the nearest bucket's edge on the unfavourable side for the limit."""
+    GUARD_ONLY = "GuardOnly"
+    """Values that another system has computed: they can fail, never pass."""
+    POINT = "Point"
+    """The same, declared to pass by value: outside every error budget."""
     CARRIED = "Carried"
     """A Pass on the same candidate and probe set earlier in the attempt."""
 
@@ -132,6 +138,29 @@ def statistical_outcome(s: Statistics) -> Outcome:
     if s.log_pass >= -math.log(s.alpha_pass):
         return Outcome(Reason.BOUND_INSIDE_LIMIT)
     return Outcome(Reason.BOUND_STRADDLES_LIMIT)
+
+
+def point_outcome(
+    value: float | None,
+    limit: float,
+    *,
+    breaches: int,
+    fails_at: int | None,
+    passes_from: int | None,
+    count: int | None,
+    error: Reason | None = None,
+) -> Outcome:
+    """A value that another system computed. fails_at: values over the limit in a row that are a Fail, None:
+    never one. passes_from: units that a declared point gate needs, None: it never passes."""
+    if fails_at is not None and breaches >= fails_at:
+        return Outcome(Reason.BOUND_OUTSIDE_LIMIT)
+    if error is not None:
+        return Outcome(error)
+    if value is None or (passes_from is not None and count is None):
+        return Outcome(Reason.NO_DATA)
+    if passes_from is None or count is None or value > limit:
+        return Outcome(Reason.BOUND_STRADDLES_LIMIT)
+    return Outcome(Reason.POINT_THRESHOLD if count >= passes_from else Reason.BELOW_MIN_SAMPLES)
 
 
 def zero_outcome(
