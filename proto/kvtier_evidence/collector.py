@@ -322,16 +322,27 @@ class WindowCollector:
             n[unit.candidate] += 1
             line = threshold * gate.line if unit.candidate else threshold
             tpot = unit.time_per_token
-            above[unit.candidate] += tpot is not None and tpot > line
+            slow = tpot is not None and tpot > line
+            above[unit.candidate] += slow
+            before, after = self._session_grown(gate, unit.session, float(slow))
+            of_session = self._counts.blocks.setdefault(gate.name + SESSION_BLOCKS, BlockSums())
+            of_session.grow_arm(unit.candidate, before, after)
         if any(n.values()):
             sums = self._counts.blocks.setdefault(gate.name, BlockSums())
             sums.add_two_arm(n[True], above[True], n[False], above[False])
 
     def _grow_session(self, gate: CollectedGate, session: bytes, exceedance: float) -> None:
+        before, after = self._session_grown(gate, session, exceedance)
+        self._counts.blocks.setdefault(gate.name + SESSION_BLOCKS, BlockSums()).grow(before, after)
+
+    def _session_grown(
+        self, gate: CollectedGate, session: bytes, exceedance: float
+    ) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Units and exceedances of a session before this unit and after it."""
         before = self._session_blocks.get((gate.name, session)) or (0, 0.0)
         after = (before[0] + 1, before[1] + exceedance)
         self._session_blocks.put((gate.name, session), after)
-        self._counts.blocks.setdefault(gate.name + SESSION_BLOCKS, BlockSums()).grow(before, after)
+        return before, after
 
     def _count_session(self, session: bytes, tenant: str, root: str, candidate: bool) -> None:
         if not 0.0 < self._plan.fraction < 1.0:

@@ -46,19 +46,11 @@ class BlockSums:
 
     def grow(self, before: tuple[int, float], after: tuple[int, float]) -> None:
         """Replaces a one-arm block that grew; `before` of (0, 0.0) is a new block."""
-        if before == (0, 0.0):
-            self.add_one_arm(*after)
-            return
-        (n0, x0), (n1, x1) = before, after
-        x0, x1 = quantise(x0), quantise(x1)
-        for name, d in (
-            ("n", float(n1 - n0)),
-            ("x", x1 - x0),
-            ("n*n", float(n1 * n1 - n0 * n0)),
-            ("n*x", n1 * x1 - n0 * x0),
-            ("x*x", x1 * x1 - x0 * x0),
-        ):
-            self.sums[name] = self.sums.get(name, 0.0) + d
+        self._grow(_ONE_ARM, before, after)
+
+    def grow_arm(self, candidate: bool, before: tuple[int, float], after: tuple[int, float]) -> None:
+        """The same for a two-arm block whose units are all of one arm, as a session's are."""
+        self._grow(_TWO_ARM[:2] if candidate else _TWO_ARM[2:], before, after)
 
     def merge(self, other: BlockSums) -> None:
         self.blocks += other.blocks
@@ -84,6 +76,20 @@ class BlockSums:
     @property
     def mean_block(self) -> float:
         return self.units / self.blocks if self.blocks else 0.0
+
+    def _grow(self, names: tuple[str, ...], before: tuple[int, float], after: tuple[int, float]) -> None:
+        (n0, x0), (n1, x1) = before, after
+        x0, x1 = quantise(x0), quantise(x1)
+        self.blocks += n0 == 0
+        n, x = names
+        for name, d in (
+            (n, float(n1 - n0)),
+            (x, x1 - x0),
+            (f"{n}*{n}", float(n1 * n1 - n0 * n0)),
+            (f"{n}*{x}", n1 * x1 - n0 * x0),
+            (f"{x}*{x}", x1 * x1 - x0 * x0),
+        ):
+            self.sums[name] = self.sums.get(name, 0.0) + d
 
     def _add(self, values: dict[str, float]) -> None:
         self.blocks += 1

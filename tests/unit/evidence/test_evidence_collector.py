@@ -18,7 +18,7 @@ from kvtier_evidence.collector import (
     WindowCollector,
     cohort_seconds,
 )
-from kvtier_evidence.design import design_effect
+from kvtier_evidence.design import design_effect, design_effect_pair
 from kvtier_evidence.gates import ONE, Pair
 from kvtier_evidence.units import CollectedGate, Recent
 from kvtier_evidence.window import MetricCounts, WindowCounts
@@ -306,6 +306,23 @@ def test_pair_blocks_count_both_arms_against_their_lines() -> None:
     rig.clock.advance(10.0)
     sums = rig.counts.blocks["tail"].sums
     assert [sums[v] for v in ("nc", "xc", "nb", "xb")] == [2.0, 1.0, 2.0, 1.0]
+
+
+def test_sessions_are_blocks_of_a_ratio_too() -> None:
+    """Whole sessions are slow: cohorts mix ten of them and do not show it, sessions do."""
+    rig = Rig(fraction=0.0)
+    for _ in range(8):
+        for s in range(20):
+            rig.assign(f"u{rig.clock.now}.{s}", candidate=s < 10, root=f"root{s}")
+            slow = s % 5 == 0
+            rig.end(f"u{rig.clock.now}.{s}", tokens=2, first=0.0, last=0.2 if slow else 0.01)
+        rig.clock.advance(10.0)
+    cohorts, sessions = rig.counts.blocks["tail"], rig.counts.blocks["tail/session"]
+    assert (cohorts.blocks, sessions.blocks) == (8, 20)
+    assert cohorts.sums["xc"] == sessions.sums["xc"] == 16.0
+    assert sessions.sums["xc*xc"] == 2 * 8.0**2
+    assert design_effect_pair(cohorts, 0.5) == 1.0
+    assert design_effect_pair(sessions, 0.5) == pytest.approx(8.0 * 20 / 19)
 
 
 def test_a_repeated_look_at_a_quiet_window_brings_nothing() -> None:

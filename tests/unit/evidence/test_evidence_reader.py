@@ -123,6 +123,19 @@ def test_the_unread_tail_of_a_restarted_agent_is_missing() -> None:
     assert candidate.consistent()
 
 
+def test_an_agent_that_was_read_once_has_a_rate_too() -> None:
+    first, op = Agent("boot1"), reader()
+    for _ in range(100):
+        first.unit()
+    first.assigned = 100
+    op.apply("n1", first.read(), now=20.0)
+    second = Agent("boot2")
+    second.unit()
+    op.apply("n1", second.read("boot1", 100), now=26.0)
+    requests = op.evidence(["n1"], now=26.0, interval=5.0).merged.get(metrics.REQUESTS, "candidate")
+    assert requests.histogram.missing == 30, "5 a second since the window opened, for 6 seconds"
+
+
 def test_what_was_lost_before_anything_was_read_is_not_forgotten() -> None:
     first, op = Agent("boot1"), reader()
     first.assigned = 7
