@@ -145,7 +145,8 @@ class FrameStream:
             raise CoreError(Reason.BAD_ARGUMENT, "one message carries one frame of a session")
         sessions.add(frame.session_id)
         deadline = self._desk.deadline(received.at, frame.deadline_ms)
-        converted, queries = convert.frame_input(frame, session.host.manifest, deadline)
+        asked = session.handle.asked
+        converted, queries = convert.frame_input(frame, session.host.manifest, deadline, asked)
         return FrameWork(session, converted, queries), deadline
 
     async def _checked(self, frame: attention_pb2.AttendFrame) -> Session:

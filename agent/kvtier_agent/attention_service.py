@@ -16,9 +16,11 @@ from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.cachesession import Session
 from kvtier_agent.localchannel.listener import ChannelServer
 from kvtier_agent.node import Node, check_owner
+from kvtier_agent.rowevidence_convert import engine_gives
 from kvtier_agent.rpc import RpcScope, ServicerContext
 from kvtier_agent.sessionedits import SessionEditor, opened_message
 from kvtier_agent.telemetry import Metrics, Telemetry
+from kvtier_agent.weightcalls import WeightCalls
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import SessionFacts
 from kvtier_crds.manifest import RuntimeManifest
@@ -47,6 +49,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         self._channels = channels
         self._desk = FrameDesk(node, telemetry, metrics, frames)
         self._editor = SessionEditor(node, self._offer)
+        self._weights = WeightCalls(node)
 
     async def DescribeCache(
         self, request: attention_pb2.DescribeCacheRequest, context: ServicerContext
@@ -57,6 +60,11 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         self, request: attention_pb2.OpenSessionRequest, context: ServicerContext
     ) -> attention_pb2.OpenSessionResponse:
         return await self._scope.run("Attention.OpenSession", context, self._open(request), finish=True)
+
+    async def GiveWeights(
+        self, request_iterator: AsyncIterator[attention_pb2.GiveWeightsRequest], context: ServicerContext
+    ) -> attention_pb2.GiveWeightsResponse:
+        return await self._scope.run("Attention.GiveWeights", context, self._weights.give(request_iterator))
 
     async def CloseSession(
         self, request: attention_pb2.CloseSessionRequest, context: ServicerContext
@@ -124,6 +132,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         _check_identity(request, host)
         if request.forced_arm not in convert.ARM_FROM_WIRE:
             raise CoreError(Reason.BAD_ARGUMENT, f"forced_arm {request.forced_arm} is unknown")
+        gives = engine_gives(request)
         root = request.session_root_id or str(uuid.uuid4())
         facts = SessionFacts(
             tenant=request.tenant,
@@ -135,7 +144,7 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         )
         with node.session_place():
             session = await host.open_session(
-                facts, request.score_scale, request.max_tokens, request.traceparent
+                facts, request.score_scale, request.max_tokens, request.traceparent, gives
             )
         opened = opened_message(node, session)
         if request.local_channel_version:

@@ -30,6 +30,8 @@ from kvtier_agent.engine_port import (
     TierReport,
 )
 from kvtier_agent.evidence_port import EvidencePort, FrameEvidence, Outcome, Progress
+from kvtier_agent.rowevidence import GIVES_NOTHING, EngineGives
+from kvtier_agent.weightstore import WeightStore
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.enforcement import (
@@ -92,17 +94,35 @@ class CacheHost:
         self.blocks = blocks
         self.key_secret = key_secret
         self.sessions: dict[str, Session] = {}
+        self.weights = WeightStore(self.sessions.__contains__)
         self._closed: OrderedDict[str, Session] = OrderedDict()
         self._clock = clock
 
     async def open_session(
-        self, facts: SessionFacts, score_scale: float, max_tokens: int, traceparent: str
+        self,
+        facts: SessionFacts,
+        score_scale: float,
+        max_tokens: int,
+        traceparent: str,
+        gives: EngineGives = GIVES_NOTHING,
     ) -> Session:
-        """Assigns the arm and reserves; identity was checked by the caller."""
+        """Assigns the arm and reserves; identity was checked by the caller. A session whose engine does not
+        give what the candidate's selector needs is exact and no unit of evidence, whichever its arm would
+        have been, so that the arms stay alike. UNSUPPORTED tells a probe of the candidate what is missing."""
         assignment = self.enforcement.assign(facts)
+        lacks = self._lacks(assignment, gives)
+        fallback = ""
+        if lacks is not None:
+            if assignment.arm is ServedArm.CANDIDATE:
+                if assignment.probe:
+                    raise lacks
+                fallback = lacks.reason.value
+            assignment = replace(
+                assignment, arm=ServedArm.BASELINE, sampled=False, in_radius=False, epoch=0, terms=None
+            )
         window = self.window if assignment.terms is not None else None
         candidate = assignment.terms if self._may_need_candidate(assignment) else None
-        terms = SessionTerms(facts.tenant, score_scale, max_tokens, candidate)
+        terms = SessionTerms(facts.tenant, score_scale, max_tokens, candidate, gives)
         try:
             handle = await self.runner.call(lambda: self.runner.engine.open_session(terms))
         except CoreError as error:
@@ -112,6 +132,7 @@ class CacheHost:
         session = Session(
             handle, self, facts.tenant, facts.request_id, assignment, window, traceparent, now, now
         )
+        session.lacks, session.fallback = lacks, fallback
         self.sessions[handle.session_id] = session
         if window is not None and session.counted:
             self.evidence.assigned(
@@ -278,7 +299,7 @@ class CacheHost:
         session.last_used_ns = self._clock()
         self._progress(session, frame, result.receipt.stall_seconds if one.decode else 0.0, evidence)
         if one.mode is EXACT_MODE and session.window is None:
-            return FrameAnswer(result, _BASELINE, "", None)
+            return FrameAnswer(result, _BASELINE, session.fallback, None)
         served = _CANDIDATE if result.from_candidate else _BASELINE
         fallback = one.plan.fallback
         if one.mode.publish_candidate and not result.from_candidate and not fallback:
@@ -311,6 +332,8 @@ class CacheHost:
         """Counts what the engine's process saw; returns why it was not counted, or an empty text."""
         if session.outcome_reported:
             return "an outcome was already reported for this session"
+        if session.lacks is not None:
+            return f"the session is exact: {session.lacks.message}"
         if session.window is None:
             return "no candidate was granted when the session was opened"
         if session.assignment.probe:
@@ -336,6 +359,14 @@ class CacheHost:
         is no use of them: an engine may hang with its streams open."""
         now = self._clock()
         return [s for s in self.sessions.values() if not s.frames_running and now - s.last_used_ns > idle_ns]
+
+    def _lacks(self, assignment: Assignment, gives: EngineGives) -> CoreError | None:
+        """Why the grant's candidate could not answer the session, of one that the grant covers."""
+        terms = assignment.terms
+        covered = assignment.in_radius or (assignment.probe and assignment.arm is ServedArm.CANDIDATE)
+        if terms is None or terms.selector is None or not covered:
+            return None
+        return self.runner.engine.lacks(terms, gives)
 
     def _may_need_candidate(self, assignment: Assignment) -> bool:
         return assignment.epoch > 0 and (assignment.arm is ServedArm.CANDIDATE or assignment.sampled)

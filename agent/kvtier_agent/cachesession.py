@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvtier_agent.engine_port import FrameInput, FrameMode, FrameResult, SessionHandle
 from kvtier_agent.evidence_port import Progress
+from kvtier_core.errors import CoreError
 from kvtier_core.release.enforcement import Assignment, ServedArm, StepPlan
 from kvtier_evidence.window import WindowKey
 
@@ -34,7 +35,9 @@ class CacheName:
 @dataclass
 class Session:
     """One engine session and what was decided for it. Times are CLOCK_BOOTTIME nanoseconds, sums seconds.
-    `step_first_query`: position of the first query of `step`, the last one answered in part or whole."""
+    `step_first_query`: position of the first query of `step`, the last one answered in part or whole. lacks:
+    why no candidate may answer it although its grant covers it; fallback: what receipts say of that, where
+    the candidate would have answered."""
 
     handle: SessionHandle
     host: CacheHost
@@ -58,6 +61,8 @@ class Session:
     step_errors: dict[int, float] = field(default_factory=dict)
     last_compared_step: int | None = None
     outcome_reported: bool = False
+    lacks: CoreError | None = None
+    fallback: str = ""
 
     def begin_again(self) -> None:
         """After an edit steps may have any number, so that none seen before says anything of them, but that

@@ -14,6 +14,8 @@ from kvtier.v1 import attention_pb2, common_pb2, control_pb2, evidence_pb2
 from kvtier_agent.cachesession import CacheName, FrameAnswer
 from kvtier_agent.engine_port import ExactnessClass, FrameInput, TierReport
 from kvtier_agent.evidence_port import GateTerms, Outcome, ProbeResult, WindowTerms
+from kvtier_agent.rowevidence import EvidenceAsked
+from kvtier_agent.rowevidence_convert import evidence_input
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
@@ -198,10 +200,14 @@ def check_frame_numbers(frame: FrameNumbers, manifest: RuntimeManifest) -> None:
 
 
 def frame_input(
-    frame: attention_pb2.AttendFrame, manifest: RuntimeManifest, deadline: float | None = None
+    frame: attention_pb2.AttendFrame,
+    manifest: RuntimeManifest,
+    deadline: float | None = None,
+    asked: EvidenceAsked | None = None,
 ) -> tuple[FrameInput, int]:
     """The frame and its number of queries; raises FRAME_INVALID naming the field whose length is wrong.
-    `deadline`: seconds on the engine's clock, since the frame's own counts from its receipt."""
+    `deadline`: seconds on the engine's clock, since the frame's own counts from its receipt. asked: what its
+    session asks for beside rows."""
     geometry = manifest.model.geometry
     check_frame_numbers(frame, manifest)
     row_bytes = geometry.kv_heads * geometry.head_dim * 4
@@ -214,6 +220,7 @@ def frame_input(
     if len(q) % query_bytes or not q:
         message = f"q has {len(q)} bytes; it must be a positive multiple of {query_bytes}"
         raise CoreError(Reason.FRAME_INVALID, message)
+    queries = len(q) // query_bytes
     converted = FrameInput(
         session_id=frame.session_id,
         generation=frame.generation,
@@ -228,8 +235,9 @@ def frame_input(
         deadline=deadline,
         position_epoch=frame.position_epoch,
         next_layer_follows=frame.next_layer_follows,
+        evidence=evidence_input(frame, queries, asked) if frame.HasField("evidence") else None,
     )
-    return converted, len(q) // query_bytes
+    return converted, queries
 
 
 def answer_message(frame: attention_pb2.AttendFrame, answer: FrameAnswer) -> attention_pb2.AttendAnswer:

@@ -29,7 +29,10 @@ from kvtier_agent.engine_port import (
     TierReport,
 )
 from kvtier_agent.plan_report import reporter_of
+from kvtier_agent.rowevidence import EngineGives
+from kvtier_agent.sessionsevidence import SessionsEvidence, asked_of, layer_weights
 from kvtier_agent.tierdirs import NodeTier
+from kvtier_agent.weightstore import GivenWeights
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
@@ -44,6 +47,7 @@ from kvtier_core.receipts import (
     StepRequest,
 )
 from kvtier_core.release.leases import GrantTerms
+from kvtier_core.rowevidence import ONLY_QUERIES
 from kvtier_core.sharing import SharedBlocks
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, TierMount
 from kvtier_core.tiers.nvme.crypto import KeyProvider
@@ -95,6 +99,7 @@ class CoreEngine:
         keys: KeyProvider | None = None,
     ) -> None:
         self._geometry = manifest.model.geometry
+        self._evidence = SessionsEvidence()
         self._plans = reporter_of(manifest)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="staged-read")
         mounts = {tier.config.class_name: mount_of(tier) for tier in tiers}
@@ -118,38 +123,59 @@ class CoreEngine:
             log.info("%s", found.message)
 
     def open_session(self, terms: SessionTerms) -> SessionHandle:
-        candidate = terms.candidate
+        candidate, gives = terms.candidate, terms.gives
+        selector = None if candidate is None else candidate.selector
         spec = SessionSpec(
             tenant=terms.tenant,
             score_scale=terms.score_scale,
             max_tokens=terms.max_tokens,
-            selector=None if candidate is None else candidate.selector,
+            selector=selector,
             candidate_digest=None if candidate is None else candidate.candidate_digest,
+            given=gives.needs | ONLY_QUERIES,
+            fixed_context=gives.fixed_context,
         )
         handle = self._engine.open_session(spec)
-        return SessionHandle(handle.session_id, handle.generation)
+        asked = None if selector is None else asked_of(self._engine.wanted(selector), gives)
+        self._evidence.opened(handle.session_id, asked)
+        return SessionHandle(handle.session_id, handle.generation, asked)
 
     def close_session(self, session_id: str, generation: int) -> int:
-        return self._engine.close_session(session_id, generation)
+        released = self._engine.close_session(session_id, generation)
+        self._evidence.closed(session_id)
+        return released
 
     def edit_session(self, request: EditRequest) -> EditAnswer:
         return self._engine.edit_session(request)
 
     def fork_session(self, request: ForkRequest) -> SessionHandle:
         handle = self._engine.fork_session(request)
-        return SessionHandle(handle.session_id, handle.generation)
+        asked = self._evidence.forked(request.session_id, handle.session_id)
+        return SessionHandle(handle.session_id, handle.generation, asked)
 
     def check_candidate(self, terms: GrantTerms) -> None:
         if terms.selector is not None:
             self._engine.check_selector(terms.selector)
 
+    def lacks(self, terms: GrantTerms, gives: EngineGives) -> CoreError | None:
+        if terms.selector is None:
+            return None
+        wanted = self._engine.wanted(terms.selector)
+        return wanted.refused(gives.needs, gives.fixed_context is not None)
+
+    def bind_weights(self, session_id: str, generation: int, layer: int, weights: GivenWeights) -> None:
+        self._evidence.bind(session_id, layer, layer_weights(weights))
+
     def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
-        return answered(self._engine.step(step_request(frame, self._geometry), step_mode(mode)))
+        return answered(self._engine.step(self._request(frame), step_mode(mode)))
 
     def step_many(self, frames: Sequence[tuple[FrameInput, FrameMode]]) -> Sequence[FrameResult | CoreError]:
-        requests = [step_request(frame, self._geometry) for frame, _ in frames]
+        requests = [self._request(frame) for frame, _ in frames]
         answers = self._engine.step_many(requests, [step_mode(mode) for _, mode in frames])
         return [one if isinstance(one, CoreError) else answered(one) for one in answers]
+
+    def _request(self, frame: FrameInput) -> StepRequest:
+        request = step_request(frame, self._geometry)
+        return self._evidence.completed(request, frame.evidence)
 
     def shared(self) -> SharedBlocks:
         """The shared blocks' store and its driver, for any thread. TIER_INCAPABLE when no tier of the cache

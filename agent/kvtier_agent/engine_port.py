@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_agent.endings import BlockingEnd
+from kvtier_agent.rowevidence import GIVES_NOTHING, EngineGives, EvidenceAsked, RowEvidence
+from kvtier_agent.weightstore import GivenWeights
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
@@ -33,18 +35,23 @@ Payload = bytes | NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SessionTerms:
-    """A new session; its model, geometry and tenant were checked. `candidate` prepares indexes for it."""
+    """A new session; its model, geometry and tenant were checked. `candidate` prepares indexes for it, of
+    what the engine `gives`."""
 
     tenant: str
     score_scale: float
     max_tokens: int
     candidate: GrantTerms | None
+    gives: EngineGives = GIVES_NOTHING
 
 
 @dataclass(frozen=True)
 class SessionHandle:
+    """asked: what its engine sends with frames; None: nothing."""
+
     session_id: str
     generation: int
+    asked: EvidenceAsked | None = None
 
 
 # What is made for each frame is not frozen: a frozen one of so many fields costs three times as much, and at
@@ -68,6 +75,7 @@ class FrameInput:
     deadline: float | None = None
     position_epoch: int = 0
     next_layer_follows: bool = False
+    evidence: RowEvidence | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,13 @@ class EnginePort(Protocol):
 
     def check_candidate(self, terms: GrantTerms) -> None:
         """Whether this engine can run the candidate's selector at all; raises CoreError."""
+
+    def lacks(self, terms: GrantTerms, gives: EngineGives) -> CoreError | None:
+        """Why the candidate cannot answer a session whose engine gives just this: UNSUPPORTED with the fact
+        `missing`. Waits for no step."""
+
+    def bind_weights(self, session_id: str, generation: int, layer: int, weights: GivenWeights) -> None:
+        """What the session's engine gives of a layer; waits for no step. SESSION_UNKNOWN."""
 
     def close_session(self, session_id: str, generation: int) -> int:
         """Rows released."""

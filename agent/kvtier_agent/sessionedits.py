@@ -13,7 +13,9 @@ from kvtier.v1 import attention_pb2
 from kvtier_agent import convert
 from kvtier_agent.cachesession import Session
 from kvtier_agent.engine_port import SessionHandle
+from kvtier_agent.errors import to_detail
 from kvtier_agent.node import Node
+from kvtier_agent.rowevidence_convert import evidence_wanted
 from kvtier_core.edits.requests import (
     Drop,
     EditAnswer,
@@ -129,6 +131,8 @@ async def _forked(parent: Session, request: ForkRequest, traceparent: str) -> tu
         traceparent=traceparent,
         opened_ns=now,
         last_used_ns=now,
+        lacks=parent.lacks,
+        fallback=parent.fallback,
     )
     parent.host.sessions[handle.session_id] = child
     return child, answer
@@ -158,6 +162,7 @@ def opened_message(node: Node, session: Session) -> attention_pb2.OpenSessionRes
     digest = host.baseline_digest
     if assignment.arm is ServedArm.CANDIDATE and assignment.terms is not None:
         digest = assignment.terms.candidate_digest
+    asked, lacks = session.handle.asked, session.lacks
     return attention_pb2.OpenSessionResponse(
         session_id=session.handle.session_id,
         generation=session.handle.generation,
@@ -170,4 +175,6 @@ def opened_message(node: Node, session: Session) -> attention_pb2.OpenSessionRes
         chunk_tokens=host.manifest.chunk_tokens,
         query_block_tokens=QUERY_BLOCK_TOKENS,
         cache=convert.cache_ref(host.name),
+        evidence=None if asked is None else evidence_wanted(asked),
+        candidate_refused=None if lacks is None else to_detail(lacks),
     )

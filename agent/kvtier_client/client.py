@@ -5,7 +5,7 @@ It exists so that an engine needs no gRPC. It must not know a model, nor keep a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -69,6 +69,19 @@ class AttentionClient:
     def edit_session(self, request: attention_pb2.EditSessionRequest) -> attention_pb2.EditSessionResponse:
         """See `kvtier_client.edits`."""
         answer: attention_pb2.EditSessionResponse = self._unary(self._stub.EditSession, request)
+        return answer
+
+    def give_weights(
+        self, parts: Iterator[attention_pb2.GiveWeightsRequest], timeout: float
+    ) -> attention_pb2.GiveWeightsResponse:
+        """See `kvtier_client.rowevidence`. timeout: seconds of the whole call."""
+        self._check_open()
+        try:
+            answer: attention_pb2.GiveWeightsResponse = self._stub.GiveWeights(
+                parts, timeout=timeout, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc(error) from None
         return answer
 
     def report_outcome(

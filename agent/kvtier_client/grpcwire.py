@@ -78,6 +78,7 @@ def frame_message(frame: Frame) -> attention_pb2.AttendFrame:
         deadline_ms=frame.deadline_ms,
         next_layer_follows=frame.next_layer_follows,
         position_epoch=frame.sender.position_epoch,
+        evidence=None if frame.evidence is None else frame.evidence.message(),
     )
 
 

@@ -11,22 +11,26 @@ typed error. It must not know tiers or selectors.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
-import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface
 
 from kvtier.v1 import attention_pb2
 from kvtier_client.batch import AttentionBatch
+from kvtier_client.cacheevidence import CacheEvidence
 from kvtier_client.client import AttentionClient
 from kvtier_client.errors import KvtierError
 from kvtier_client.hfedits import CacheEdits
+from kvtier_client.hfevidence import ModelEvidence
+from kvtier_client.hflayer import KvtierLayer, kvtier_attention, kvtier_mask, refuse
 from kvtier_client.session import (
     Arm,
     AttentionSession,
@@ -37,16 +41,14 @@ from kvtier_client.session import (
 )
 from kvtier_client.wire import WireName
 from kvtier_core.errors import Reason
+from kvtier_core.rowevidence import Need
 
 ATTENTION_NAME = "kvtier"
-# The rows' way from update() to the attention function: transformers hands the key tensor through.
-_HANDLE = "_kvtier_layer"
-# Padding's way from the mask function to the attention function.
-_PADDING = "_kvtier_padding"
 
 
 class Attachment:
-    """A model that attends through kvtier; `detach`, or leaving the block, gives back what it had."""
+    """A model that attends through kvtier; `detach`, or leaving the block, gives back what it had. evidence:
+    what the model can tell selectors, for a KvtierCache; made when it is asked for."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -54,6 +56,10 @@ class Attachment:
         AttentionInterface.register(ATTENTION_NAME, kvtier_attention)
         AttentionMaskInterface.register(ATTENTION_NAME, kvtier_mask)
         model.set_attn_implementation(ATTENTION_NAME)
+
+    @functools.cached_property
+    def evidence(self) -> ModelEvidence:
+        return ModelEvidence(self._model)
 
     def detach(self) -> None:
         self._model.set_attn_implementation(self._before)
@@ -91,9 +97,14 @@ class KvtierCache(CacheEdits, Cache):
     sequences, whose lengths may differ: padding on the left is never sent. session_root_ids: one a sequence
     (session_root_id: of a batch of one); requests of one conversation share it, and with it their arm.
     max_tokens: prompt and output of a sequence together, which the agent must be able to hold; default: all
-    that the model can take. Other arguments as in SessionRequest. deadline_seconds: of each frame. Close it,
-    or use it as a context manager.
+    that the model can take. evidence: of the model (`Attachment.evidence`), for selectors that need more than
+    queries; hooks are in the model only while a session's selector asks for what they tell. fixed_context:
+    rows [0, n) that no edit changes, 0: those of the first pass; None: nothing is said, and selectors of
+    fixed contexts do not run. Other arguments as in SessionRequest. deadline_seconds: of each frame. Close
+    it, or use it as a context manager.
     """
+
+    _evidence: CacheEvidence | None
 
     def __init__(
         self,
@@ -114,6 +125,8 @@ class KvtierCache(CacheEdits, Cache):
         max_tokens: int | None = None,
         score_scale: float | None = None,
         traceparent: str = "",
+        evidence: ModelEvidence | None = None,
+        fixed_context: int | None = 0,
         deadline_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -125,6 +138,7 @@ class KvtierCache(CacheEdits, Cache):
             roots = [new_session_root() for _ in range(batch_size)]
         if len(roots) != batch_size or (session_root_id and batch_size > 1):
             raise KvtierError(Reason.BAD_ARGUMENT, f"a batch of {batch_size} needs as many session_root_ids")
+        gives = frozenset([Need.PREFILL_QUERIES]) if evidence is None else evidence.gives
         requests = [
             SessionRequest(
                 namespace=namespace,
@@ -140,6 +154,9 @@ class KvtierCache(CacheEdits, Cache):
                 forced_arm=forced_arm,
                 max_tokens=max_tokens or int(config.max_position_embeddings),
                 traceparent=traceparent,
+                gives=gives,
+                hidden_size=0 if evidence is None else evidence.stated_size,
+                fixed_context=fixed_context,
             )
             for root in roots
         ]
@@ -149,6 +166,15 @@ class KvtierCache(CacheEdits, Cache):
         else:
             batch = AttentionBatch(client, requests, deadline_seconds=deadline_seconds, clock=clock)
             self._hold(batch.sessions, batch, geometry)
+        if evidence is not None and any(session.asked for session in self.sessions):
+            self._evidence = CacheEvidence(evidence, self.sessions)
+            try:
+                self._evidence.start(self, model_fingerprint)
+            except BaseException:
+                # The sessions are open, and nobody else knows them.
+                with contextlib.suppress(KvtierError):
+                    self.close()
+                raise
 
     def _hold(
         self, sessions: list[AttentionSession], batch: AttentionBatch | None, geometry: Geometry
@@ -161,6 +187,7 @@ class KvtierCache(CacheEdits, Cache):
         self.committed = [0] * len(sessions)
         self.pads = [0] * len(sessions)
         self._next_layer = 0
+        self._evidence = None
         self._lengths = [KvtierLayer(self, i) for i in range(geometry.layers)]
         Cache.__init__(self, layers=list(self._lengths))
 
@@ -170,6 +197,9 @@ class KvtierCache(CacheEdits, Cache):
         child.step, child.committed, child.pads = self.step, list(self.committed), list(self.pads)
         for layer, own in zip(child._lengths, self._lengths, strict=True):
             layer.stand_at(own.get_seq_length())
+        if self._evidence is not None:
+            child._evidence = self._evidence.fork(session)
+            child._evidence.watch(child)
         return child
 
     def _length(self) -> int:
@@ -180,6 +210,12 @@ class KvtierCache(CacheEdits, Cache):
             layer.stand_at(length)
         self.committed = [length - pad for pad in self.pads]
         self._next_layer = 0
+        if self._evidence is not None:
+            self._evidence.stand_at(self.committed)
+
+    @property
+    def score_scale(self) -> float:
+        return self.sessions[0].request.score_scale
 
     @property
     def batch_size(self) -> int:
@@ -236,6 +272,8 @@ class KvtierCache(CacheEdits, Cache):
 
     def close(self) -> int:
         """Rows released."""
+        if self._evidence is not None:
+            self._evidence.stop(self)
         return self.session.close() if self._batch is None else self._batch.close()
 
     def __enter__(self) -> KvtierCache:
@@ -252,7 +290,7 @@ class KvtierCache(CacheEdits, Cache):
                 raise
 
     def reset(self) -> None:
-        _refuse("a cache cannot be reset: close it and open another")
+        refuse("a cache cannot be reset: close it and open another")
 
     def attend(self, layer: int, seen: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One layer of a pass over `seen` earlier positions, padding included. query [B, Hq, N, d], key,
@@ -261,7 +299,10 @@ class KvtierCache(CacheEdits, Cache):
         if self._batch is None and not self.pads[0]:
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             follows = layer + 1 < self.geometry.layers
-            out = self.session.attend(self.step, layer, seen, q, k, v, self.committed[0], follows)
+            evidence = None
+            if self._evidence is not None:
+                evidence = self._evidence.of(0, layer, seen, 0, q.shape[0])
+            out = self.session.attend(self.step, layer, seen, q, k, v, self.committed[0], follows, evidence)
             out = out.unsqueeze(0)
         else:
             out = self._attend_ragged(layer, seen, query, key, value)
@@ -276,7 +317,10 @@ class KvtierCache(CacheEdits, Cache):
             q, k, v = (x[index, :, skip:].transpose(0, 1) for x in (query, key, value))
             position, committed = max(0, seen - pad), self.committed[index]
             follows = layer + 1 < self.geometry.layers
-            parts.append(session.part(self.step, layer, position, q, k, v, committed, follows))
+            evidence = None
+            if self._evidence is not None:
+                evidence = self._evidence.of(index, layer, position, skip, q.shape[0])
+            parts.append(session.part(self.step, layer, position, q, k, v, committed, follows, evidence))
             skips.append(skip)
         if self._batch is None:
             answers = [self.session.attend_part(part) for part in parts]
@@ -293,7 +337,7 @@ class KvtierCache(CacheEdits, Cache):
         if not seen:
             self.pads = told
         elif self.pads != told:
-            _refuse("padding that is not the first pass's: the same attention_mask, grown by what is new")
+            refuse("padding that is not the first pass's: the same attention_mask, grown by what is new")
 
     def _begin_layer(self, layer: int) -> None:
         """Layers of a pass come in order; the first starts a step."""
@@ -313,175 +357,3 @@ class KvtierCache(CacheEdits, Cache):
             self.committed = [length - pad for pad in self.pads]
             for session in self.sessions:
                 session.token_done()
-
-
-class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """The length of one layer. `update` hands new rows on and keeps none."""
-
-    is_sliding = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: KvtierCache, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.is_initialized = True
-        self._cache = cache
-        self._index = index
-        self._length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to allocate."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the new rows only, marked with this layer; the attention function sends them."""
-        g = self._cache.geometry
-        if key_states.shape[0] != self._cache.batch_size:
-            _refuse(f"a batch of {key_states.shape[0]} in a cache of {self._cache.batch_size}")
-        if key_states.dtype != torch.float32:
-            _refuse(f"rows of {key_states.dtype}: sessions hold float32")
-        if (key_states.shape[1], key_states.shape[3]) != (g.kv_heads, g.head_dim):
-            raise KvtierError(
-                Reason.GEOMETRY_MISMATCH,
-                f"rows of {key_states.shape[1]} heads of {key_states.shape[3]}, the session has "
-                f"{g.kv_heads} of {g.head_dim}",
-            )
-        setattr(key_states, _HANDLE, self)
-        return key_states, value_states
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [B, Hq, N, d], key, value [B, Hk, N, d] of N new positions; returns [B, N, Hq, d]."""
-        out = self._cache.attend(self._index, self._length, query, key, value)
-        self._length += key.shape[2]
-        return out
-
-    def expect(
-        self, scaling: float | None, position_ids: Tensor | None, pads: list[int] | None, new: int
-    ) -> None:
-        """Scale and positions are part of what the session was opened for; so is what was padding."""
-        scale = self._cache.sessions[0].request.score_scale
-        if scaling is not None and scaling != scale:
-            raise KvtierError(
-                Reason.GEOMETRY_MISMATCH, f"the model scales by {scaling}, the session by {scale}"
-            )
-        if self._index:
-            return
-        self._cache.take_padding(pads, self._length)
-        if position_ids is not None:
-            self._expect_positions(position_ids, new)
-
-    def _expect_positions(self, position_ids: Tensor, new: int) -> None:
-        size, seen = self._cache.batch_size, self._length
-        pads = self._cache.pads
-        if position_ids.shape[-1] == new and position_ids.numel() in (new, size * new):
-            rows = position_ids.reshape(-1, new).expand(size, new)
-            want = torch.arange(seen, seen + new)
-            for row, pad in zip(rows, pads, strict=True):
-                skip = max(0, pad - seen)
-                if not torch.equal(row[skip:], want[skip:] - pad):
-                    break
-            else:
-                return
-        raise KvtierError(
-            Reason.POSITION_CONTRACT_MISMATCH,
-            f"positions must continue at {seen}, one by one, less each sequence's padding",
-        )
-
-    def get_seq_length(self) -> int:
-        return self._length
-
-    def stand_at(self, length: int) -> None:
-        """After an edit of the cache, which is of all layers at once."""
-        self._length = length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The whole context; the agent applies causality."""
-        return self._length + query_length, 0
-
-    def reset(self) -> None:
-        _refuse("a cache cannot be reset: close it and open another")
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        _refuse("beam search needs copies of a session's rows")
-
-    def crop(self, tokens_to_remove: int) -> None:
-        _refuse("rows of one layer cannot be taken back: crop the cache")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        _refuse("copies of a sequence: one sequence per session")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        _refuse("one sequence per session")
-
-    def offload(self) -> None:
-        """Rows are where the agent put them."""
-
-    def prefetch(self) -> None:
-        """Rows are where the agent put them."""
-
-
-def kvtier_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention function: query [B, Hq, N, d], key and value [B, Hk, N, d], new rows only.
-    Returns ([B, N, Hq, d], None)."""
-    layer = getattr(key, _HANDLE, None)
-    if not isinstance(layer, KvtierLayer):
-        _refuse("no KvtierCache: pass one as `cache` to the model or to generate")
-    pads: list[int] | None = getattr(attention_mask, _PADDING, None)
-    if attention_mask is not None and pads is None:
-        _refuse("a mask of one's own: only causal attention over the whole context")
-    if dropout:
-        _refuse("attention dropout")
-    if query.requires_grad or key.requires_grad:
-        _refuse("gradients: call the model under torch.no_grad()")
-    if kwargs.get("sliding_window") is not None or kwargs.get("softcap") is not None:
-        _refuse("sliding windows and soft caps")
-    layer.expect(scaling, kwargs.get("position_ids"), pads, query.shape[2])
-    return layer.attend(query, key, value), None
-
-
-def kvtier_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """transformers' mask function: which positions are no padding, [B, kv_length]; None when none is padding.
-    A mask that would change the answer otherwise is refused.
-
-    It must be registered: transformers gives a model whose attention has no mask function no mask at all,
-    so padding would be attended silently.
-    """
-    if mask_function is not causal_mask_function:
-        _refuse("only causal attention over the whole context")
-    if attention_mask is None or bool(attention_mask.all()):
-        return None
-    if attention_mask.shape != (batch_size, kv_length):
-        _refuse(f"a mask of {tuple(attention_mask.shape)} over {kv_length} positions of {batch_size}")
-    seen = attention_mask.to(torch.bool)
-    pads = kv_length - seen.sum(dim=1)
-    if not torch.equal(seen, torch.arange(kv_length) >= pads[:, None]) or int(pads.max()) == kv_length:
-        _refuse("padding that is not at the left, or nothing but padding")
-    padding = seen.clone()
-    setattr(padding, _PADDING, [int(pad) for pad in pads])
-    return padding
-
-
-def _refuse(what: str) -> NoReturn:
-    raise KvtierError(Reason.UNSUPPORTED, what)

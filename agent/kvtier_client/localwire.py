@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvtier.local import frames as wire
@@ -25,6 +26,7 @@ from kvtier.local.receipts import AnswerRecord, unpack_answers, unpack_ended
 from kvtier.v1 import attention_pb2
 from kvtier_client.errors import KvtierError, from_detail
 from kvtier_client.localring import FLOAT_BYTES, AnswerRing, StagingRing, ring_bytes
+from kvtier_client.rowevidence import RowEvidence
 from kvtier_client.wire import MAX_OUTSTANDING, Answer, Frame, Sender, WireName
 from kvtier_core.errors import Reason
 
@@ -110,6 +112,9 @@ class LocalWire:
             at = self._ring.write(offset, frame.k)
             at = self._ring.write(at, frame.v)
             at = self._ring.write(at, frame.q)
+            evidence = frame.evidence
+            if evidence is not None:
+                at = self._write_evidence(offset, at, evidence)
             attached = self._attached[frame.sender]
             records.append(
                 wire.FrameRecord(
@@ -129,6 +134,7 @@ class LocalWire:
                     boot_tag=attached.boot_tag,
                     next_layer_follows=frame.next_layer_follows,
                     position_epoch=frame.sender.position_epoch,
+                    evidence=None if evidence is None else _record(evidence),
                 )
             )
             waiting.append((self._sequence, offset, frame.q.shape))
@@ -171,6 +177,17 @@ class LocalWire:
         self._ring.close()
         if self._answers is not None:
             self._answers.close()
+
+    def _write_evidence(self, start: int, at: int, evidence: RowEvidence) -> int:
+        """Behind a frame's tensors, which end at `at`; where the frame ends."""
+        place = start + wire.evidence_place(at - start, evidence.hidden_bytes)
+        if evidence.hidden is not None:
+            self._ring.write(at, evidence.hidden)
+        if evidence.surprisal is None:
+            return place
+        doubles = np.ascontiguousarray(evidence.surprisal, dtype="<f8")
+        # The ring knows floats; a copy of bits does not look at them.
+        return self._ring.write(place, torch.from_numpy(doubles.view(np.float32)))
 
     # --- parts -----------------------------------------------------------------------------------------
 
@@ -302,6 +319,12 @@ class LocalWire:
         self.broken = error
         self.lost = lost and not error.typed
         return error
+
+
+def _record(evidence: RowEvidence) -> wire.EvidenceRecord:
+    return wire.EvidenceRecord(
+        evidence.hidden_layer, evidence.states, evidence.surprisals, evidence.surprisal_first
+    )
 
 
 def _gone(message: str) -> KvtierError:

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvtier_client.errors import KvtierError
 from kvtier_client.grpcwire import GrpcWire
 from kvtier_client.localwire import LocalWire
+from kvtier_client.rowevidence import RowEvidence
 from kvtier_client.stream import AttendManyStream, AttendStream
 from kvtier_client.wire import Answer, Frame, Sender, Wire, WireName
 from kvtier_core.errors import Reason
@@ -42,7 +43,8 @@ class Streams(Protocol):
 class Part:
     """What one session asks in one layer of one step; `out` and the blocks of its queries are filled in.
 
-    q [N, Hq, d], k, v [N, Hk, d] float32, of positions [position, position + N).
+    q [N, Hq, d], k, v [N, Hk, d] float32, of positions [position, position + N). evidence: its states are of
+    all N queries.
     """
 
     sender: Sender
@@ -55,6 +57,7 @@ class Part:
     committed: int
     block: int
     next_layer_follows: bool = False
+    evidence: RowEvidence | None = None
     out: Tensor | None = None
     failure: KvtierError | None = None
 
@@ -65,8 +68,10 @@ class Part:
         q, k, v = self.q, self.k, self.v
         # After a block of several the same layer comes again.
         follows = self.next_layer_follows and hi - lo == n
+        evidence = self.evidence
         if hi - lo != n:
             q, k, v = q[lo:hi], k[lo:hi], v[lo:hi]
+            evidence = None if evidence is None else _of_block(evidence, lo, hi)
         return Frame(
             self.sender,
             self.step,
@@ -78,6 +83,7 @@ class Part:
             self.committed,
             deadline_ms,
             follows,
+            evidence,
         )
 
     def take(self, frame: Frame, answer: Answer) -> None:
@@ -89,6 +95,15 @@ class Part:
             self.out = torch.empty(self.q.shape, dtype=torch.float32)
         lo = frame.position - self.position
         self.out[lo : lo + frame.q.shape[0]].copy_(answer.out)
+
+
+def _of_block(evidence: RowEvidence, lo: int, hi: int) -> RowEvidence | None:
+    """What goes with queries [lo, hi): their states, and with the first block the surprisals."""
+    hidden = None if evidence.hidden is None else evidence.hidden[lo:hi]
+    surprisal = None if lo else evidence.surprisal
+    if hidden is None and surprisal is None:
+        return None
+    return RowEvidence(hidden, evidence.hidden_layer, surprisal, evidence.surprisal_first)
 
 
 Noted = Callable[[Part, Answer], None]

@@ -10,8 +10,9 @@ import contextlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -22,11 +23,13 @@ from kvtier.local.frames import VERSION as LOCAL_VERSION
 from kvtier.v1 import attention_pb2, common_pb2, evidence_pb2
 from kvtier_client.client import AttentionClient
 from kvtier_client.edits import EditTarget, SessionEdits, fork
-from kvtier_client.errors import KvtierError
+from kvtier_client.errors import KvtierError, from_detail
 from kvtier_client.grpcwire import FRAME_OVERHEAD, MAX_MESSAGE_BYTES
 from kvtier_client.pipe import AttendPipe, Part
+from kvtier_client.rowevidence import LayerGiven, RowEvidence, kinds_of, needs_of, weight_parts
 from kvtier_client.wire import Answer, WireName
 from kvtier_core.errors import Reason
+from kvtier_core.rowevidence import Need
 
 Arm = Literal["baseline", "candidate"]
 _ARMS: dict[str, attention_pb2.Arm] = {
@@ -49,7 +52,9 @@ class Geometry:
 @dataclass(frozen=True)
 class SessionRequest:
     """What a session is opened with. score_scale multiplies q.k; max_tokens bounds the context, for
-    admission; a forced arm needs `probe`."""
+    admission; a forced arm needs `probe`. gives: what this engine can send besides rows, of which the agent
+    asks for what the session's selector needs; hidden_size: of a hidden state, 0 without any. fixed_context:
+    rows [0, n) do not change, 0: those of the first step; None: nothing is said."""
 
     namespace: str
     name: str
@@ -64,6 +69,9 @@ class SessionRequest:
     probe: bool = False
     forced_arm: Arm | None = None
     traceparent: str = ""
+    gives: frozenset[Need] = frozenset()
+    hidden_size: int = 0
+    fixed_context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,8 +155,13 @@ class AttentionSession(SessionEdits):
                 max_tokens=request.max_tokens,
                 traceparent=request.traceparent,
                 local_channel_version=0 if client.transport == "grpc" else LOCAL_VERSION,
+                gives=kinds_of(request.gives, request.fixed_context is not None),
+                hidden_size=request.hidden_size,
+                fixed_context_tokens=request.fixed_context or 0,
             )
         )
+        self.asked = needs_of(self._opened.evidence)
+        self.asked_layers = frozenset(self._opened.evidence.layers)
         self._assigned_at = clock()
         self._first_token: float | None = None
         self._last_token: float | None = None
@@ -200,6 +213,12 @@ class AttentionSession(SessionEdits):
         return 4 * self.block * (g.query_heads + 2 * g.kv_heads) * g.head_dim
 
     @property
+    def candidate_refused(self) -> KvtierError | None:
+        """Why no candidate answers this session although its grant covers it; None: nothing is lacking."""
+        opened = self._opened
+        return from_detail(opened.candidate_refused) if opened.HasField("candidate_refused") else None
+
+    @property
     def arm(self) -> Arm:
         return "candidate" if self._opened.arm == attention_pb2.ARM_CANDIDATE else "baseline"
 
@@ -213,14 +232,15 @@ class AttentionSession(SessionEdits):
         v: Tensor,
         committed: int,
         next_layer_follows: bool = False,
+        evidence: RowEvidence | None = None,
     ) -> Tensor:
         """Hands over new rows and attends their queries; blocks of them if there are many.
 
         q [N, Hq, d], k, v [N, Hk, d] float32, of positions [position, position + N). Rows below
         `committed` are final. next_layer_follows: a promise that the next layer's rows of these positions
-        come next. Returns [N, Hq, d]. Raises KvtierError.
+        come next. evidence: what `asked` names. Returns [N, Hq, d]. Raises KvtierError.
         """
-        part = self.part(step, layer, position, q, k, v, committed, next_layer_follows)
+        part = self.part(step, layer, position, q, k, v, committed, next_layer_follows, evidence)
         return self.attend_part(part)
 
     def attend_part(self, part: Part) -> Tensor:
@@ -246,6 +266,7 @@ class AttentionSession(SessionEdits):
         v: Tensor,
         committed: int,
         next_layer_follows: bool = False,
+        evidence: RowEvidence | None = None,
     ) -> Part:
         """What `attend` sends, for a pipe that several sessions share. Raises what ended the session."""
         if self.failure is not None:
@@ -256,7 +277,21 @@ class AttentionSession(SessionEdits):
             raise KvtierError(Reason.UNSUPPORTED, f"{q.dtype} queries and {k.dtype} rows: float32 is held")
         if not q.shape[0]:
             raise KvtierError(Reason.FRAME_INVALID, "no query")
-        return Part(self, step, layer, position, q, k, v, committed, self.block, next_layer_follows)
+        return Part(self, step, layer, position, q, k, v, committed, self.block, next_layer_follows, evidence)
+
+    def give_weights(self, layers: Sequence[LayerGiven]) -> int:
+        """Of the layers that `asked_layers` names; bytes that travelled, since what the agent has from
+        another session is only named. Raises KvtierError."""
+        send = partial(weight_parts, opened=self._opened, tenant=self.tenant)
+        named = send(layers, fingerprint=self.request.model_fingerprint, with_data=False)
+        missing = set(self._client.give_weights(named, self._deadline).missing)
+        sent = 0
+        for one in layers:
+            if one.layer in missing:
+                parts = send([one], fingerprint=self.request.model_fingerprint, with_data=True)
+                self._client.give_weights(parts, self._deadline)
+                sent += one.shape.size_bytes
+        return sent
 
     def note(self, answer: Answer) -> None:
         """Keeps the receipt of an answer, undecoded."""

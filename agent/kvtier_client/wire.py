@@ -11,8 +11,10 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from kvtier.local.frames import evidence_place
 from kvtier.v1 import attention_pb2
 from kvtier_client.errors import KvtierError
+from kvtier_client.rowevidence import RowEvidence
 
 # Messages ahead of their answers.
 MAX_OUTSTANDING = 4
@@ -50,11 +52,15 @@ class Frame:
     committed: int
     deadline_ms: int
     next_layer_follows: bool = False
+    evidence: RowEvidence | None = None
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors."""
-        return 4 * (self.q.numel() + self.k.numel() + self.v.numel())
+        """Bytes of its tensors, as they lie one behind the other."""
+        rows = 4 * (self.q.numel() + self.k.numel() + self.v.numel())
+        if self.evidence is None:
+            return rows
+        return evidence_place(rows, self.evidence.hidden_bytes) + 8 * self.evidence.surprisals
 
 
 @dataclass(slots=True)

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
-from kvtier.local.frames import FrameRecord, spans_overlap, tag
+from kvtier.local.frames import EvidenceRecord, FrameRecord, evidence_place, spans_overlap, tag
 from kvtier.local.receipts import AnswerPacker, refusal
 from kvtier.v1 import attention_pb2
 from kvtier_agent.attendframes import FrameDesk
@@ -26,11 +28,13 @@ from kvtier_agent.errors import to_detail
 from kvtier_agent.evidence_port import FrameEvidence, Progress
 from kvtier_agent.localchannel.rings import FLOAT_BYTES, Rings
 from kvtier_agent.localchannel.tokens import is_open
+from kvtier_agent.rowevidence import RowEvidence, checked
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm
 from kvtier_evidence.window import WindowKey
 
 log = logging.getLogger(__name__)
+DOUBLE_BYTES = 8
 _Post = Callable[[Callable[[], None]], None]
 _DEFECT = "internal failure; see the agent's log"
 _EvidenceOf = Callable[[CacheHost], FrameEvidence]
@@ -46,7 +50,8 @@ class BrokenChannelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A session of a channel, with what each of its frames needs. Floats of a row of K and of a query."""
+    """A session of a channel, with what each of its frames needs. Floats of a row of K, of a query and of a
+    hidden state."""
 
     session: Session
     session_tag: bytes
@@ -54,6 +59,7 @@ class Attachment:
     row_floats: int
     query_floats: int
     layers: int
+    hidden_floats: int = 0
 
     @classmethod
     def of(cls, session: Session, boot_id: str) -> Attachment:
@@ -65,18 +71,22 @@ class Attachment:
             row_floats=g.kv_heads * g.head_dim,
             query_floats=g.query_heads * g.head_dim,
             layers=g.layers,
+            hidden_floats=0 if session.handle.asked is None else session.handle.asked.hidden_size,
         )
 
 
 @dataclass(slots=True)
 class Turn:
-    """A frame on its way: where its tensors lie, what became of it. Floats of all its rows of K."""
+    """A frame on its way: where its tensors lie, what became of it. Floats of all its rows of K, and of K, V
+    and queries; surprisal: the first byte of its surprisals, of the frame's."""
 
     record: FrameRecord
     attachment: Attachment
     start: int
     end: int
     rows_floats: int
+    frame_floats: int
+    surprisal: int = 0
     entered: bool = False
     refused: CoreError | None = None
     answer: FrameAnswer | None = None
@@ -104,12 +114,17 @@ class FrameServer:
                 raise BrokenChannelError(CoreError(Reason.FRAME_INVALID, message))
             attachment = attachments[record.attachment]
             rows_floats = record.rows * attachment.row_floats
-            size = FLOAT_BYTES * (2 * rows_floats + record.queries * attachment.query_floats)
+            floats = 2 * rows_floats + record.queries * attachment.query_floats
+            size, surprisal = FLOAT_BYTES * floats, 0
+            if record.evidence is not None:
+                states = FLOAT_BYTES * record.evidence.hidden * attachment.hidden_floats
+                surprisal = evidence_place(size, states)
+                size = surprisal + DOUBLE_BYTES * record.evidence.surprisals
             try:
                 start, end = rings.span(record.offset, size)
             except CoreError as error:
                 raise BrokenChannelError(error) from None
-            found.append(Turn(record, attachment, start, end, rows_floats))
+            found.append(Turn(record, attachment, start, end, rows_floats, floats, surprisal))
         if len(found) > 1 and spans_overlap((turn.start, turn.end) for turn in found):
             message = "offset: frames of one message overlap"
             raise BrokenChannelError(CoreError(Reason.FRAME_INVALID, message))
@@ -201,11 +216,12 @@ class FrameServer:
             k=tensors[:rows],
             v=tensors[rows : 2 * rows],
             first_query_position=record.first_query_position,
-            q=tensors[2 * rows :],
+            q=tensors[2 * rows : turn.frame_floats],
             committed_frontier=record.committed_frontier,
             deadline=deadline,
             position_epoch=record.position_epoch,
             next_layer_follows=record.next_layer_follows,
+            evidence=None if record.evidence is None else _evidence(turn, record.evidence, tensors),
         )
         return FrameWork(session, frame, record.queries)
 
@@ -252,6 +268,24 @@ class LoopEvidence:
 
     def zero_tolerance(self, key: WindowKey, counter: str) -> None:
         self._post(partial(self._evidence.zero_tolerance, key, counter))
+
+
+def _evidence(turn: Turn, given: EvidenceRecord, tensors: NDArray[np.float32]) -> RowEvidence:
+    """Of a frame whose numbers were copied out; refuses as gRPC's."""
+    width = turn.attachment.hidden_floats
+    if given.hidden and not width:
+        message = "evidence.hidden was not asked for"
+        raise CoreError(Reason.FRAME_INVALID, message, {"field": "evidence.hidden"})
+    hidden = turn.frame_floats + given.hidden * width
+    return checked(
+        turn.attachment.session.handle.asked,
+        turn.record.layer,
+        turn.record.queries,
+        hidden=tensors[turn.frame_floats : hidden],
+        hidden_layer=given.hidden_layer,
+        surprisal=tensors[turn.surprisal // FLOAT_BYTES :].view(np.float64).copy(),
+        surprisal_first=given.surprisal_first,
+    )
 
 
 def _read_extra(extra: bytes) -> attention_pb2.AttendFrame:

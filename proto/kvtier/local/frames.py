@@ -53,8 +53,11 @@ _WELCOME = struct.Struct("<II32sQ")
 # frontier, deadline_ms, position epoch, sequence, offset in the ring, session tag, boot tag.
 FRAME = struct.Struct("<HHIiII9q16s16s")
 
-# A frame's flag: the next layer of its step comes next, with rows to the same frontier.
-_FOLLOWS = 1
+# Whose input the hidden states are, hidden states, surprisals, 0, row of the first surprisal.
+EVIDENCE = struct.Struct("<iIIIq")
+
+# A frame's flags: the next layer of its step comes next, with rows to the same frontier; it has evidence.
+_FOLLOWS, _EVIDENCE = 1, 2
 
 
 class MalformedError(ValueError):
@@ -79,10 +82,21 @@ class Attached:
 
 
 @dataclass(slots=True)
+class EvidenceRecord:
+    """FrameEvidence without its numbers. hidden: states float32 [hidden_size] behind q; surprisals: float64
+    numbers behind those, from the next multiple of 8 of the frame's bytes on."""
+
+    hidden_layer: int
+    hidden: int
+    surprisals: int
+    surprisal_first: int
+
+
+@dataclass(slots=True)
 class FrameRecord:
     """AttendFrame without its tensors: k, v and q of `rows` and `queries` lie at `offset` of the staging
-    ring, in this order and C-contiguous; the output goes to `offset` of the answers' ring. `extra`: a
-    serialized AttendFrame of the fields that the record has no place for."""
+    ring, in this order and C-contiguous, and behind them what `evidence` counts; the output goes to `offset`
+    of the answers' ring. `extra`: a serialized AttendFrame of the fields that the record has no place for."""
 
     attachment: int
     layer: int
@@ -100,6 +114,7 @@ class FrameRecord:
     session_tag: bytes
     boot_tag: bytes
     next_layer_follows: bool = False
+    evidence: EvidenceRecord | None = None
     extra: bytes = b""
 
     @property
@@ -178,7 +193,7 @@ def pack_frames(frames: Sequence[FrameRecord], clock_ns: int) -> bytes:
         try:
             record = FRAME.pack(
                 f.attachment,
-                _FOLLOWS if f.next_layer_follows else 0,
+                (_FOLLOWS if f.next_layer_follows else 0) | (0 if f.evidence is None else _EVIDENCE),
                 len(f.extra),
                 f.layer,
                 f.rows,
@@ -195,6 +210,11 @@ def pack_frames(frames: Sequence[FrameRecord], clock_ns: int) -> bytes:
                 f.session_tag,
                 f.boot_tag,
             )
+            if f.evidence is not None:
+                e = f.evidence
+                counted = EVIDENCE.pack(e.hidden_layer, e.hidden, e.surprisals, 0, e.surprisal_first)
+                extras.append(counted)
+                size += EVIDENCE.size
         except struct.error as error:
             raise MalformedError(str(error)) from None
         records.append(record)
@@ -220,9 +240,12 @@ def unpack_frames(message: bytes | bytearray | memoryview, size: int, count: int
         at += FRAME.size
         record = FrameRecord(attachment, *rest)
         if flags:
-            if flags != _FOLLOWS:
+            if flags & ~(_FOLLOWS | _EVIDENCE):
                 raise MalformedError(f"flags: {flags:#x}")
-            record.next_layer_follows = True
+            record.next_layer_follows = bool(flags & _FOLLOWS)
+            if flags & _EVIDENCE:
+                record.evidence = _evidence(message, extra_at, size)
+                extra_at += EVIDENCE.size
         if extra:
             if extra_at + extra > size:
                 raise MalformedError("length: extra bytes end after the message")
@@ -232,6 +255,20 @@ def unpack_frames(message: bytes | bytearray | memoryview, size: int, count: int
     if extra_at != size:
         raise MalformedError(f"length: {size - extra_at} bytes after the last frame")
     return found
+
+
+def _evidence(message: bytes | bytearray | memoryview, at: int, size: int) -> EvidenceRecord:
+    if at + EVIDENCE.size > size:
+        raise MalformedError("length: an evidence record ends after the message")
+    hidden_layer, hidden, surprisals, zero, first = EVIDENCE.unpack_from(message, at)
+    if zero:
+        raise MalformedError(f"evidence: {zero} where 0 stands")
+    return EvidenceRecord(hidden_layer, hidden, surprisals, first)
+
+
+def evidence_place(before: int, hidden_bytes: int) -> int:
+    """Where surprisals begin in a frame whose k, v and q have `before` bytes."""
+    return -(-(before + hidden_bytes) // 8) * 8
 
 
 def tag(text: str) -> bytes:

@@ -9,6 +9,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class EvidenceKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVIDENCE_UNSPECIFIED: _ClassVar[EvidenceKind]
+    PREFILL_QUERIES: _ClassVar[EvidenceKind]
+    PREVIOUS_HIDDEN_STATE: _ClassVar[EvidenceKind]
+    WEIGHTS: _ClassVar[EvidenceKind]
+    SURPRISAL: _ClassVar[EvidenceKind]
+    FIXED_CONTEXT: _ClassVar[EvidenceKind]
+
 class Arm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ARM_UNSPECIFIED: _ClassVar[Arm]
@@ -22,6 +31,12 @@ class ExactnessClass(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     APPROXIMATE: _ClassVar[ExactnessClass]
     EXACT_OVER_APPROXIMATE_HISTORY: _ClassVar[ExactnessClass]
     EXACT_OVER_EDITED_HISTORY: _ClassVar[ExactnessClass]
+EVIDENCE_UNSPECIFIED: EvidenceKind
+PREFILL_QUERIES: EvidenceKind
+PREVIOUS_HIDDEN_STATE: EvidenceKind
+WEIGHTS: EvidenceKind
+SURPRISAL: EvidenceKind
+FIXED_CONTEXT: EvidenceKind
 ARM_UNSPECIFIED: Arm
 ARM_BASELINE: Arm
 ARM_CANDIDATE: Arm
@@ -78,7 +93,7 @@ class DescribeCacheResponse(_message.Message):
     def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., boot_id: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., candidate_digest: _Optional[str] = ..., stage: _Optional[str] = ..., attempt: _Optional[int] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., page_tokens: _Optional[int] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("cache", "model_fingerprint", "geometry", "score_scale", "tenant", "request_class", "session_root_id", "probe", "forced_arm", "max_tokens", "traceparent", "local_channel_version")
+    __slots__ = ("cache", "model_fingerprint", "geometry", "score_scale", "tenant", "request_class", "session_root_id", "probe", "forced_arm", "max_tokens", "traceparent", "local_channel_version", "gives", "hidden_size", "fixed_context_tokens")
     CACHE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +106,9 @@ class OpenSessionRequest(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     LOCAL_CHANNEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GIVES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FIXED_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     cache: _common_pb2.CacheRef
     model_fingerprint: str
     geometry: Geometry
@@ -103,7 +121,10 @@ class OpenSessionRequest(_message.Message):
     max_tokens: int
     traceparent: str
     local_channel_version: int
-    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., score_scale: _Optional[float] = ..., tenant: _Optional[str] = ..., request_class: _Optional[str] = ..., session_root_id: _Optional[str] = ..., probe: _Optional[bool] = ..., forced_arm: _Optional[_Union[Arm, str]] = ..., max_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., local_channel_version: _Optional[int] = ...) -> None: ...
+    gives: _containers.RepeatedScalarFieldContainer[EvidenceKind]
+    hidden_size: int
+    fixed_context_tokens: int
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., model_fingerprint: _Optional[str] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., score_scale: _Optional[float] = ..., tenant: _Optional[str] = ..., request_class: _Optional[str] = ..., session_root_id: _Optional[str] = ..., probe: _Optional[bool] = ..., forced_arm: _Optional[_Union[Arm, str]] = ..., max_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ..., local_channel_version: _Optional[int] = ..., gives: _Optional[_Iterable[_Union[EvidenceKind, str]]] = ..., hidden_size: _Optional[int] = ..., fixed_context_tokens: _Optional[int] = ...) -> None: ...
 
 class LocalChannel(_message.Message):
     __slots__ = ("socket", "token", "version", "max_ring_bytes", "max_frames")
@@ -120,7 +141,7 @@ class LocalChannel(_message.Message):
     def __init__(self, socket: _Optional[str] = ..., token: _Optional[bytes] = ..., version: _Optional[int] = ..., max_ring_bytes: _Optional[int] = ..., max_frames: _Optional[int] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("session_id", "generation", "boot_id", "arm", "manifest_digest", "baseline_digest", "sampled", "window", "chunk_tokens", "query_block_tokens", "cache", "local_channel", "local_channel_refused")
+    __slots__ = ("session_id", "generation", "boot_id", "arm", "manifest_digest", "baseline_digest", "sampled", "window", "chunk_tokens", "query_block_tokens", "cache", "local_channel", "local_channel_refused", "evidence", "candidate_refused")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +155,8 @@ class OpenSessionResponse(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_CHANNEL_FIELD_NUMBER: _ClassVar[int]
     LOCAL_CHANNEL_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_REFUSED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     generation: int
     boot_id: str
@@ -147,10 +170,64 @@ class OpenSessionResponse(_message.Message):
     cache: _common_pb2.CacheRef
     local_channel: LocalChannel
     local_channel_refused: str
-    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., sampled: _Optional[bool] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., query_block_tokens: _Optional[int] = ..., cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., local_channel: _Optional[_Union[LocalChannel, _Mapping]] = ..., local_channel_refused: _Optional[str] = ...) -> None: ...
+    evidence: EvidenceWanted
+    candidate_refused: _common_pb2.ErrorDetail
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., sampled: _Optional[bool] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., query_block_tokens: _Optional[int] = ..., cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., local_channel: _Optional[_Union[LocalChannel, _Mapping]] = ..., local_channel_refused: _Optional[str] = ..., evidence: _Optional[_Union[EvidenceWanted, _Mapping]] = ..., candidate_refused: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class EvidenceWanted(_message.Message):
+    __slots__ = ("kinds", "layers")
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    kinds: _containers.RepeatedScalarFieldContainer[EvidenceKind]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, kinds: _Optional[_Iterable[_Union[EvidenceKind, str]]] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GiveWeightsRequest(_message.Message):
+    __slots__ = ("header", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: LayerWeightsHeader
+    data: bytes
+    def __init__(self, header: _Optional[_Union[LayerWeightsHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class LayerWeightsHeader(_message.Message):
+    __slots__ = ("session_id", "generation", "boot_id", "tenant", "model_fingerprint", "layer", "has_bias", "norm_eps", "frequencies", "interleaved", "digest", "size_bytes")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    HAS_BIAS_FIELD_NUMBER: _ClassVar[int]
+    NORM_EPS_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCIES_FIELD_NUMBER: _ClassVar[int]
+    INTERLEAVED_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    generation: int
+    boot_id: str
+    tenant: str
+    model_fingerprint: str
+    layer: int
+    has_bias: bool
+    norm_eps: float
+    frequencies: int
+    interleaved: bool
+    digest: str
+    size_bytes: int
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., layer: _Optional[int] = ..., has_bias: _Optional[bool] = ..., norm_eps: _Optional[float] = ..., frequencies: _Optional[int] = ..., interleaved: _Optional[bool] = ..., digest: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class GiveWeightsResponse(_message.Message):
+    __slots__ = ("bound", "missing")
+    BOUND_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    bound: _containers.RepeatedScalarFieldContainer[int]
+    missing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, bound: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttendFrame(_message.Message):
-    __slots__ = ("session_id", "generation", "boot_id", "tenant", "step", "layer", "first_row_position", "k", "v", "first_query_position", "q", "committed_frontier", "deadline_ms", "sequence", "next_layer_follows", "position_epoch")
+    __slots__ = ("session_id", "generation", "boot_id", "tenant", "step", "layer", "first_row_position", "k", "v", "first_query_position", "q", "committed_frontier", "deadline_ms", "sequence", "next_layer_follows", "position_epoch", "evidence")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +244,7 @@ class AttendFrame(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_LAYER_FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     POSITION_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     generation: int
     boot_id: str
@@ -183,7 +261,20 @@ class AttendFrame(_message.Message):
     sequence: int
     next_layer_follows: bool
     position_epoch: int
-    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., tenant: _Optional[str] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., first_row_position: _Optional[int] = ..., k: _Optional[bytes] = ..., v: _Optional[bytes] = ..., first_query_position: _Optional[int] = ..., q: _Optional[bytes] = ..., committed_frontier: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., sequence: _Optional[int] = ..., next_layer_follows: _Optional[bool] = ..., position_epoch: _Optional[int] = ...) -> None: ...
+    evidence: FrameEvidence
+    def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., tenant: _Optional[str] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., first_row_position: _Optional[int] = ..., k: _Optional[bytes] = ..., v: _Optional[bytes] = ..., first_query_position: _Optional[int] = ..., q: _Optional[bytes] = ..., committed_frontier: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., sequence: _Optional[int] = ..., next_layer_follows: _Optional[bool] = ..., position_epoch: _Optional[int] = ..., evidence: _Optional[_Union[FrameEvidence, _Mapping]] = ...) -> None: ...
+
+class FrameEvidence(_message.Message):
+    __slots__ = ("hidden", "hidden_layer", "surprisal_first", "surprisal")
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_LAYER_FIELD_NUMBER: _ClassVar[int]
+    SURPRISAL_FIRST_FIELD_NUMBER: _ClassVar[int]
+    SURPRISAL_FIELD_NUMBER: _ClassVar[int]
+    hidden: bytes
+    hidden_layer: int
+    surprisal_first: int
+    surprisal: bytes
+    def __init__(self, hidden: _Optional[bytes] = ..., hidden_layer: _Optional[int] = ..., surprisal_first: _Optional[int] = ..., surprisal: _Optional[bytes] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended", "bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest", "estimated_omitted_mass", "fallback", "snapshot_generation", "plan_kind", "hidden_transfer_seconds", "exposed_transfer_seconds", "peak_buffer_bytes", "promised_bytes", "position_epoch")

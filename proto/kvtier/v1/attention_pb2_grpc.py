@@ -54,6 +54,11 @@ class AttentionStub:
                 request_serializer=kvtier_dot_v1_dot_attention__pb2.AttendFrames.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_attention__pb2.AttendAnswers.FromString,
                 _registered_method=True)
+        self.GiveWeights = channel.stream_unary(
+                '/kvtier.v1.Attention/GiveWeights',
+                request_serializer=kvtier_dot_v1_dot_attention__pb2.GiveWeightsRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_attention__pb2.GiveWeightsResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/kvtier.v1.Attention/CloseSession',
                 request_serializer=kvtier_dot_v1_dot_attention__pb2.CloseSessionRequest.SerializeToString,
@@ -104,6 +109,14 @@ class AttentionServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GiveWeights(self, request_iterator, context):
+        """Weights of layers that OpenSessionResponse.evidence asks for: at most once an agent and model. A layer's
+        bytes follow its header; headers alone ask which layers the agent holds already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -147,6 +160,11 @@ def add_AttentionServicer_to_server(servicer, server):
                     servicer.AttendMany,
                     request_deserializer=kvtier_dot_v1_dot_attention__pb2.AttendFrames.FromString,
                     response_serializer=kvtier_dot_v1_dot_attention__pb2.AttendAnswers.SerializeToString,
+            ),
+            'GiveWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.GiveWeights,
+                    request_deserializer=kvtier_dot_v1_dot_attention__pb2.GiveWeightsRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_attention__pb2.GiveWeightsResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -272,6 +290,33 @@ class Attention:
             '/kvtier.v1.Attention/AttendMany',
             kvtier_dot_v1_dot_attention__pb2.AttendFrames.SerializeToString,
             kvtier_dot_v1_dot_attention__pb2.AttendAnswers.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GiveWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvtier.v1.Attention/GiveWeights',
+            kvtier_dot_v1_dot_attention__pb2.GiveWeightsRequest.SerializeToString,
+            kvtier_dot_v1_dot_attention__pb2.GiveWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

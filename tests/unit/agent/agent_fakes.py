@@ -25,8 +25,10 @@ from kvtier_agent.engine_port import (
 from kvtier_agent.evidence_port import GateTerms, WindowTerms
 from kvtier_agent.evidence_windows import EvidenceWindows
 from kvtier_agent.node import BlocksOf, Command, Node
+from kvtier_agent.rowevidence import EngineGives, EvidenceAsked
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTier, NodeTiers
+from kvtier_agent.weightstore import GivenWeights
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError
 from kvtier_core.nodeplan import NodePlan
@@ -67,6 +69,9 @@ class FakeEngine:
         self.modes: list[FrameMode] = []
         self.hook: Callable[[], None] = lambda: None
         self.refusal: CoreError | None = None
+        self.lacking: CoreError | None = None
+        self.asked: EvidenceAsked | None = None
+        self.weights: dict[tuple[str, int], GivenWeights] = {}
         self.comparison = FrameComparison(0.02, 1.0)
         self.approximate_without_leave = False
         self.used = 0
@@ -78,11 +83,17 @@ class FakeEngine:
         if self.refusal is not None:
             raise self.refusal
         self.opened.append(terms)
-        return SessionHandle(f"session-{len(self.opened)}", len(self.opened))
+        return SessionHandle(f"session-{len(self.opened)}", len(self.opened), self.asked)
 
     def check_candidate(self, terms: GrantTerms) -> None:
         if self.refusal is not None:
             raise self.refusal
+
+    def lacks(self, terms: GrantTerms, gives: EngineGives) -> CoreError | None:
+        return self.lacking
+
+    def bind_weights(self, session_id: str, generation: int, layer: int, weights: GivenWeights) -> None:
+        self.weights[session_id, layer] = weights
 
     def close_session(self, session_id: str, generation: int) -> int:
         return 3

@@ -1,0 +1,124 @@
+"""Weights of a model's layers, given by engines and kept once for all sessions of a cache.
+
+Why it exists: a rehearsal needs a layer's projection, which is the same in every session and larger than a
+session's frames; so an agent takes it once and by its digest. It knows no message and no tensor. On the event
+loop only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier.weights import WeightsShape
+from kvtier_agent.rowevidence import MAX_HIDDEN_SIZE
+from kvtier_core.errors import CoreError, Reason
+
+# Of one cache. Weights are in no tier's budget.
+MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class GivenWeights:
+    """data: as they travel (`WeightsShape`), and nobody's to change."""
+
+    shape: WeightsShape
+    digest: str
+    data: bytearray
+
+
+@dataclass(slots=True)
+class _Held:
+    weights: GivenWeights
+    users: set[str] = field(default_factory=set)
+
+
+class WeightStore:
+    """Of one cache. A layer has one set of weights as long as an open session uses it."""
+
+    def __init__(self, is_open: Callable[[str], bool], max_bytes: int = MAX_BYTES) -> None:
+        """is_open: whether a session of that id is."""
+        self._is_open = is_open
+        self._max_bytes = max_bytes
+        self._layers: dict[int, _Held] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(len(held.weights.data) for held in self._layers.values())
+
+    def held(self, layer: int, digest: str) -> GivenWeights | None:
+        """Those of this digest. MODEL_MISMATCH: open sessions of the same model use others."""
+        held = self._layers.get(layer)
+        if held is None:
+            return None
+        if held.weights.digest == digest:
+            return held.weights
+        held.users = {user for user in held.users if self._is_open(user)}
+        if held.users:
+            raise CoreError(
+                Reason.MODEL_MISMATCH,
+                f"weights {digest[:19]} of layer {layer} are not {held.weights.digest[:19]}, which sessions "
+                "of the same model use",
+                {"layer": layer, "digest": held.weights.digest},
+            )
+        return None
+
+    def check_room(self, layer: int, size: int) -> None:
+        """NO_DESTINATION_CAPACITY with the numbers."""
+        held = self._layers.get(layer)
+        others = self.held_bytes - (0 if held is None else len(held.weights.data))
+        if others + size > self._max_bytes:
+            raise CoreError(
+                Reason.NO_DESTINATION_CAPACITY,
+                f"{size} bytes of weights beside {others}; a cache keeps at most {self._max_bytes}",
+                {"limit": self._max_bytes, "held": others, "asked": size},
+            )
+
+    def put(self, layer: int, weights: GivenWeights) -> GivenWeights:
+        """Those that are kept, which may have come meanwhile. As `held` and `check_room`."""
+        found = self.held(layer, weights.digest)
+        if found is not None:
+            return found
+        self.check_room(layer, len(weights.data))
+        self._layers[layer] = _Held(weights)
+        return weights
+
+    def used(self, layer: int, session_id: str) -> None:
+        """By a session, as long as it is open."""
+        self._layers[layer].users.add(session_id)
+
+
+def check_shape(shape: WeightsShape, head_dim: int) -> None:
+    """SELECTOR_GEOMETRY naming the field."""
+    if not 1 <= shape.hidden_size <= MAX_HIDDEN_SIZE:
+        raise _geometry(f"hidden_size {shape.hidden_size}: 1 to {MAX_HIDDEN_SIZE}")
+    if not (math.isfinite(shape.norm_eps) and shape.norm_eps >= 0):
+        raise _geometry(f"norm_eps {shape.norm_eps}: a finite number of 0 or more")
+    if not 0 <= 2 * shape.frequencies <= head_dim:
+        raise _geometry(f"frequencies {shape.frequencies}: at most half of a head dim of {head_dim}")
+
+
+def checked_weights(
+    shape: WeightsShape, digest: str, data: bytearray, model_fingerprint: str, layer: int
+) -> GivenWeights:
+    """CHECKSUM_MISMATCH: the bytes are not those that the digest names, for this model and layer.
+    SELECTOR_GEOMETRY: a number is not finite."""
+    if shape.digest(model_fingerprint, layer, data) != digest:
+        raise CoreError(
+            Reason.CHECKSUM_MISMATCH,
+            f"the weights of layer {layer} are not those of this model that {digest[:19]} names",
+            {"layer": layer},
+        )
+    tail = 8 * shape.frequencies
+    floats = np.frombuffer(data, dtype="<f4", count=(len(data) - tail) // 4)
+    angles = np.frombuffer(data, dtype="<f8", offset=len(data) - tail)
+    if not (np.isfinite(floats).all() and np.isfinite(angles).all()):
+        raise _geometry(f"the weights of layer {layer} are not finite")
+    return GivenWeights(shape, digest, data)
+
+
+def _geometry(message: str) -> CoreError:
+    return CoreError(Reason.SELECTOR_GEOMETRY, message)
