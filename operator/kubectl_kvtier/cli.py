@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kubectl_kvtier import commands
-from kubectl_kvtier.completion import SHELLS, complete, script
+from kubectl_kvtier.completion import NAME_SECONDS, SHELLS, complete, script
 from kubectl_kvtier.outcomes import Exit, Failure
 from kvtier_crds.models.kvrollout import Verb
 
@@ -110,8 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def names_in_cluster(plural: str, words: Sequence[str]) -> list[str]:
-    """Names of a kind, in the namespace and context that `words` state."""
+    """Names of a kind, in the namespace and context that `words` state, asked for once and not for long."""
     known, _ = _cluster_flags().parse_known_args(list(words))
+    known.request_timeout = NAME_SECONDS
     async with commands.cluster(known) as api:
         return [one["metadata"]["name"] for one in await api.list(plural)]
 
@@ -119,8 +120,8 @@ async def names_in_cluster(plural: str, words: Sequence[str]) -> list[str]:
 def _complete(words: Sequence[str]) -> int:
     def names(plural: str) -> Sequence[str]:
         try:
-            return asyncio.run(asyncio.wait_for(names_in_cluster(plural, words), 2.0))
-        except (Failure, TimeoutError):
+            return asyncio.run(names_in_cluster(plural, words))
+        except Failure:
             return []
 
     print("\n".join(complete(make_parser(), words, names)))

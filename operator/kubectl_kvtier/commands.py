@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kubectl_kvtier import history, intents, manifests, top, traces
-from kubectl_kvtier.api import Api, connect
 from kubectl_kvtier.explain import explain
 from kubectl_kvtier.lint.files import lint, parse, read
 from kubectl_kvtier.lint.findings import Severity
 from kubectl_kvtier.outcomes import Exit, Failure
+from kubectl_kvtier.ports import Api
 from kubectl_kvtier.rollouts import read_rollout, status_of
 from kubectl_kvtier.tables import table
 from kubectl_kvtier.tree import Look, tree
@@ -48,6 +48,9 @@ class Out:
 
 @asynccontextmanager
 async def cluster(arguments: argparse.Namespace) -> AsyncIterator[Api]:
+    # The client takes most of a second to load, and lint and completion need none.
+    from kubectl_kvtier.cluster import connect
+
     async with connect(
         kubeconfig=arguments.kubeconfig,
         context=arguments.context,

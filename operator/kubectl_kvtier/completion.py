@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 NO_FILES, FILES = 4, 0
-NAME_SECONDS = 2.0
+NAME_SECONDS = 5.0
 
 SHELLS = {
     "bash": """_kubectl_kvtier() {{
@@ -100,7 +100,7 @@ def main() -> int:
 
     def names(plural: str) -> Sequence[str]:
         try:
-            return asyncio.run(asyncio.wait_for(names_in_cluster(plural, words), NAME_SECONDS))
+            return asyncio.run(names_in_cluster(plural, words))
         except Exception:
             return []
 

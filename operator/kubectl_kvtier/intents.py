@@ -11,8 +11,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from kubectl_kvtier.api import Api, Changed, Json
 from kubectl_kvtier.outcomes import Exit, Failure
+from kubectl_kvtier.ports import Api, Changed, Json
 from kubectl_kvtier.rollouts import read_rollout, status_of
 from kvtier_crds.models import KVRollout
 from kvtier_crds.models.kvrollout import Verb

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
 from kubectl_kvtier.outcomes import Exit, Failure
 
 Json = dict[str, Any]
@@ -73,6 +71,9 @@ def from_jaeger(answer: Json) -> list[Span]:
 
 async def fetch_jaeger(endpoint: str, trace_id: str, seconds: float) -> list[Span]:
     """Failure NOT_FOUND when it has no such trace, FAILED when it does not answer in time."""
+    # Only this way of the two needs it.
+    import aiohttp
+
     url = f"{endpoint.rstrip('/')}/api/traces/{trace_id}"
     try:
         timeout = aiohttp.ClientTimeout(total=seconds)

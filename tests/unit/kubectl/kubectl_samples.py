@@ -6,8 +6,8 @@ import copy
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kubectl_kvtier.api import Changed, Json
 from kubectl_kvtier.outcomes import Exit, Failure
+from kubectl_kvtier.ports import Changed, Json
 from kvtier_crds.models import KVRollout
 from tests.unit.crds.crds_samples import example
 

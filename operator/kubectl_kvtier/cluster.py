@@ -1,7 +1,6 @@
-"""What commands read and write in the cluster, and nothing else of it.
+"""The API server behind the port, by the client that the operator uses. Every request has a deadline.
 
-Why it exists: commands are pure over plain objects; this is their only way to the API server. Every request
-has a deadline. It must not know what a command makes of an object.
+It must not know what a command makes of an object.
 """
 
 from __future__ import annotations
@@ -10,51 +9,22 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 from kubernetes.aio import client as aio_client
 from kubernetes.aio import config as aio_config
 
 from kubectl_kvtier.outcomes import Exit, Failure
+from kubectl_kvtier.ports import Api, Changed, Json, Objects
 from kvtier_crds.models.common import GROUP, VERSION
 
-Json = dict[str, Any]
 Query = list[tuple[str, str]]
-Objects = list[Json]
 LIST_PAGE = 500
 WATCH_SECONDS = 60
 CLOSE_SECONDS = 5.0
 CACHE_UID_LABEL = "kvtier.dev/cache-uid"
 JSON_PATCH = "application/json-patch+json"
-
-
-class Changed(Exception):
-    """The object is no longer what the write was meant for."""
-
-
-class Api(Protocol):
-    """Objects as the API server gives them. Failure: NOT_FOUND by name, FAILED with the server's words."""
-
-    @property
-    def namespace(self) -> str:
-        """Of the command line, else of the kubeconfig's context."""
-
-    async def get(self, plural: str, name: str) -> Json:
-        """An object of ours in `namespace`, or cluster-scoped."""
-
-    async def list(self, plural: str, *, everywhere: bool = False) -> Objects: ...
-
-    async def revisions(self, cache_uid: str) -> Objects: ...
-
-    async def events(self, kind: str, name: str) -> Objects:
-        """events.k8s.io/v1, of one object of ours in `namespace`."""
-
-    async def patch(self, plural: str, name: str, operations: Objects) -> Json:
-        """A JSON patch; Changed when one of its tests fails."""
-
-    def follow(self, plural: str, name: str) -> AsyncIterator[Json]:
-        """The object now and at each change, without end."""
 
 
 class ClusterApi:

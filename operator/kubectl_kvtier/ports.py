@@ -1,0 +1,40 @@
+"""The port to the cluster: what commands read and write there, and nothing else of it.
+
+It must not know how the cluster is reached: lint and completion need none, and load no client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+Json = dict[str, Any]
+Objects = list[Json]
+
+
+class Changed(Exception):
+    """The object is no longer what the write was meant for."""
+
+
+class Api(Protocol):
+    """Objects as the API server gives them. Failure: NOT_FOUND by name, FAILED with the server's words."""
+
+    @property
+    def namespace(self) -> str:
+        """Of the command line, else of the kubeconfig's context."""
+
+    async def get(self, plural: str, name: str) -> Json:
+        """An object of ours in `namespace`, or cluster-scoped."""
+
+    async def list(self, plural: str, *, everywhere: bool = False) -> Objects: ...
+
+    async def revisions(self, cache_uid: str) -> Objects: ...
+
+    async def events(self, kind: str, name: str) -> Objects:
+        """events.k8s.io/v1, of one object of ours in `namespace`."""
+
+    async def patch(self, plural: str, name: str, operations: Objects) -> Json:
+        """A JSON patch; Changed when one of its tests fails."""
+
+    def follow(self, plural: str, name: str) -> AsyncIterator[Json]:
+        """The object now and at each change, without end."""
