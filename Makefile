@@ -46,7 +46,7 @@ cluster e2e: setup ## one suite, against a real API server
 bench: setup ## SUITE=name writes build/bench/name.json; without SUITE lists the suites
 	@$(BIN)/python -m tests.bench $(if $(SUITE),$(SUITE),--list) $(ARGS)
 
-soak: venv ## a long run of the block store with faults; ARGS="--minutes 3", or --simulation for seeds
+soak: venv ## a long run of the block store with faults; ARGS="--minutes 3", --simulation: seeds, --gates: rollouts
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 generate: venv ## CRDs, API reference, chart copies, gRPC stubs

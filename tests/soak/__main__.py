@@ -1,7 +1,7 @@
 """A long run of the block store: real threads and files, caches a fourth of the working set, random faults.
 
 Writes build/soak.json; exit status 1 when a claim fails. `--simulation` runs seeds of the simulated store
-instead."""
+instead, `--gates` simulated rollouts through the judge."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.nvme import NvmeOptions, NvmeTier
 from kvtier_core.transactions.erasing import JournalFile
 from tests.simulation.__main__ import main as simulation
+from tests.soak.gates.__main__ import main as gates
 from tests.soak.measures import Memory
 from tests.soak.soakfiles import Rates, SoakFiles
 from tests.soak.workload import MAX_TURNS, OPERATIONS, Board, Client, Corpus
@@ -246,7 +247,10 @@ def main() -> int:
         "--folder", type=Path, default=None, help="where the store lies; default: a temporary one"
     )
     parser.add_argument("--simulation", action="store_true", help="seeds of the simulated store instead")
+    parser.add_argument("--gates", action="store_true", help="simulated rollouts through the judge instead")
     options, rest = parser.parse_known_args()
+    if options.gates:
+        return gates(["--seed", str(options.seed), *rest])
     if options.simulation:
         return simulation(rest)
     if rest:

@@ -1,0 +1,1 @@
+"""Thousands of simulated rollouts, judged by the production verdict function."""

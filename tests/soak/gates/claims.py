@@ -1,0 +1,73 @@
+"""What the simulation must show, and how surely: exact binomial bounds and the goals of section 7."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scipy import stats
+
+from tests.soak.gates.ledger import Row
+from tests.soak.gates.scenarios import BY_NAME, G2
+from tests.soak.gates.walk import End
+
+ALPHA_P, ALPHA_F = 0.05, 0.01
+CONFIDENCE = 0.99
+ENOUGH = 200
+"""Fewer rollouts say nothing."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    name: str
+    held: bool
+    value: str
+
+
+def upper(events: int, n: int) -> float:
+    """Clopper-Pearson: the probability that would give so few events with chance 1 %."""
+    return 1.0 if events >= n else float(stats.beta.ppf(CONFIDENCE, events + 1, n - events))
+
+
+def quantile_of(row: Row, end: End, q: float) -> float:
+    """Of the units until `end`, over all rollouts: those that never came there have needed more."""
+    got = sorted(row.units.get(end, []))
+    place = math.ceil(q * row.rollouts) - 1
+    return float(got[place]) if 0 <= place < len(got) else math.inf
+
+
+def claims(rows: Mapping[str, Row]) -> list[Claim]:
+    out = []
+    for name, row in rows.items():
+        scenario = BY_NAME.get(name)
+        if scenario is None or row.rollouts < ENOUGH:
+            continue
+        n = row.rollouts
+        if scenario.group not in ("detect", "power"):
+            promoted = row.ends[End.PROMOTED]
+            high = upper(promoted, n)
+            out.append(
+                Claim(
+                    f"{name}: false promotion", high <= ALPHA_P, f"{promoted} of {n}, 99 % bound {high:.3%}"
+                )
+            )
+            if not scenario.harms:
+                back = row.ends[End.ROLLED_BACK]
+                high = upper(back, n)
+                out.append(
+                    Claim(f"{name}: false rollback", high <= ALPHA_F, f"{back} of {n}, 99 % bound {high:.3%}")
+                )
+        if name in G2:
+            units = quantile_of(row, End.ROLLED_BACK, 0.95)
+            out.append(
+                Claim(f"{name}: G2", units <= G2[name], f"95 % within {units:g} units, goal {G2[name]}")
+            )
+            out.append(
+                Claim(
+                    f"{name}: G3",
+                    units <= G2[name],
+                    f"at most 5 % of the planned requests from {20 * units:g} requests on",
+                )
+            )
+    return out
