@@ -69,6 +69,8 @@ class _Agent:
     assigned: int = 0
     first_assigned: int = 0
     first_at: float = 0.0
+    rate: float = 0.0
+    """The highest rate of units of its earlier lives, per second."""
     unseen_since: float = 0.0
     """Before it no unit of this life was assigned."""
     last_at: float | None = None
@@ -177,6 +179,8 @@ class WindowReader:
             else:
                 # Read once only: what it had then had come since its predecessor was read.
                 rate = state.assigned / max(self._cohort, state.first_at - state.unseen_since)
+            # One that restarts again and again has shown at what rate units come to it.
+            rate = state.rate = max(rate, state.rate)
             since = now - (state.last_at or now)
             lost = max(0, state.assigned - state.requests) + math.ceil(max(0.0, rate * since))
             state.lost += lost
