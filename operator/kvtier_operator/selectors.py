@@ -10,8 +10,12 @@ from dataclasses import dataclass
 
 from kvtier_operator.ports import JsonObject
 
-IMPLEMENTED = ("certifiedScan", "clusterKv", "magicPig", "pqcache", "quest", "sparq")
-"""Families that agents run in a session: their indexes follow rows and need nothing but rows and queries."""
+IMPLEMENTED = (
+    *("certifiedScan", "clusterKv", "emLlm", "infLlm", "infinigen", "magicPig", "pqcache", "quest"),
+    *("retrievalAttention", "sparq", "squeezedAttention"),
+)
+"""Families that agents run in a session. Whether a session's engine gives what a family needs is found when
+the session is opened: it stays exact where not, and says what is missing."""
 ESTIMATING = ("certifiedScan", "squeezedAttention")
 """Those that say how much they leave out, so that a gate can be kept."""
 _ONLY_TRUNCATES = ("quest",)

@@ -196,11 +196,12 @@ def test_a_fence_that_an_agent_has_passed_is_overtaken(world: World) -> None:
     world.remove("behind")
 
 
-def test_a_selector_of_an_unimplemented_family_is_not_accepted(world: World) -> None:
+def test_a_selector_that_no_agent_carries_out_is_not_accepted(world: World) -> None:
     spec = {
         "family": "infLlm",
         "infLlm": {"unitTokens": 8, "representatives": 2},
         "budget": {"tokens": 64},
+        "gate": {"minConfidence": "0.9"},
     }
     quest = {"family": "quest", "quest": {"pageTokens": 16}, "budget": {"tokens": 64}}
     for name, one in (("op-inf-llm", spec), ("op-quest", quest)):
@@ -216,7 +217,7 @@ def test_a_selector_of_an_unimplemented_family_is_not_accepted(world: World) -> 
     refused = wait_condition(
         world.cluster, "kvselector/op-inf-llm", NAMESPACE, "Accepted", "False", reason="NotImplemented"
     )
-    assert "implemented: certifiedScan, " in condition(refused, "Accepted")["message"]
+    assert "infLlm has no estimator of omitted mass" in condition(refused, "Accepted")["message"]
     accepted = wait_condition(world.cluster, "kvselector/op-quest", NAMESPACE, "Accepted", "True")
     assert accepted["status"]["guarantee"] == "upperBound"
 

@@ -316,7 +316,8 @@ async def test_channels_are_kept_for_the_nodes_that_are_left() -> None:
         ("quest", ("True", "Valid"), "upperBound"),
         ("sparq", ("True", "Valid"), "heuristic"),
         ("magicPig", ("True", "Valid"), "sampled"),
-        ("emLlm", ("False", "NotImplemented"), "heuristic"),
+        ("emLlm", ("True", "Valid"), "heuristic"),
+        ("squeezedAttention", ("True", "Valid"), "heuristic"),
         ("fromTheFuture", ("False", "UnknownFamily"), None),
     ],
 )
