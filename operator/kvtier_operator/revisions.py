@@ -7,6 +7,7 @@ label: `status.baseline` is the authority, and the labels are its backup when a 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -93,3 +94,14 @@ def read_revision(obj: JsonObject) -> Revision:
         number=int(obj.get("revision") or 0),
         data=data,
     )
+
+
+def undamaged(objects: Iterable[JsonObject]) -> list[Revision]:
+    """Those that can be read; a damaged one says nothing of the others."""
+    found = []
+    for obj in objects:
+        try:
+            found.append(read_revision(obj))
+        except RevisionDamaged:
+            continue
+    return found

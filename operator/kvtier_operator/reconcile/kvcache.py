@@ -57,6 +57,7 @@ from kvtier_operator.revisions import (
     read_revision,
     revision_manifest,
     selector_for,
+    undamaged,
 )
 
 _log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class KVCacheReconciler:
         self._nodes = CacheNodes(deps)
         self._ledger_written: dict[str, float] = {}
         self._revisions: dict[str, bytes] = {}
+        self._labelled: dict[str, str] = {}
         self._removal_fence: dict[str, int] = {}
 
     async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
@@ -135,6 +137,7 @@ class KVCacheReconciler:
         if current.get("baseline"):
             reference = current["baseline"]
             revision = await self._read(key, reference["revision"], reference["digest"])
+            await self._keep_label(cache, revision)
             return _adopted(revision, int(current.get("fence") or INITIAL_FENCE))
         kept = await self._kept_baseline(cache)
         if kept is not None:
@@ -203,6 +206,24 @@ class KVCacheReconciler:
             raise RevisionDamaged(f"ControllerRevision {name} holds {revision.digest}, not {digest}")
         self._revisions[digest] = revision.data
         return revision
+
+    async def _keep_label(self, cache: JsonObject, revision: Revision) -> None:
+        """The newest revision labelled baseline is the one that `status.baseline` names, also after a rollout
+        has replaced it: the labels are what a lost status is rebuilt from. Looked at once a digest."""
+        if self._labelled.get(_uid(cache)) == revision.digest:
+            return
+        objects = await self._deps.api.list_all(
+            Kind.CONTROLLER_REVISION, cache["metadata"]["namespace"], selector_for(_uid(cache))
+        )
+        known = {found.digest: found for found in undamaged(objects)}
+        rivals = [found for found in known.values() if found.role is Role.BASELINE]
+        newest = max((found.number for found in rivals if found.digest != revision.digest), default=-1)
+        mine = known.get(revision.digest)
+        if mine is None or mine.role is not Role.BASELINE or mine.number <= newest:
+            number = 1 + max((found.number for found in known.values()), default=0)
+            wanted = revision_manifest(cache, revision.data, revision.digest, Role.BASELINE, number)
+            await self._deps.api.apply(wanted)
+        self._labelled[_uid(cache)] = revision.digest
 
     # --- nodes -------------------------------------------------------------------------------------------
 
@@ -340,6 +361,7 @@ class KVCacheReconciler:
         self._nodes.forget(uid)
         self._removal_fence.pop(uid, None)
         self._ledger_written.pop(uid, None)
+        self._labelled.pop(uid, None)
         return Done()
 
     def _removal_grace(self, cache: JsonObject) -> timedelta:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from kvtier_crds.beside import changed_fields
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_operator.conditions import Condition, false, merge, true, unknown
 from kvtier_operator.ports import JsonObject
@@ -133,12 +134,6 @@ def ledger_moved(before: Sequence[JsonObject], after: Sequence[JsonObject]) -> b
         if any(abs(int(previous.get(name) or 0) - entry[name]) > step for name in ("used", "pinned")):
             return True
     return False
-
-
-def changed_fields(old: RuntimeManifest, new: RuntimeManifest) -> list[str]:
-    """Names of the manifest's top-level fields that differ."""
-    before, after = old.model_dump(by_alias=True), new.model_dump(by_alias=True)
-    return sorted(name for name in after if before.get(name) != after[name])
 
 
 def _of(findings: Findings, *standings: Standing) -> list[NodeFinding]:

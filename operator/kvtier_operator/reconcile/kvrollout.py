@@ -136,10 +136,11 @@ class KVRolloutReconciler:
             raise ValueError("not a transition")
         api, subject, cache = self._deps.api, facts.subject, facts.subject.cache
         entering = facts.state.stage is Stage.OFF and plan.state.stage is Stage.SHADOW
-        approving = plan.transition.approve is not None
+        approving, adopting = plan.transition.approve is not None, plan.transition.adopt
         if cache is not None and plan.state.candidate is not None and facts.compiled.data:
             digest = plan.state.candidate.digest
-            if entering:
+            if entering or adopting:
+                # Once more before it is adopted: a baseline whose manifest is gone can be given to nobody.
                 await effects.keep_revision(api, cache, facts.compiled.data, digest, Role.CANDIDATE)
             elif approving:
                 await effects.keep_revision(api, cache, facts.compiled.data, digest, Role.APPROVED)

@@ -1,7 +1,8 @@
 """From objects to the candidate's manifest, or to the sentence that says why there is none. Pure.
 
-A candidate here is the baseline with a selector and nothing else: what else an edited KVCache would bring
-needs fromCacheSpec. It must not write a revision or know the stage of a rollout.
+A candidate changes one thing: the baseline with a selector (approximate), with another placement (exact), or
+what an edited KVCache says (its exact part first, then its selector). It must not write a revision or know
+the stage of a rollout.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from kvtier_crds.beside import changed_fields, needs_own_engine
 from kvtier_crds.compile import CompileError, CompileReason, compile_manifest
+from kvtier_crds.manifest import RuntimeManifest
 from kvtier_crds.models.kvcache import KVCache
 from kvtier_crds.models.kvselector import KVSelector
 from kvtier_crds.models.tierclass import TierClass
@@ -27,6 +30,7 @@ from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass
 from kvtier_operator.selectors import refusal
 
 PLAN_KEY = "plan.json"
+OVERRIDABLE = ("placement", "tiers")
 
 
 @dataclass(frozen=True)
@@ -37,52 +41,124 @@ class Compiled:
     data: bytes = b""
 
 
-def compile_candidate(
-    cache: JsonObject,
-    baseline: ManifestRef | None,
-    selector: JsonObject | None,
-    selector_name: str,
-    tier_classes: Mapping[str, JsonObject],
-) -> Compiled:
-    """The candidate of `selectorRef` over the cache as it is now."""
-    if not selector_name:
-        return _blocked(Blocker.NOT_IMPLEMENTED, "only candidate.selectorRef is implemented")
-    if selector is None:
-        return _blocked(Blocker.REFERENCE_MISSING, f"KVSelector {selector_name} does not exist")
-    refused = refusal(selector["spec"])
-    if refused is not None:
-        return _blocked(
-            Blocker.NOT_IMPLEMENTED, f"KVSelector {selector_name} is not accepted: {refused.message}"
-        )
-    metadata = cache["metadata"]
+@dataclass(frozen=True)
+class Sources:
+    """What a candidate is compiled from, as last read. running: the manifest of `baseline`, None when it
+    cannot be read. selector: the KVSelector that `selector_name` names, None when it does not exist."""
+
+    cache: JsonObject
+    baseline: ManifestRef | None
+    running: RuntimeManifest | None
+    selector_name: str
+    selector: JsonObject | None
+    tier_classes: Mapping[str, JsonObject]
+
+
+class Blocked(Exception):
+    """There is no candidate, and why."""
+
+    def __init__(self, blocker: Blocker, message: str) -> None:
+        super().__init__(message)
+        self.blocker = blocker
+        self.message = message
+
+
+def selector_named(candidate: Mapping[str, Any], cache: JsonObject) -> str:
+    """The KVSelector that a candidate of this form may bring; empty for none."""
+    holder = cache["spec"] if candidate.get("fromCacheSpec") else candidate
+    return str((holder.get("selectorRef") or {}).get("name", ""))
+
+
+def tier_class_names(candidate: Mapping[str, Any], cache: JsonObject) -> tuple[str, ...]:
+    """The TierClasses that compiling it takes, sorted."""
+    overridden = (candidate.get("overrides") or {}).get("tiers") or []
+    return tuple(sorted({str(tier["tierClassName"]) for tier in (*cache["spec"]["tiers"], *overridden)}))
+
+
+def compile_candidate(candidate: Mapping[str, Any], sources: Sources) -> Compiled:
+    """`spec.candidate` over the objects as they are now."""
     try:
-        model = KVCache.model_validate(cache)
-        classes = {name: TierClass.model_validate(obj) for name, obj in tier_classes.items()}
-        chosen = KVSelector.model_validate(selector)
-        manifest = compile_manifest(model, metadata["uid"], metadata["namespace"], classes, chosen)
-        exact = compile_manifest(model, metadata["uid"], metadata["namespace"], classes, None).exact()
+        manifest, kind = _compile(candidate, sources)
+    except Blocked as blocked:
+        return Compiled(CandidateView(None, blocked.blocker, blocked.message))
     except CompileError as error:
-        return _blocked(_BLOCKERS.get(error.reason, Blocker.SPEC_INVALID), error.message)
+        return Compiled(CandidateView(None, _BLOCKERS.get(error.reason, Blocker.SPEC_INVALID), error.message))
     except ValidationError as error:
-        return _blocked(Blocker.SPEC_INVALID, str(error.errors(include_url=False)[0]["msg"]))
-    if baseline is not None and exact.digest() != baseline.digest:
-        return _blocked(
-            Blocker.NOT_IMPLEMENTED,
-            f"KVCache {metadata['name']} has edits beside the selector; they need candidate.fromCacheSpec",
-        )
+        message = str(error.errors(include_url=False)[0]["msg"])
+        return Compiled(CandidateView(None, Blocker.SPEC_INVALID, message))
     digest = manifest.digest()
-    ref = CandidateRef(digest, revision_name(metadata["name"], digest), CandidateClass.APPROXIMATE)
+    ref = CandidateRef(digest, revision_name(sources.cache["metadata"]["name"], digest), kind)
     return Compiled(CandidateView(ref), manifest.canonical())
+
+
+def _compile(candidate: Mapping[str, Any], sources: Sources) -> tuple[RuntimeManifest, CandidateClass]:
+    if candidate.get("overrides"):
+        return _overridden(candidate["overrides"], sources), CandidateClass.EXACT
+    exact = _manifest(sources, sources.cache["spec"], None).exact()
+    edited = sources.baseline is not None and exact.digest() != sources.baseline.digest
+    if candidate.get("fromCacheSpec") and (edited or not sources.selector_name):
+        # The exact part first: an approximate candidate is judged against the baseline that it stands on.
+        return _beside(exact, sources), CandidateClass.EXACT
+    name = sources.selector_name
+    if sources.selector is None:
+        raise Blocked(Blocker.REFERENCE_MISSING, f"KVSelector {name} does not exist")
+    refused = refusal(sources.selector["spec"])
+    if refused is not None:
+        raise Blocked(Blocker.NOT_IMPLEMENTED, f"KVSelector {name} is not accepted: {refused.message}")
+    approximate = _manifest(sources, sources.cache["spec"], KVSelector.model_validate(sources.selector))
+    if edited:
+        fields = "" if sources.running is None else f" in {', '.join(changed_fields(sources.running, exact))}"
+        raise Blocked(
+            Blocker.NOT_IMPLEMENTED,
+            f"KVCache {sources.cache['metadata']['name']} differs from its baseline{fields} beside the "
+            "selector; a rollout with candidate.fromCacheSpec brings that first",
+        )
+    return approximate, CandidateClass.APPROXIMATE
+
+
+def _overridden(overrides: Mapping[str, Any], sources: Sources) -> RuntimeManifest:
+    """The baseline with other parts, whatever the KVCache's spec says meanwhile."""
+    unknown = sorted(set(overrides) - set(OVERRIDABLE))
+    if unknown:
+        raise Blocked(
+            Blocker.NOT_IMPLEMENTED,
+            f"candidate.overrides.{unknown[0]}: agents of this version do not act on spec.{unknown[0]}, so "
+            "no manifest holds it and no gate could tell it apart",
+        )
+    parts = {name: overrides[name] for name in OVERRIDABLE if overrides.get(name) is not None}
+    compiled = _manifest(sources, {**sources.cache["spec"], **parts}, None)
+    running = _running(sources)
+    wanted = {name: getattr(compiled, name) for name in parts}
+    if "tiers" in wanted:
+        wanted["device_kind"] = compiled.device_kind
+    return _beside(running.model_copy(update=wanted), sources)
+
+
+def _beside(candidate: RuntimeManifest, sources: Sources) -> RuntimeManifest:
+    message = needs_own_engine(_running(sources), candidate)
+    if message:
+        raise Blocked(Blocker.NEEDS_OWN_ENGINE, message)
+    return candidate
+
+
+def _running(sources: Sources) -> RuntimeManifest:
+    if sources.running is None:
+        name = sources.cache["metadata"]["name"]
+        raise Blocked(Blocker.BASELINE_MISSING, f"the baseline's manifest of KVCache {name} cannot be read")
+    return sources.running
+
+
+def _manifest(sources: Sources, spec: Mapping[str, Any], selector: KVSelector | None) -> RuntimeManifest:
+    metadata = sources.cache["metadata"]
+    model = KVCache.model_validate({**sources.cache, "spec": dict(spec)})
+    classes = {name: TierClass.model_validate(obj) for name, obj in sources.tier_classes.items()}
+    return compile_manifest(model, metadata["uid"], metadata["namespace"], classes, selector)
 
 
 _BLOCKERS = {
     CompileReason.TIER_CLASS_MISSING: Blocker.REFERENCE_MISSING,
     CompileReason.CONTRACT_FORBIDS: Blocker.CONTRACT_FORBIDS,
 }
-
-
-def _blocked(blocker: Blocker, message: str) -> Compiled:
-    return Compiled(CandidateView(None, blocker, message))
 
 
 def spent_shares(cache: JsonObject, digest: str) -> int:

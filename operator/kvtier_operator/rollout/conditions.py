@@ -31,6 +31,7 @@ _FEASIBILITY = frozenset(
         Blocker.GATE_MISSING,
         Blocker.PROBE_SET_SMALL,
         Blocker.NO_CHANGE,
+        Blocker.NEEDS_OWN_ENGINE,
         Blocker.CONTRACT_FORBIDS,
         Blocker.NO_NODES,
     }

@@ -65,7 +65,21 @@ async def move_fence(
     if move.shares and state.candidate is not None:
         rows = budget_rows(status.get("digestBudget") or [], state.candidate.digest, move.shares)
         ops.append(add_op("/status/digestBudget", rows))
+    if move.adopt:
+        ops += adoption(state)
     await api.compare_and_swap(subject.cache_key, ops)
+
+
+def adoption(state: RolloutState) -> list[PatchOp]:
+    """The exact candidate takes the baseline's place, if that is still the one it was measured against."""
+    if state.candidate is None or state.baseline is None:
+        raise ValueError("nothing to adopt")
+    digest = state.candidate.digest
+    baseline = {"digest": digest, "short": short_digest(digest), "revision": state.candidate.revision}
+    return [
+        expect_op("/status/baseline/digest", state.baseline.digest),
+        add_op("/status/baseline", baseline),
+    ]
 
 
 def budget_rows(rows: list[JsonObject], digest: str, shares: int) -> list[JsonObject]:

@@ -9,9 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvtier.v1 import common_pb2 as common
+from kvtier_crds.manifest import ManifestError, RuntimeManifest
 from kvtier_crds.quantity import QuantityError, parse_duration
 from kvtier_operator.ports import Deps, JsonObject, Kind, NodeView, NotFound, ObjectKey
-from kvtier_operator.rollout.candidate import Compiled, compile_candidate, probe_set, spent_shares
+from kvtier_operator.revisions import RevisionDamaged, read_revision
+from kvtier_operator.rollout.candidate import (
+    Compiled,
+    Sources,
+    compile_candidate,
+    probe_set,
+    selector_named,
+    spent_shares,
+    tier_class_names,
+)
 from kvtier_operator.rollout.effects import Subject
 from kvtier_operator.rollout.feed import MIN_RATE_SECONDS, LookSource, Reading
 from kvtier_operator.rollout.gateset import ProbeSet, probe_names
@@ -24,7 +34,7 @@ from kvtier_operator.rollout.rivals import busy_with, superseded_by
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp, read_holders
-from kvtier_operator.rollout.vocabulary import Phase, Stage
+from kvtier_operator.rollout.vocabulary import CandidateClass, Phase, Stage
 
 
 @dataclass
@@ -44,6 +54,7 @@ class Kept:
     memory: Memory = field(default_factory=Memory)
     schedule: Schedule | None = None
     compiled: tuple[object, Compiled] | None = None
+    running: tuple[str, RuntimeManifest] | None = None
     parsed: tuple[object, tuple[RolloutSpec | None, str]] | None = None
     written_at: float = 0.0
     last_look: Look | None = None
@@ -76,7 +87,6 @@ class Gatherer:
             state = replace(state, schedule=kept.schedule)
         # Written down; from here on the status remembers them, and for how long.
         kept.memory.held -= {one.node for one in state.vanished}
-        spec, spec_error = await self._spec(key, rollout, kept)
         name = str(((rollout.get("spec") or {}).get("cacheRef") or {}).get("name", ""))
         cache_key = ObjectKey(Kind.KV_CACHE, key.namespace, name)
         try:
@@ -85,7 +95,10 @@ class Gatherer:
             cache = None
         subject = Subject(key, rollout, cache_key, cache)
         members = self._members(cache)
-        compiled = self._compile(key, cache, spec, kept)
+        compiled = await self._compile(key, cache, rollout, kept)
+        ref = compiled.view.ref or state.candidate
+        exact = None if ref is None else ref.kind is CandidateClass.EXACT
+        spec, spec_error = await self._spec(key, rollout, kept, exact)
         pool = await self._pool(members, cache, subject.uid, state, spec, kept, run)
         now = self._deps.clock.now().timestamp()
         if run.look is None:
@@ -115,7 +128,9 @@ class Gatherer:
         inputs = await self._with_rivals(inputs, state, rollout)
         return Facts(subject, state, spec, compiled, pool, inputs)
 
-    async def _spec(self, key: ObjectKey, rollout: JsonObject, kept: Kept) -> tuple[RolloutSpec | None, str]:
+    async def _spec(
+        self, key: ObjectKey, rollout: JsonObject, kept: Kept, exact: bool | None
+    ) -> tuple[RolloutSpec | None, str]:
         raw = rollout.get("spec") or {}
         probes: dict[str, ProbeSet] = {}
         for name in probe_names(raw.get("gates") or []):
@@ -124,9 +139,9 @@ class Gatherer:
             except NotFound:
                 found = None
             probes[name] = probe_set(found)
-        version = rollout["metadata"].get("generation"), tuple(sorted(probes.items()))
+        version = rollout["metadata"].get("generation"), tuple(sorted(probes.items())), exact
         if kept.parsed is None or kept.parsed[0] != version:
-            kept.parsed = version, _parsed(raw, probes)
+            kept.parsed = version, _parsed(raw, probes, exact)
         return kept.parsed[1]
 
     def _members(self, cache: JsonObject | None) -> list[NodeView]:
@@ -134,30 +149,51 @@ class Gatherer:
             return []
         return self._deps.fleet.members(cache["metadata"]["namespace"], cache["spec"]["poolRef"]["name"])
 
-    def _compile(
-        self, key: ObjectKey, cache: JsonObject | None, spec: RolloutSpec | None, kept: Kept
+    async def _compile(
+        self, key: ObjectKey, cache: JsonObject | None, rollout: JsonObject, kept: Kept
     ) -> Compiled:
-        if cache is None or spec is None:
+        candidate = (rollout.get("spec") or {}).get("candidate")
+        if cache is None or not candidate:
             return Compiled(CandidateView())
         store = self._deps.store
-        selector = store.get(ObjectKey(Kind.KV_SELECTOR, key.namespace, spec.selector_name))
-        names = [tier["tierClassName"] for tier in cache["spec"]["tiers"]]
+        name = selector_named(candidate, cache)
+        selector = store.get(ObjectKey(Kind.KV_SELECTOR, key.namespace, name)) if name else None
+        names = tier_class_names(candidate, cache)
         classes = {name: store.get(ObjectKey(Kind.TIER_CLASS, "", name)) for name in names}
         present = {name: obj for name, obj in classes.items() if obj is not None}
         view = cache_view(cache)
         baseline = view.baseline if view else None
+        running = None if candidate.get("selectorRef") else await self._running(key, baseline, kept)
         # Compiling is milliseconds of validation; its inputs are these versions and nothing else.
-        sources = [cache, *([selector] if selector else []), *present.values()]
+        sources = [cache, rollout, *([selector] if selector else []), *present.values()]
         versions = (
             baseline,
+            running is None,
             *((obj["metadata"]["uid"], obj["metadata"].get("generation")) for obj in sources),
         )
         if kept.compiled is None or kept.compiled[0] != versions:
-            fresh = compile_candidate(cache, baseline, selector, spec.selector_name, present)
+            fresh = compile_candidate(candidate, Sources(cache, baseline, running, name, selector, present))
             kept.compiled = versions, fresh
         compiled = kept.compiled[1]
         digest = compiled.view.ref.digest if compiled.view.ref else ""
         return replace(compiled, view=replace(compiled.view, prior_shares=spent_shares(cache, digest)))
+
+    async def _running(
+        self, key: ObjectKey, baseline: ManifestRef | None, kept: Kept
+    ) -> RuntimeManifest | None:
+        """The baseline's manifest, which never changes under its digest; None when it cannot be read."""
+        if baseline is None:
+            return None
+        if kept.running is None or kept.running[0] != baseline.digest:
+            where = ObjectKey(Kind.CONTROLLER_REVISION, key.namespace, baseline.revision)
+            try:
+                revision = read_revision(await self._deps.api.get(where))
+                if revision.digest != baseline.digest:
+                    return None
+                kept.running = baseline.digest, RuntimeManifest.parse(revision.data)
+            except (NotFound, RevisionDamaged, ManifestError):
+                return None
+        return kept.running[1]
 
     async def _pool(
         self,
@@ -260,9 +296,11 @@ def _known_rate(kept: Kept, state: RolloutState) -> float:
     return kept.rate
 
 
-def _parsed(raw: JsonObject, probes: dict[str, ProbeSet]) -> tuple[RolloutSpec | None, str]:
+def _parsed(
+    raw: JsonObject, probes: dict[str, ProbeSet], exact: bool | None
+) -> tuple[RolloutSpec | None, str]:
     try:
-        return parse_spec(raw, probes), ""
+        return parse_spec(raw, probes, exact=exact), ""
     except ValueError as error:
         return None, str(error)
 

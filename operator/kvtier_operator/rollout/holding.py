@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvtier_operator.rollout.adopting import adopt
 from kvtier_operator.rollout.agentwatch import agents_against, exclude, holds, watch_agents
 from kvtier_operator.rollout.evaluation import (
     all_pass,
@@ -50,6 +51,7 @@ from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import (
     MAX_RESUMES,
     Blocker,
+    CandidateClass,
     Cause,
     OnInsufficient,
     OnLeaseExpired,
@@ -280,7 +282,8 @@ def _onward(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | No
 def promote(
     state: RolloutState, inputs: Inputs, spec: RolloutSpec, why: str, overridden: bool = False
 ) -> Plan:
-    """To the next rung, or from the last one to Completed with the candidate approved beside the baseline."""
+    """To the next rung, or from the last one to Completed: an exact candidate becomes the baseline, an
+    approximate one is approved beside it."""
     step = current_step(state, spec)
     following = spec.after(step)
     if overridden:
@@ -289,6 +292,8 @@ def promote(
     overridden = overridden or state.overridden
     if following is not None:
         return enter_step(state, inputs, spec, following, why, overridden=overridden)
+    if state.candidate is not None and state.candidate.kind is CandidateClass.EXACT:
+        return adopt(replace(state, overridden=overridden), inputs, why)
     expires = inputs.now + APPROVAL_SECONDS
     target = replace(
         state,

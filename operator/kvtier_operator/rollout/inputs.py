@@ -166,11 +166,13 @@ class ApproveCandidate:
 @dataclass(frozen=True)
 class FenceMove:
     """One compare-and-swap on the KVCache: fence `expected` to `new`, and with it what is approved, and how
-    many parts of the candidate digest's false-promotion budget are used (0: unchanged)."""
+    many parts of the candidate digest's false-promotion budget are used (0: unchanged). adopt: the candidate
+    becomes the baseline, in the place of the one that the state names."""
 
     expected: int
     new: int
     approve: ApproveCandidate | None = None
+    adopt: bool = False
     clear_approved: bool = False
     shares: int = 0
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtier_evidence.carry import Carry
+from kvtier_operator.rollout.adopting import finish_adoption, half_adopted
 from kvtier_operator.rollout.conditions import EVIDENCE_SLOW, slow_evidence, with_conditions
 from kvtier_operator.rollout.evaluation import all_pass, record_look
 from kvtier_operator.rollout.holding import plan_against, plan_holding, promote
@@ -50,6 +51,8 @@ def _plan(state: RolloutState, inputs: Inputs) -> Plan:
     leaving = inputs.cache is None or inputs.cache.deleting
     if leaving and (active or state.phase is Phase.ROLLING_BACK):
         return _cache_gone(state, inputs)
+    if half_adopted(state, inputs):
+        return finish_adoption(state, inputs)
     if inputs.spec is None and active:
         return roll_back(state, inputs, Cause.INPUT_DRIFT, f"the spec cannot be run: {inputs.spec_error}")
     if inputs.deleting and active:

@@ -55,6 +55,7 @@ def advance(
     notice: Notice | None = None,
     spans: tuple[SpanNote, ...] = (),
     approve: ApproveCandidate | None = None,
+    adopt: bool = False,
     clear_approved: bool = False,
     new_window: bool = False,
 ) -> Plan:
@@ -75,6 +76,7 @@ def advance(
             expected=cache.fence,
             new=fence,
             approve=approve,
+            adopt=adopt,
             clear_approved=clear_approved or own_leftover,
             shares=target.shares if target.shares != state.shares else 0,
         ),

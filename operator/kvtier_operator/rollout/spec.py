@@ -81,7 +81,6 @@ class RolloutSpec:
 
     cache_name: str
     selector_name: str
-    unsupported: str
     ladder: tuple[Step, ...]
     gates: tuple[GateDeclaration, ...]
     gates_digest: str
@@ -149,17 +148,20 @@ def short_hash(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def parse_spec(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet] | None = None) -> RolloutSpec:
-    """`probes` by the name of their ConfigMap. Raises SpecError naming the field."""
+def parse_spec(
+    spec: Mapping[str, Any], probes: Mapping[str, ProbeSet] | None = None, *, exact: bool | None = None
+) -> RolloutSpec:
+    """`probes` by the name of their ConfigMap. `exact`: what the candidate compiled to; None: it did not, so
+    that its form tells. Raises SpecError naming the field."""
     try:
-        return _parse(spec, probes or {})
+        return _parse(spec, probes or {}, exact)
     except (QuantityError, LimitError) as error:
         raise SpecError(str(error)) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise SpecError(f"spec is incomplete: {error}") from error
 
 
-def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> RolloutSpec:
+def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet], compiled: bool | None) -> RolloutSpec:
     candidate = dict(spec["candidate"])
     stages = list(spec.get("stages") or [])
     evidence = dict(spec.get("evidence") or {})
@@ -171,7 +173,7 @@ def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> RolloutSp
     gates = declarations(list(spec.get("gates") or []), probes)
     declared_effect = evidence.get("designEffect")
     effect = None if declared_effect is None else parse_decimal(declared_effect, "spec.evidence.designEffect")
-    exact = not (candidate.get("selectorRef") or {})
+    exact = not (candidate.get("selectorRef") or {}) if compiled is None else compiled
     digest = gates_digest(gates, exact=exact, design_effect=effect, settle=settle, warmup=warmup)
     window_parts = {
         name: spec.get(name) for name in ("stages", "errorBudget", "leaseTTL", "blastRadius", "gates")
@@ -179,7 +181,6 @@ def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> RolloutSp
     return RolloutSpec(
         cache_name=str(spec["cacheRef"]["name"]),
         selector_name=str((candidate.get("selectorRef") or {}).get("name", "")),
-        unsupported=_unsupported(candidate),
         ladder=ladder,
         gates=gates,
         gates_digest=digest,
@@ -210,12 +211,6 @@ def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> RolloutSp
 def _seconds(spec: Mapping[str, Any], name: str, default: float) -> float:
     value = spec.get(name)
     return default if value is None else parse_duration(value, f"spec.{name}")
-
-
-def _unsupported(candidate: Mapping[str, Any]) -> str:
-    if candidate.get("fromCacheSpec"):
-        return "candidate.fromCacheSpec"
-    return "candidate.overrides" if candidate.get("overrides") else ""
 
 
 def _intent(raw: Mapping[str, Any] | None) -> Intent | None:

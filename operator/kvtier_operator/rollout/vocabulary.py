@@ -111,6 +111,7 @@ class Blocker(StrEnum):
     GATE_MISSING = "GateMissing"
     PROBE_SET_SMALL = "ProbeSetTooSmall"
     NO_CHANGE = "NoChange"
+    NEEDS_OWN_ENGINE = "NeedsOwnEngine"
     CONTRACT_FORBIDS = "ContractForbids"
     CACHE_MISSING = "CacheMissing"
     CACHE_BUSY = "CacheBusy"
@@ -126,6 +127,7 @@ INVALIDATING: frozenset[Blocker] = frozenset(
         Blocker.SPEC_INVALID,
         Blocker.GATE_MISSING,
         Blocker.NO_CHANGE,
+        Blocker.NEEDS_OWN_ENGINE,
         Blocker.CONTRACT_FORBIDS,
     }
 )

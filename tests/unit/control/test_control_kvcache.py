@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_operator.ports import CACHE_FINALIZER, Conflict, JsonObject, Kind, ObjectKey, Requeue
+from kvtier_operator.ports import CACHE_FINALIZER, Conflict, JsonObject, Kind, ObjectKey, Requeue, add_op
 from kvtier_operator.reconcile.kvcache import REMOVAL_GRACE, KVCacheReconciler
+from kvtier_operator.reconcile.kvcache_refs import resolve
+from kvtier_operator.revisions import Role, revision_manifest
 from tests.unit.control.control_fakes import Bench, Crash
 from tests.unit.control.control_objects import (
     agent_pool,
@@ -90,6 +92,67 @@ async def test_a_crash_after_any_write_is_completed_by_the_next_operator(crash_a
     assert cache["status"]["fence"] >= 1
     revisions = [key for key in bench.api.objects if key.kind is Kind.CONTROLLER_REVISION]
     assert len(revisions) == 1
+
+
+async def adopted_by_a_rollout(bench: Bench) -> str:
+    """Settled, then edited, and its edited spec swapped in as a rollout does it; returns the new digest."""
+    await settle(bench)
+    cache = bench.api.objects[KEY]
+    cache["spec"]["placement"] = {"policy": "headGroups", "headGroups": {"stagingBytes": "8Mi"}}
+    cache["metadata"]["generation"] = 2
+    bench.api.catch_up()
+    assert conditions(await settle(bench))["SpecApplied"] == ("False", "RolloutRequired")
+    wanted = resolve(cache, bench.store).exact
+    assert wanted is not None
+    digest = wanted.digest()
+    kept = revision_manifest(cache, wanted.canonical(), digest, Role.CANDIDATE, 2)
+    await bench.api.apply(kept)
+    swap = {"digest": digest, "revision": kept["metadata"]["name"]}
+    fence = cache["status"]["fence"]
+    ops = [add_op("/status/baseline", swap), add_op("/status/fence", fence + 5)]
+    await bench.api.compare_and_swap(KEY, ops)
+    return digest
+
+
+async def test_a_baseline_that_a_rollout_brought_is_applied_and_the_spec_with_it() -> None:
+    bench = bench_with()
+    digest = await adopted_by_a_rollout(bench)
+    cache = await settle(bench)
+    assert {node: held[UID] for node, held in bench.agents.caches.items()} == {
+        node: [cache["status"]["fence"], digest] for node in ("a", "b")
+    }
+    assert conditions(cache)["SpecApplied"] == ("True", "Applied")
+    assert conditions(cache)["BaselineVerified"] == ("True", "Proved")
+
+
+async def test_a_status_lost_after_an_adoption_is_rebuilt_with_the_adopted_baseline() -> None:
+    bench = bench_with()
+    digest = await adopted_by_a_rollout(bench)
+    cache = await settle(bench)
+    del cache["status"]
+    bench.api.catch_up()
+    assert (await settle(bench))["status"]["baseline"]["digest"] == digest
+
+
+async def test_a_baseline_that_comes_back_is_the_newest_label_again() -> None:
+    """Forth and back by two rollouts: the labels follow `status.baseline`, not the order of creation."""
+    bench = bench_with()
+    first = (await settle(bench))["status"]["baseline"]
+    await adopted_by_a_rollout(bench)
+    cache = await settle(bench)
+    await bench.api.compare_and_swap(KEY, [add_op("/status/baseline", first)])
+    await settle(bench)
+    del cache["status"]
+    bench.api.catch_up()
+    assert (await settle(bench))["status"]["baseline"]["digest"] == first["digest"]
+
+
+async def test_a_damaged_revision_of_another_manifest_is_no_fault_of_the_baseline() -> None:
+    bench = bench_with()
+    await settle(bench)
+    damaged = revision_manifest(bench.api.objects[KEY], b"{}", f"sha256:{'0' * 64}", Role.CANDIDATE, 9)
+    await bench.api.apply(damaged)
+    assert conditions(await settle(bench))["Ready"] == ("True", "BaselineServed")
 
 
 async def test_a_stale_view_cannot_adopt_twice() -> None:

@@ -45,6 +45,7 @@ from kvtier_operator.ports import (
 )
 from kvtier_operator.proofs import nonce_digest
 from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
+from kvtier_operator.revisions import Role, revision_manifest
 from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import GateVerdict, Look
 from kvtier_operator.rollout.moves import current_step
@@ -314,7 +315,9 @@ class AgentSim:
     def _content(request: Any) -> str:
         copied = type(request)()
         copied.CopyFrom(request)
-        copied.boot_id, copied.nonce = "", b""
+        for name in ("boot_id", "nonce"):
+            if name in copied.DESCRIPTOR.fields_by_name:
+                copied.ClearField(name)
         return hashlib.sha256(copied.SerializeToString(deterministic=True)).hexdigest()
 
     def grant(self, request: control.GrantRequest) -> control.GrantResponse:
@@ -363,6 +366,14 @@ class AgentSim:
         answer.proof.highest_fence = self.book.highest(self.cache_uid)
         answer.proof.nonce_digest = nonce_digest(request.nonce, baseline, "", self.boot_id)
         return answer
+
+    def apply(self, fence: int, digest: str) -> None:
+        """As the KVCache's reconcile would have it: another baseline under a higher fence."""
+        request = control.ApplyBaselineRequest(boot_id=self.boot_id, digest=digest)
+        request.fence.value = fence
+        if self.judge(request, CommandKind.APPLY) is Judgement.ADVANCE:
+            self.core.revoke("BaselineApplied")
+        self.baseline = digest
 
     def renew(self, request: control.RenewRequest) -> control.RenewResponse:
         answer = control.RenewResponse(boot_id=self.boot_id)
@@ -569,10 +580,12 @@ class World:
             if key.kind is Kind.TIER_CLASS
         }
         model = KVCache.model_validate(cache)
-        self.baseline = (
-            compile_manifest(model, cache["metadata"]["uid"], "serving", classes, None).exact().digest()
-        )
-        cache["status"] = {"baseline": {"digest": self.baseline, "revision": "chat-base"}, "fence": 1}
+        exact = compile_manifest(model, cache["metadata"]["uid"], "serving", classes, None).exact()
+        self.baseline = exact.digest()
+        kept = revision_manifest(cache, exact.canonical(), self.baseline, Role.BASELINE, 1)
+        self.api.put(kept)
+        reference = {"digest": self.baseline, "revision": kept["metadata"]["name"]}
+        cache["status"] = {"baseline": reference, "fence": 1}
 
     def add_node(self, name: str) -> AgentSim:
         sim = AgentSim(name, self.clock, self.api.objects[self.cache_key]["metadata"]["uid"], self.baseline)
@@ -611,6 +624,13 @@ class World:
         if verb != "Abort":
             body |= {"expectedStage": stage or self.status["stage"], "expectedStep": step}
         self.edit(intent=body)
+
+    def converge(self) -> None:
+        """What the KVCache's reconcile does with agents that run another baseline than its status names."""
+        cache = self.cache_status
+        for sim in self.sims.values():
+            if sim.alive and not sim.cut_off and sim.baseline != cache["baseline"]["digest"]:
+                sim.apply(cache["fence"], cache["baseline"]["digest"])
 
     @property
     def status(self) -> JsonObject:
@@ -664,6 +684,15 @@ class World:
                 self.clock.seconds += self.dead_for
                 self.restart()
         raise AssertionError("the rollout conflicts with itself")
+
+    async def pass_once(self) -> None:
+        """One call of reconcile by an operator that, once killed, is replaced and does not act yet."""
+        try:
+            await self.operator.reconcile(self.rollout)
+        except Conflict:
+            return
+        except Killed:
+            self.restart()
 
     def renew(self) -> None:
         """What the renewal loop does, for every agent that answers, only while both fences agree."""

@@ -31,6 +31,7 @@ class Outcome:
     stage: str
     cause: str
     approved: str
+    baseline: str
     holders: tuple[str, ...]
     restored: tuple[int, int]
     finalizers: int
@@ -57,6 +58,13 @@ async def is_edited_in_canary(world: World) -> None:
     await settle(world, "Progressing", "Canary")
     world.edit(candidate={"selectorRef": {"name": "quest-32"}})
     await settle(world, "Completed")
+
+
+async def becomes_the_baseline(world: World) -> None:
+    placement = {"policy": "headGroups", "headGroups": {"stagingBytes": "8Mi"}}
+    world.edit(candidate={"overrides": {"placement": placement}}, gates=[])
+    await settle(world, "Completed")
+    world.converge()
 
 
 async def is_revoked_after_completion(world: World) -> None:
@@ -96,6 +104,7 @@ def outcome(world: World) -> Outcome:
         stage="" if gone else status["stage"],
         cause=rollback.get("cause", ""),
         approved=(world.cache_status.get("approved") or {}).get("digest", ""),
+        baseline=world.cache_status["baseline"]["digest"],
         holders=tuple(held(world)),
         restored=(rollback.get("agentsRestored", 0), rollback.get("agentsTotal", 0)),
         finalizers=len(finalizers),
@@ -105,6 +114,7 @@ def outcome(world: World) -> Outcome:
 Scenario = Callable[[World], Awaitable[None]]
 SCENARIOS: list[Scenario] = [
     completes,
+    becomes_the_baseline,
     fails_in_ramp,
     is_aborted_in_canary,
     is_edited_in_canary,
@@ -130,7 +140,9 @@ async def test_killed_at_every_effect(scenario: Scenario) -> None:
         assert world.api.writes <= writes + EXTRA_WRITES, where
 
 
-@pytest.mark.parametrize("scenario", [completes, fails_in_ramp], ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(
+    "scenario", [completes, becomes_the_baseline, fails_in_ramp], ids=lambda scenario: scenario.__name__
+)
 async def test_dead_for_longer_than_a_lease_at_every_effect(scenario: Scenario) -> None:
     """Agents return alone, the next operator finds LeaseExpired, resumes the same step, and still arrives."""
     reference = World(stages=STAGES)

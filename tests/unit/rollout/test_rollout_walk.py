@@ -236,8 +236,8 @@ async def test_long_grant_is_extended_before_it_ends() -> None:
 @pytest.mark.parametrize(
     ("candidate", "reason"),
     [
-        pytest.param({"fromCacheSpec": True}, "NotImplemented", id="fromCacheSpec"),
-        pytest.param({"overrides": {"admission": {"queue": 9}}}, "NotImplemented", id="overrides"),
+        pytest.param({"fromCacheSpec": True}, "NoChange", id="spec-is-served-already"),
+        pytest.param({"overrides": {"admission": {"queue": 9}}}, "NotImplemented", id="admission"),
         pytest.param({"selectorRef": {"name": "nobody"}}, "ReferenceMissing", id="missing-selector"),
     ],
 )
