@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from kvtier_operator.ports import Clock, Conflict, NotLeader, ObjectKey, Reconciler, Requeue, TelemetryPort
+from kvtier_operator.ports import (
+    AgentError,
+    ApiError,
+    Clock,
+    Conflict,
+    NotLeader,
+    ObjectKey,
+    Reconciler,
+    Requeue,
+    TelemetryPort,
+)
 from kvtier_operator.queue import Added, Backoff, QueueState
 
 _log = logging.getLogger(__name__)
@@ -151,8 +161,9 @@ class Controller:
         started = self._clock.monotonic()
         result = Result.CANCELLED
         requeue: float | None = None
+        asked = 0.0
         try:
-            result, requeue = await self._traced(key)
+            result, requeue, asked = await self._traced(key)
         finally:
             now = self._clock.monotonic()
             self._metrics.reconciled(self._kind, result.value, now - started)
@@ -164,12 +175,13 @@ class Controller:
                 # The gate closes before the election says so; until then, at once would be a hot loop.
                 self._state.succeeded(key, now, NOT_LEADER_SECONDS)
             else:
-                self._state.failed(key, now)
+                self._state.failed(key, now, asked)
             self._metrics.queue_depth(self._kind, len(self._state))
             self._changed.set()
         return result
 
-    async def _traced(self, key: ObjectKey) -> tuple[Result, float | None]:
+    async def _traced(self, key: ObjectKey) -> tuple[Result, float | None, float]:
+        """What became of it, when it wants to run again, and for how long it was asked to wait."""
         attributes = {
             "kvtier.resource.kind": self._kind,
             "kvtier.resource.namespace": key.namespace,
@@ -177,6 +189,7 @@ class Controller:
         }
         result = Result.DONE
         requeue: float | None = None
+        asked = 0.0
         try:
             with self._telemetry.span(f"reconcile {self._kind}", attributes) as span:
                 try:
@@ -186,6 +199,8 @@ class Controller:
                         result, requeue = Result.REQUEUE, outcome.after_seconds
                 except Exception as error:
                     result = _classify(error)
+                    if isinstance(error, ApiError | AgentError):
+                        asked = error.retry_after_seconds
                     raise
                 finally:
                     span.set_attribute("kvtier.reconcile.result", result.value)
@@ -195,7 +210,7 @@ class Controller:
             _log.warning("reconcile passed its deadline", extra={"object": str(key)})
         except Exception:
             _log.exception("reconcile failed", extra={"object": str(key)})
-        return result, requeue
+        return result, requeue, asked
 
 
 def _classify(error: Exception) -> Result:

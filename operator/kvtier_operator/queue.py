@@ -127,12 +127,14 @@ class QueueState:
         if wanted:
             self._schedule(key, min(wanted))
 
-    def failed(self, key: ObjectKey, now: float) -> float:
-        """Ends a run that failed; returns the delay in seconds until the next."""
+    def failed(self, key: ObjectKey, now: float, asked_seconds: float = 0.0) -> float:
+        """Ends a run that failed; returns the delay in seconds until the next. asked_seconds: how long the
+        other side wants to be left alone, at most the backoff's limit; no event cuts that short."""
         count = self._failures[key] = self._failures.get(key, 0) + 1
         again = self._running.pop(key)
-        delay = self._backoff.delay(count, self._randomness())
-        floor = now + min(delay, self._settle * count)
+        asked = min(asked_seconds, self._backoff.limit_seconds)
+        delay = max(asked, self._backoff.delay(count, self._randomness()))
+        floor = now + max(asked, min(delay, self._settle * count))
         self._not_before[key] = floor
         when = now + delay
         if again is not None:

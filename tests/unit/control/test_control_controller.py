@@ -16,7 +16,16 @@ from prometheus_client import CollectorRegistry
 from kvtier_operator.clock import SystemClock
 from kvtier_operator.controller import NOT_LEADER_SECONDS, Controller, Limits
 from kvtier_operator.metrics import Metrics
-from kvtier_operator.ports import Conflict, Done, Kind, NotLeader, ObjectKey, ReconcileOutcome, Requeue
+from kvtier_operator.ports import (
+    ApiError,
+    Conflict,
+    Done,
+    Kind,
+    NotLeader,
+    ObjectKey,
+    ReconcileOutcome,
+    Requeue,
+)
 from kvtier_operator.queue import Backoff
 from kvtier_operator.telemetry import build_telemetry
 
@@ -91,7 +100,7 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def running(**limits: object) -> AsyncIterator[Bench]:
-    bench = Bench(Limits(backoff=QUICK, **limits))  # type: ignore[arg-type]
+    bench = Bench(Limits(**({"backoff": QUICK} | limits)))  # type: ignore[arg-type]
     task = asyncio.create_task(bench.controller.run())
     bench.controller.lead()
     try:
@@ -130,6 +139,17 @@ async def test_each_outcome_is_named_retried_and_traced(
     first = bench.spans.get_finished_spans()[0]
     assert (first.status.status_code is StatusCode.ERROR) == bad_span
     assert bool(first.events) == bad_span  # a normal retry records no exception
+
+
+async def test_a_server_that_asks_for_time_gets_it_whatever_else_arrives() -> None:
+    async with running(backoff=Backoff(0.001, 5.0)) as bench:
+        bench.reconciler.script = [refuse(ApiError(429, "TooManyRequests", "busy", 0.3))]
+        bench.controller.add(key("a"))
+        await bench.reconciler.until(1)
+        ended = time.monotonic()
+        bench.controller.add(key("a"))
+        await bench.reconciler.until(2)
+        assert time.monotonic() - ended > 0.28
 
 
 async def test_a_closed_gate_is_not_run_against_in_a_hot_loop() -> None:

@@ -92,6 +92,19 @@ def test_an_event_cuts_a_long_backoff_short_but_makes_no_hot_loop() -> None:
     assert taken(state, now + 1) == "a"  # but far earlier than the 30 s
 
 
+@pytest.mark.parametrize(
+    "asked,waits", [(0.5, 1.0), (20.0, 20.0), (1e9, 60.0)], ids=["shorter", "longer", "absurd"]
+)
+def test_who_asks_to_be_left_alone_is_whatever_arrives(asked: float, waits: float) -> None:
+    state = queue(randomness=1.0)
+    state.add(key("a"), 0)
+    state.take(0)
+    assert state.failed(key("a"), 0, asked) == waits
+    state.add(key("a"), 0)
+    assert taken(state, min(asked, 60.0) * 0.99) == ""
+    assert taken(state, waits) == "a"
+
+
 def test_a_full_queue_refuses_new_keys_and_says_so() -> None:
     state = queue(bound=2)
     assert [state.add(key(name), 0) for name in "abc"] == [Added.QUEUED, Added.QUEUED, Added.REFUSED]
