@@ -51,6 +51,7 @@ class Kind(StrEnum):
     SERVICE = "Service"
     SERVICE_ACCOUNT = "ServiceAccount"
     ROLE_BINDING = "RoleBinding"
+    JOB = "Job"
     EVENT = "Event"
 
 

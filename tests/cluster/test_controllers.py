@@ -230,6 +230,49 @@ def served(world: World) -> Iterator[Served]:
         agent.cleanup()
 
 
+def test_a_probe_job_gets_a_pod_without_rights_and_goes_with_its_rollout(
+    world: World, served: Served
+) -> None:
+    """Also: an edited plan ends the Job of the one before."""
+    namespace = served.namespace
+
+    def edit(seed: int) -> None:
+        body = {"model": {"path": "/models/tiny"}, "tasks": ["passkey"], "lengths": [128], "seeds": [seed]}
+        apply(world.cluster, {**probes(namespace), "data": {"plan.json": json.dumps(body)}})
+
+    def jobs() -> list[dict[str, Any]]:
+        return list(world.cluster.get("jobs", "-n", namespace)["items"])
+
+    edit(1)
+    first = eventually(lambda: [job["metadata"]["name"] for job in jobs()], 40, what="a Job is made")
+    own = ("pods", "-n", namespace, "-l", f"batch.kubernetes.io/job-name={first[0]}")
+    [pod] = eventually(lambda: world.cluster.get(*own)["items"], 30, what="the Job controller makes its Pod")
+    assert pod["spec"]["serviceAccountName"] == first[0]
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert not any("projected" in volume for volume in pod["spec"]["volumes"]), "no token is mounted"
+    [container] = pod["spec"]["containers"]
+    assert container["image"] == "kvtier/agent:test"
+    assert f"--candidate={served.agent.state.candidate(served.uid)}" in container["args"]
+    account = f"system:serviceaccount:{namespace}:{first[0]}"
+    asked = ("auth", "can-i", "get", "configmaps", "-n", namespace, f"--as={account}")
+    assert world.cluster.kubectl(*asked, check=False).stdout.strip() == "no"
+    edit(2)
+    eventually(
+        lambda: [job["metadata"]["name"] for job in jobs() if job["metadata"]["name"] not in first],
+        40,
+        what="the edited plan has a Job of its own",
+    )
+    eventually(lambda: first[0] not in [job["metadata"]["name"] for job in jobs()], 30, what="the old ends")
+    world.cluster.kubectl("delete", "kvrollout", "rollout", "-n", namespace, "--timeout=30s")
+    eventually(lambda: not jobs(), 30, what="the Job is collected")
+    for kind in ("serviceaccounts", "pods"):
+        eventually(
+            lambda kind=kind: not [one for one in world.names(kind, namespace) if "-probe-" in one],
+            30,
+            what=f"its {kind} are collected",
+        )
+
+
 def test_revisions_go_with_their_cache(world: World, served: Served) -> None:
     world.cluster.kubectl("delete", "kvrollout", "rollout", "-n", served.namespace, "--timeout=30s")
 

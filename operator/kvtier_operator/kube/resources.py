@@ -49,6 +49,7 @@ RESOURCES: dict[Kind, Resource] = {
         Resource(Kind.SERVICE, "", "v1", "services", True),
         Resource(Kind.SERVICE_ACCOUNT, "", "v1", "serviceaccounts", True),
         Resource(Kind.ROLE_BINDING, "rbac.authorization.k8s.io", "v1", "rolebindings", True),
+        Resource(Kind.JOB, "batch", "v1", "jobs", True),
         Resource(Kind.EVENT, "events.k8s.io", "v1", "events", True),
     )
 }

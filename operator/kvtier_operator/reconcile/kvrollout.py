@@ -28,6 +28,7 @@ from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run, reference
 from kvtier_operator.rollout.inputs import Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
+from kvtier_operator.rollout.probing import ProbeJobs
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.status import StatusUnreadable, as_written
 from kvtier_operator.rollout.vocabulary import Phase, Stage
@@ -49,6 +50,7 @@ class KVRolloutReconciler:
         self._feed = feed or EvidenceFeed(deps.agents, deps.clock)
         self._gatherer = Gatherer(deps, self._feed)
         self._messenger = Messenger(deps)
+        self._probes = ProbeJobs(deps)
         self._kept: dict[str, Kept] = {}
         self._uids: dict[ObjectKey, str] = {}
 
@@ -111,6 +113,7 @@ class KVRolloutReconciler:
                 return None
             await self._send(facts, plan.state, fresh, kept, run)
             return None
+        await self._probes.tend(facts.subject, facts.spec, plan.state, facts.pool.views, kept.probing)
         if plan.requeue_after <= 0:
             return Done()
         return Requeue(plan.requeue_after, str(plan.state.stage))

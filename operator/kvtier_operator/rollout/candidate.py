@@ -7,8 +7,6 @@ the stage of a rollout.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +21,11 @@ from kvtier_crds.models.kvselector import KVSelector
 from kvtier_crds.models.tierclass import TierClass
 from kvtier_operator.ports import JsonObject
 from kvtier_operator.revisions import revision_name
-from kvtier_operator.rollout.gateset import ProbeSet
 from kvtier_operator.rollout.inputs import CandidateView
 from kvtier_operator.rollout.state import CandidateRef, ManifestRef
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass
 from kvtier_operator.selectors import refusal
 
-PLAN_KEY = "plan.json"
 OVERRIDABLE = ("placement", "tiers")
 
 
@@ -165,18 +161,3 @@ def spent_shares(cache: JsonObject, digest: str) -> int:
     """Parts of the digest's false-promotion budget used on this cache, by whichever rollout."""
     rows = (cache.get("status") or {}).get("digestBudget") or []
     return next((int(row["attempts"]) for row in rows if row["digest"] == digest), 0)
-
-
-def probe_set(config_map: JsonObject | None) -> ProbeSet:
-    """Size and digest of an evaluation plan; size 0 when there is none that can be read."""
-    data: dict[str, Any] = (config_map or {}).get("data") or {}
-    text = data.get(PLAN_KEY)
-    if text is None and len(data) == 1:
-        text = next(iter(data.values()))
-    try:
-        prompts = json.loads(text)["prompts"] if text else []
-    except (ValueError, TypeError, KeyError):
-        return ProbeSet("", 0)
-    if not isinstance(prompts, list) or not prompts:
-        return ProbeSet("", 0)
-    return ProbeSet(f"sha256:{hashlib.sha256(str(text).encode()).hexdigest()}", len(prompts))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from kvtier_operator.rollout.foresight import Foresight, foresee, step_needs
 from kvtier_operator.rollout.inputs import Inputs
 from kvtier_operator.rollout.moves import current_step
+from kvtier_operator.rollout.probesets import probe_fault
 from kvtier_operator.rollout.state import Condition, RolloutState
 from kvtier_operator.rollout.vocabulary import (
     Blocker,
@@ -30,6 +31,7 @@ _FEASIBILITY = frozenset(
         Blocker.SPEC_INVALID,
         Blocker.GATE_MISSING,
         Blocker.PROBE_SET_SMALL,
+        Blocker.PROBE_PLAN_INVALID,
         Blocker.NO_CHANGE,
         Blocker.NEEDS_OWN_ENGINE,
         Blocker.CONTRACT_FORBIDS,
@@ -163,4 +165,11 @@ def _degraded(state: RolloutState, inputs: Inputs) -> Finding:
         return "True", "ProviderError", f"{broken[0].name}: {broken[0].reason}{whose}"
     if state.phase is Phase.ROLLING_BACK and state.rollback and state.rollback.revoked_at:
         return "True", "BaselineUnproved", f"missing {', '.join(state.rollback.missing[:6])}"
+    if state.holds_candidate and inputs.spec is not None:
+        # Its gate has no evidence: a plan that is broken now, or a Job that nobody runs.
+        unusable, why = probe_fault(inputs.spec.probes)
+        if unusable is not Blocker.NONE:
+            return "True", str(unusable), why
+        if inputs.probe_trouble is not None:
+            return "True", *inputs.probe_trouble
     return "False", "AsExpected", ""

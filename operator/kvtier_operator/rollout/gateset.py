@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
@@ -19,16 +19,22 @@ from kvtier_evidence.gatespec import GateDeclaration, with_defaults
 from kvtier_evidence.limits import LimitError, parse_quantile
 from kvtier_evidence.metrics import Scope
 from kvtier_evidence.metrics import Stage as EvidenceStage
+from kvtier_evidence.probeplan import ProbePlan
 
 PROBE_SET = "ProbeSet"
 
 
 @dataclass(frozen=True, order=True)
 class ProbeSet:
-    """What a probeRef's ConfigMap holds: how many prompts, and the digest of all of it."""
+    """What a probeRef's ConfigMap holds: how many prompts, and the digest of all of it. problem: why it
+    cannot be used, empty when it can; missing: there is none. key: of its data, where the plan's text is."""
 
     digest: str
     size: int
+    missing: bool = False
+    problem: str = ""
+    plan: ProbePlan | None = field(default=None, compare=False, repr=False)
+    key: str = ""
 
 
 def declarations(

@@ -17,7 +17,6 @@ from kvtier_operator.rollout.candidate import (
     Compiled,
     Sources,
     compile_candidate,
-    probe_set,
     selector_named,
     spent_shares,
     tier_class_names,
@@ -30,6 +29,8 @@ from kvtier_operator.rollout.holders import gone
 from kvtier_operator.rollout.inputs import AgentView, Approved, CacheView, CandidateView, Inputs, Look
 from kvtier_operator.rollout.moves import is_mine
 from kvtier_operator.rollout.observe import Memory, Observer, Pool, unasked
+from kvtier_operator.rollout.probesets import probe_set
+from kvtier_operator.rollout.probing import Probing
 from kvtier_operator.rollout.rivals import busy_with, superseded_by
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
@@ -60,6 +61,7 @@ class Kept:
     last_look: Look | None = None
     rate: float = 0.0
     unreadable: str = ""
+    probing: Probing = field(default_factory=Probing)
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Gatherer:
             look=run.look,
             last_look=kept.last_look,
             rate=_known_rate(kept, state),
+            probe_trouble=kept.probing.trouble,
             quiet_since=self._quiet_since(now),
             ttl=_duration(rollout, "ttlAfterFinished", 0.0),
             lease_ttl=_duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL),

@@ -131,7 +131,8 @@ class Inputs:
     pass or window. ttl: seconds that a finished rollout is kept. lease_ttl: seconds, also of a spec that
     cannot be run. approved_ttl: of the rollout whose candidate the cache holds approved. rate: requests a
     second in the blast radius, 0 when not known. quiet_since: when this process became leader; it knows
-    nothing of renewals sent before that."""
+    nothing of renewals sent before that. probe_trouble: reason and sentence of a probe Job that makes no
+    evidence."""
 
     now: float
     uid: str
@@ -154,6 +155,7 @@ class Inputs:
     lease_ttl: float = DEFAULT_LEASE_TTL
     approved_ttl: float = DEFAULT_LEASE_TTL
     rate: float = 0.0
+    probe_trouble: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -77,12 +77,14 @@ class BlastRadius:
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """`window_hash` covers what opens a new window when edited; `candidate_hash` what opens a new attempt."""
+    """`window_hash` covers what opens a new window when edited; `candidate_hash` what opens a new attempt.
+    probes: by the name of their ConfigMap."""
 
     cache_name: str
     selector_name: str
     ladder: tuple[Step, ...]
     gates: tuple[GateDeclaration, ...]
+    probes: tuple[tuple[str, ProbeSet], ...]
     gates_digest: str
     design_effect: Decimal | None
     exact: bool
@@ -183,6 +185,7 @@ def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet], compiled: bo
         selector_name=str((candidate.get("selectorRef") or {}).get("name", "")),
         ladder=ladder,
         gates=gates,
+        probes=tuple(sorted(probes.items())),
         gates_digest=digest,
         design_effect=effect,
         exact=exact,

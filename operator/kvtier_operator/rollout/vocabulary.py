@@ -110,6 +110,7 @@ class Blocker(StrEnum):
     SPEC_INVALID = "SpecInvalid"
     GATE_MISSING = "GateMissing"
     PROBE_SET_SMALL = "ProbeSetTooSmall"
+    PROBE_PLAN_INVALID = "ProbePlanInvalid"
     NO_CHANGE = "NoChange"
     NEEDS_OWN_ENGINE = "NeedsOwnEngine"
     CONTRACT_FORBIDS = "ContractForbids"

@@ -25,6 +25,7 @@ from kvtier_operator.rollout.moves import (
     revoked,
     stage_span,
 )
+from kvtier_operator.rollout.probesets import probe_fault
 from kvtier_operator.rollout.returning import RETRY_SECONDS, end_unbegun, new_attempt
 from kvtier_operator.rollout.state import Revocation, RolloutState
 from kvtier_operator.rollout.vocabulary import INVALIDATING, Blocker, CandidateClass, Cause, Phase, Stage
@@ -52,6 +53,9 @@ def find_blocker(state: RolloutState, inputs: Inputs) -> tuple[Blocker, str]:
         metric = missing_for_approximate(spec.gates)
         if metric:
             return Blocker.GATE_MISSING, f"an approximate candidate needs a gate on {metric}"
+    unusable, why = probe_fault(spec.probes)
+    if unusable is not Blocker.NONE:
+        return unusable, why
     few = too_few_prompts(spec, max(state.shares, candidate.prior_shares) + 1)
     if few:
         return Blocker.PROBE_SET_SMALL, f"{few}; scope ProbeSet judges a finite set by itself"

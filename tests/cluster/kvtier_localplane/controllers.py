@@ -1,7 +1,8 @@
 """kube-controller-manager of a local control plane: what it needs, how it is called, whether it is up.
 
-Garbage collection, namespaces, DaemonSets and service accounts are controllers, not the API server: without
-them owner references are not collected and namespaces stay Terminating. It must not know our resources.
+Garbage collection, namespaces, DaemonSets, Jobs and service accounts are controllers, not the API server:
+without them owner references are not collected and namespaces stay Terminating. It must not know our
+resources.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ CONTROLLERS = (
     "clusterrole-aggregation-controller",
     "daemonset-controller",
     "garbage-collector-controller",
+    "job-controller",
     "namespace-controller",
     "root-ca-certificate-publisher-controller",
     "serviceaccount-controller",
     "serviceaccount-token-controller",
+    "ttl-after-finished-controller",
     "validatingadmissionpolicy-status-controller",
 )
 
