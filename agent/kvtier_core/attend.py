@@ -39,7 +39,7 @@ class Attended:
     """out: float32 [Nq, Hq, d]. bytes_by_tier: payload bytes read, by tier name. stall_seconds: computation
     waited for blocks; transfer_seconds: blocks were on their way. peak_buffer_bytes: of the buffers held at
     once. promised_bytes: of blocks that were on their way before the frame came. receipts: of states that
-    were formed elsewhere."""
+    were formed elsewhere. read: the state of the rows that were read, where others stand for the rest."""
 
     out: Tensor
     bytes_by_tier: dict[str, int]
@@ -48,6 +48,7 @@ class Attended:
     peak_buffer_bytes: int = 0
     promised_bytes: int = 0
     receipts: int = 0
+    read: AttentionState | None = None
 
     @property
     def hidden_seconds(self) -> float:
@@ -228,6 +229,7 @@ class Attention:
             stream.buffer_bytes,
             stream.promised_blocks * self._store.layout.payload_bytes,
             0 if reduction is None else reduction.receipts,
+            None if exact else total,
         )
 
     def _full(self, read: ChunkRead) -> bool:

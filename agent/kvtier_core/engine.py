@@ -44,11 +44,13 @@ from kvtier_core.receipts import (
 from kvtier_core.resident import ResidentDecode, ResidentFrame
 from kvtier_core.selectors.base import LayerIndex
 from kvtier_core.selectors.families_of import ANYTHING, Families
+from kvtier_core.selectors.lifecycle.works import IndexWorks
 from kvtier_core.selectors.wanted import Wanted, wanted_by
 from kvtier_core.sessions import NO_LINE, LayerState, RowStore, Session
 from kvtier_core.sharing import SharedBlocks, directory_of, ledger_of, let_go, recoveries
 from kvtier_core.stats import Statistics
-from kvtier_core.step import StepContext, StepRunner
+from kvtier_core.step import StepRunner
+from kvtier_core.stepcontext import StepContext
 from kvtier_core.steporder import check_order, check_shapes
 from kvtier_core.stepplans import WINDOW, StepPlans, contract_terms, held_bytes, measured_rates
 from kvtier_core.streaming import READ_TIMEOUT_SECONDS
@@ -78,13 +80,14 @@ class CacheEngine:
         keys: KeyProvider | None = None,
         rates: Rates | None = None,
         plan_terms: PlanTerms | None = None,
+        indexes: IndexWorks | None = None,
     ) -> None:
         """mounts: by tier class name; their capability says what outlives the process. clock: monotonic
         seconds. reader: runs staged reads ahead of attention; None reads inline. session_name: from the
         session's number; must not repeat in the process. probe: measure each tier now. blocks: run the
         thread that moves shared blocks on; without it somebody pumps. keys: encrypt storage under them.
         rates: what plans are priced with, None: as measured. plan_terms: declared costs and placement
-        preference of plans."""
+        preference of plans. indexes: where selectors' indexes are built; None: in the steps' own time."""
         check_manifest(manifest)
         geometry = manifest.model.geometry
         self._lock = threading.RLock()
@@ -103,7 +106,9 @@ class CacheEngine:
             placement=manifest.placement,
             contract=manifest.contract,
         )
-        self._families = Families(geometry, manifest.page_tokens)
+        self.indexes = indexes or IndexWorks(clock)
+        self._cache = manifest.tenancy.cache_uid
+        self._families = Families(geometry, manifest.page_tokens, self.indexes, self._cache)
         self._sessions: dict[str, Session] = {}
         self._contexts: dict[str, StepContext] = {}
         self._opened = 0
@@ -233,15 +238,12 @@ class CacheEngine:
                 open_grant=grant,
                 producers=[(0, self._runner.producer(self._runner.baseline_digest))],
             )
+            bound = source.digest()
             indexes: list[LayerIndex | None] = [None] * layers
             if family is not None:
-                bound = source.digest()
-                indexes = [
-                    None if layer in family.dense_layers else family.index(bound, layer)
-                    for layer in range(layers)
-                ]
+                indexes = list(family.indexes(bound, layers))
             self._sessions[session_id] = session
-            self._contexts[session_id] = StepContext.opened(session, source.digest(), family, indexes)
+            self._contexts[session_id] = StepContext.opened(session, bound, family, indexes)
             return SessionHandle(session_id, number)
 
     def _number(self) -> int:
@@ -264,7 +266,8 @@ class CacheEngine:
         """Frees what the session holds; returns its rows. SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock:
             session = self._session(session_id, generation)
-            del self._sessions[session_id], self._contexts[session_id]
+            del self._sessions[session_id]
+            self._contexts.pop(session_id).close()
             self._plans.forget(session_id)
             return self._store.drop(session)
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, Need, Surprisal
-from kvtier_crds.manifest import Selector
+from kvtier_crds.manifest import Fallback, Selector
 
 SUPPORT_PARTITION = "supportPartition"
 """The plan of rows that are attended where they are."""
@@ -90,7 +90,9 @@ class StepMode:
     """publish: whose answer is returned. compare: compute both, exact first. The candidate's selector and
     digest are needed for either; a candidate without a selector computes exactly. may_publish is asked when a
     candidate's answer is ready; when it says no, the exact answer is published and the rows are exact's.
-    plan: the name of the only exact plan that may run, for tests; None: the planner's choice."""
+    plan: the name of the only exact plan that may run, for tests; None: the planner's choice. allowed: what
+    the candidate's contract lists besides the exact fetch. audit: the share of the candidate's decode steps
+    of which a layer is graded afterwards, [0, 1]."""
 
     publish: PublishArm = PublishArm.EXACT
     compare: bool = False
@@ -98,6 +100,52 @@ class StepMode:
     candidate_digest: str | None = None
     may_publish: Callable[[], bool] | None = None
     plan: str | None = None
+    allowed: frozenset[Fallback] = frozenset()
+    audit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionFacts:
+    """The evidence for one layer's selection (specification A.12, D.0), of the list with most where lists
+    differ. NaN: the family says nothing of it.
+
+    index_epoch, index_covered: the index that was read, and its rows [0, index_covered); unindexed: rows
+    behind them, all read. asked_tokens, asked_bytes, asked_units: the budget, 0 for the two that it does not
+    count. got_units, got_rows: chosen by score; uncapped: before the cap, dropped_by_cap: what it took.
+    scanned_units: scored; index_bytes: read for it (analytic). threshold: worst score chosen, runner_up: best
+    not chosen; ties: units at the cut that lost by id. omitted_mass: estimated, of the query head with most.
+    certified_mass: a sound lower bound on the share of the attention that was read, of the head with least.
+    widened: doublings of the budget. max_omitted_mass, min_confidence: its gate. failed: the gate failed, so
+    that an exact answer was published in its place, or a declared degradation."""
+
+    family: str
+    variant: str
+    guarantee: str
+    selector_digest: str
+    index_digest: str
+    index_epoch: int
+    index_covered: int
+    unindexed: int
+    asked_tokens: int
+    asked_bytes: int
+    asked_units: int
+    got_units: int
+    got_rows: int
+    uncapped: int
+    dropped_by_cap: int
+    scanned_units: int
+    index_bytes: int
+    threshold: float
+    runner_up: float
+    ties: int
+    seed: int
+    omitted_mass: float
+    confidence: float
+    certified_mass: float
+    widened: int
+    max_omitted_mass: float
+    min_confidence: float
+    failed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +158,8 @@ class StepReceipt:
     position behind the last row. position_epoch: of the session when it answered. plan_kind: the exact
     contract of the plan; failed_plans: those that were run before it, each with why it ended. hidden_seconds:
     reads that computation covered, stall_seconds those that it waited for; peak_buffer_bytes: held at once
-    for blocks on their way; promised_bytes: of blocks that were on their way before the frame came."""
+    for blocks on their way; promised_bytes: of blocks that were on their way before the frame came.
+    selection: what a selector answered for this frame; None: none was asked, or it refused."""
 
     exactness: ExactnessClass
     arm: PublishArm
@@ -133,6 +182,7 @@ class StepReceipt:
     peak_buffer_bytes: int = 0
     promised_bytes: int = 0
     failed_plans: tuple[tuple[str, str], ...] = ()
+    selection: SelectionFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)

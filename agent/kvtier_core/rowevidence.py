@@ -67,11 +67,25 @@ class Evidence:
 
     def first(self, rows: int) -> Evidence:
         """Of the first `rows` rows."""
+        return self.cut(0, rows)
+
+    def cut(self, first: int, last: int) -> Evidence:
+        """Of rows [first, last) of these, views of the same memory."""
         return replace(
             self,
-            queries=None if self.queries is None else self.queries[:rows],
-            hidden=None if self.hidden is None else self.hidden[:rows],
-            surprisal=None if self.surprisal is None else self.surprisal[:rows],
+            queries=None if self.queries is None else self.queries[first:last],
+            hidden=None if self.hidden is None else self.hidden[first:last],
+            surprisal=None if self.surprisal is None else self.surprisal[first:last],
+        )
+
+    def of(self, needs: frozenset[Need]) -> Evidence:
+        """Without what a family with these needs does not learn from. Nobody learns from hidden states: they
+        are of queries."""
+        return replace(
+            self,
+            queries=self.queries if Need.PREFILL_QUERIES in needs else None,
+            hidden=None,
+            surprisal=self.surprisal if Need.SURPRISAL in needs else None,
         )
 
     def kept(self) -> Evidence:

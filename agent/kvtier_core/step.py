@@ -9,21 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvtier_core.attend import Attended
 from kvtier_core.directory import NO_PRODUCER
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Query
-from kvtier_core.identity import edited_support_digest, full_support_digest, selected_support_digest
-from kvtier_core.planner import Plan, plan_rows
+from kvtier_core.identity import edited_support_digest, full_support_digest
+from kvtier_core.planner import plan_rows
 from kvtier_core.positions import PositionView
-from kvtier_core.receiptcheck.contract import check_positions
 from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import (
     Comparison,
@@ -34,74 +28,13 @@ from kvtier_core.receipts import (
     StepReceipt,
     StepRequest,
 )
-from kvtier_core.resident import ResidentLayer
-from kvtier_core.rowevidence import Need
-from kvtier_core.selectors.base import LayerIndex, Selection, SelectorFamily, check_fresh
-from kvtier_core.selectors.fixedcontext import FixedContext
-from kvtier_core.selectors.lateevidence import LateEvidence
-from kvtier_core.selectors.wanted import wanted_by
+from kvtier_core.selectors.base import SelectorFamily
 from kvtier_core.sessions import Append, RowStore, Session
+from kvtier_core.stepcontext import StepContext, decodes
 from kvtier_core.stepplans import StepPlans, plan_named
-from kvtier_core.supports import Support
+from kvtier_core.stepselect import ALL_ROWS, SERVED_EXACTLY, ArmAnswer, Selected, Selecting, facts_of
+from kvtier_crds.manifest import Fallback
 from kvtier_kernels.state import LogitFrame
-
-
-@dataclass(slots=True)
-class StepContext:
-    """What a session's steps need besides its rows. indexes: per layer, None where there is none. resident:
-    what frames on the short way keep, per layer. late: for a family that needs surprisals; fixed: for one
-    whose index takes no rows behind its context."""
-
-    session: Session
-    source_digest: bytes
-    family: SelectorFamily | None
-    indexes: list[LayerIndex | None]
-    resident: list[ResidentLayer | None] = field(default_factory=list)
-    late: LateEvidence | None = None
-    fixed: FixedContext | None = None
-
-    def __post_init__(self) -> None:
-        self.forget_views()
-
-    @classmethod
-    def opened(
-        cls,
-        session: Session,
-        source_digest: bytes,
-        family: SelectorFamily | None,
-        indexes: list[LayerIndex | None],
-    ) -> StepContext:
-        """Of a new session, with what its family needs besides rows."""
-        made = cls(session, source_digest, family, indexes)
-        if family is not None:
-            wanted = wanted_by(family, len(session.layers))
-            made.late = LateEvidence(len(session.layers)) if Need.SURPRISAL in wanted.needs else None
-            made.fixed = FixedContext(session.spec.fixed_context or 0) if wanted.fixed else None
-        return made
-
-    def forked(self, child: Session, source_digest: bytes, indexes: list[LayerIndex | None]) -> StepContext:
-        """Of a session of the same rows."""
-        made = StepContext(child, source_digest, self.family, indexes)
-        made.late = None if self.late is None else self.late.fork()
-        made.fixed = None if self.fixed is None else self.fixed.fork()
-        return made
-
-    def forget_views(self) -> None:
-        """Lets go of what frames on the short way keep."""
-        self.resident = [None] * len(self.session.layers)
-
-
-@dataclass(frozen=True, slots=True)
-class ArmAnswer:
-    """One arm's answer with what it read. selection None: every visible row. failed: plans that were run for
-    it before, each with why it ended."""
-
-    attended: Attended
-    plan: Plan
-    support_digest: str
-    rows: int
-    selection: Selection | None
-    failed: tuple[tuple[str, str], ...] = ()
 
 
 class StepRunner:
@@ -111,6 +44,7 @@ class StepRunner:
         self._store = store
         self._plans = plans
         self._attention = plans.attention
+        self._selecting = Selecting(store, plans.attention)
         self.baseline_digest = baseline_digest
         self._producers: list[str] = []
         self._producer_index: dict[str, int] = {}
@@ -148,7 +82,7 @@ class StepRunner:
                 "these rows exist already with other bytes",
                 {"frontier": session.layers[request.layer].frontier},
             )
-        self._learn(context, request)
+        context.begin(request)
         if request.step != session.step:
             store.start_step(session)
             session.step_first = request.first_query_position
@@ -168,7 +102,7 @@ class StepRunner:
         if approximate:
             self._mark_producer(session, request, mode)
         store.commit(append)
-        self._index(context, append, request)
+        context.take(append, request)
         if not repeat:
             session.step, session.layer = request.step, request.layer
         session.committed = max(session.committed, request.committed_frontier)
@@ -188,29 +122,35 @@ class StepRunner:
         frame = LogitFrame(context.session.spec.score_scale)
         query = Query(request.q, request.first_query_position, frame, request.deadline)
         wants_candidate = mode.publish is PublishArm.CANDIDATE or mode.compare
+        selecting, session = self._selecting, context.session
         exact: ArmAnswer | None = None
         candidate: ArmAnswer | None = None
-        fallback = ""
+        chosen = ALL_ROWS
         if mode.publish is PublishArm.EXACT or mode.compare or not wants_candidate:
             exact = self._exact(append, query, visible, request, mode)
         if wants_candidate:
-            candidate, fallback = self._candidate(context, request, family, append, query, visible)
-            if candidate is None:
-                exact = exact or self._exact(append, query, visible, request, mode)
-        publishes = mode.publish is PublishArm.CANDIDATE and not fallback
+            chosen = selecting.ask(context, request, family, append, query, visible, mode)
+            if chosen.selection is not None and not chosen.fallback:
+                candidate = selecting.attend(chosen.selection, append, query, visible)
+            elif exact is None:
+                exact, candidate = self._instead(append, query, visible, request, mode, chosen)
+        fallback = chosen.fallback
+        publishes = mode.publish is PublishArm.CANDIDATE and (not fallback or candidate is not None)
         if publishes and mode.may_publish is not None and not mode.may_publish():
             publishes, fallback = False, Reason.LEASE_EXPIRED.value
             exact = exact or self._exact(append, query, visible, request, mode)
         published = candidate if publishes and candidate is not None else exact
         assert published is not None
         comparison = None
-        if mode.compare and exact is not None and not fallback:
-            comparison = self._compare(context.session, exact, candidate or exact, visible)
-        decode = _decodes(context.session, request)
+        if mode.compare and exact is not None and (not fallback or fallback in SERVED_EXACTLY):
+            comparison = self._compare(session, exact, candidate or exact, visible)
+        decode = decodes(context.session, request)
         approximate = publishes and family is not None and decode and family.omits(visible)
         arm = PublishArm.CANDIDATE if publishes else PublishArm.EXACT
         digest = mode.candidate_digest if publishes and mode.candidate_digest else self.baseline_digest
-        receipt = self._receipt(context.session, published, arm, digest, fallback, visible)
+        receipt = self._receipt(session, published, arm, digest, fallback, visible)
+        told = facts_of(chosen.selection, None if candidate is None else candidate.attended.read, visible)
+        receipt = dataclasses.replace(receipt, selection=told)
         view = context.session.positions
         check_step(
             receipt,
@@ -220,6 +160,27 @@ class StepRunner:
             support=_view_digest(view, visible) if view.edited else None,
         )
         return StepAnswer(published.attended.out, receipt, comparison), approximate
+
+    def _instead(
+        self,
+        append: Append,
+        query: Query,
+        visible: int,
+        request: StepRequest,
+        mode: StepMode,
+        chosen: Selected,
+    ) -> tuple[ArmAnswer | None, ArmAnswer | None]:
+        """What is published where no selection may be: the exact answer, and behind it, when no exact way
+        ends in time and the contract says so, an uncertain selection as a declared degradation (B.8, rows 3
+        to 6). DEADLINE, NO_LEGAL_PATH: neither."""
+        try:
+            return self._exact(append, query, visible, request, mode), None
+        except CoreError as error:
+            degraded = chosen.selection is not None and Fallback.DEGRADE in mode.allowed
+            if not degraded or error.reason not in (Reason.DEADLINE, Reason.NO_LEGAL_PATH):
+                raise
+        assert chosen.selection is not None
+        return None, self._selecting.attend(chosen.selection, append, query, visible)
 
     def promise_next(self, context: StepContext, request: StepRequest) -> None:
         """What a frame on the short way promised. A layer that was in place when it was last attended has
@@ -250,58 +211,6 @@ class StepRunner:
         )
         digest = full_support_digest(visible)
         return ArmAnswer(planned.attended, planned.plan, digest, visible, None, planned.failed)
-
-    def _candidate(
-        self,
-        context: StepContext,
-        request: StepRequest,
-        family: SelectorFamily | None,
-        append: Append,
-        query: Query,
-        visible: int,
-    ) -> tuple[ArmAnswer | None, str]:
-        """The candidate's answer; None when it reads every row, so that the exact one is it. The text is the
-        reason of an exact fetch in its place (B.8, row 3: always allowed), empty for none."""
-        decode = _decodes(context.session, request)
-        if family is None or not decode or request.layer in family.dense_layers or not family.omits(visible):
-            return None, ""
-        index = context.indexes[request.layer]
-        try:
-            if context.session.positions.edited:
-                raise CoreError(Reason.INDEX_STALE, "no index is of rows that were dropped or moved")
-            if index is None:
-                raise CoreError(
-                    Reason.NO_CANDIDATE, "the session was not opened under a grant: it has no index"
-                )
-            check_fresh(index, family, context.source_digest)
-            if context.fixed is not None:
-                context.fixed.check_complete()
-            tail = append.k if append.k.shape[0] else None
-            hidden = request.evidence.hidden
-            selection = index.select(
-                request.q,
-                visible,
-                query.frame.scale,
-                tail,
-                None if hidden is None else hidden[-1:],
-                request.hidden_layer,
-            )
-            for rows in selection.positions:
-                check_positions(rows, visible)
-        except CoreError as error:
-            return None, error.reason.value
-        chunks = self._chunks(selection.positions)
-        plan = plan_rows(self._store, append, visible, chunks)
-        support = Support(selection.positions, selection.log_weight, selection.complete)
-        attended = self._attention.selected(plan, append, query, support)
-        digest = selected_support_digest(visible, selection.positions)
-        most = max(len(rows) for rows in selection.positions)
-        return ArmAnswer(attended, plan, digest, most, selection), ""
-
-    def _chunks(self, positions: Sequence[NDArray[np.int64]]) -> list[int]:
-        size = self._store.layout.chunk_tokens
-        found = np.unique(np.concatenate([rows // size for rows in positions]))
-        return [int(chunk) for chunk in found]
 
     @staticmethod
     def _compare(session: Session, exact: ArmAnswer, candidate: ArmAnswer, visible: int) -> Comparison:
@@ -367,43 +276,6 @@ class StepRunner:
             for line in state.lines[first // size :]:
                 self._store.directory.producer[line] = producer
 
-    @staticmethod
-    def _index(context: StepContext, append: Append, request: StepRequest) -> None:
-        index = context.indexes[append.layer]
-        if index is None or not append.k.shape[0]:
-            return
-        k, v, evidence = append.k, append.v, request.evidence
-        if context.fixed is not None:
-            inside = context.fixed.within(request.step, append.first, int(k.shape[0]))
-            k, v, evidence = k[:inside], v[:inside], evidence.first(inside)
-            if not inside:
-                return
-        if context.late is None:
-            index.append(append.first, k, v, evidence)
-        else:
-            context.late.hold(append.layer, append.first, k, v, evidence)
-            context.late.deliver(append.layer, index.append)
-
-    @staticmethod
-    def _learn(context: StepContext, request: StepRequest) -> None:
-        """Takes surprisals that come with the frame, and hands rows that waited for them to the layer's
-        index. They are of tokens and not of the frame, so they stay when it is refused. EVENT_BOUNDARY."""
-        late, layer = context.late, request.layer
-        if late is None:
-            return
-        if request.surprisal is not None:
-            rows = max(state.frontier for state in context.session.layers)
-            late.take(request.surprisal, max(rows, request.first_row_position + int(request.k.shape[0])))
-        index = context.indexes[layer]
-        if index is not None:
-            late.deliver(layer, index.append)
-
 
 def _view_digest(view: PositionView, visible: int) -> str:
     return edited_support_digest([(part.first, part.last, part.position) for part in view.upto(visible)])
-
-
-def _decodes(session: Session, request: StepRequest) -> bool:
-    """Whether the step is one query. A single query that ends a prefill's last block is none: a prefill is
-    read whole wherever its blocks end."""
-    return request.q.shape[0] == 1 and request.first_query_position == session.step_first

@@ -25,7 +25,7 @@ from kvtier_core.edits.requests import Drop, EditAnswer, EditRequest, ForkReques
 from kvtier_core.identity import SourceBinding
 from kvtier_core.positions import PositionView
 from kvtier_core.rope import rope_table
-from kvtier_core.selectors.base import LayerIndex, SelectorFamily
+from kvtier_core.selectors.base import LayerIndex, SelectorFamily, close_indexes
 from kvtier_core.selectors.fixedcontext import FixedContext
 from kvtier_core.selectors.lateevidence import LateEvidence
 from kvtier_core.sessions import RowStore
@@ -151,6 +151,7 @@ class Edits:
         # What comes next begins a step, of any number; what was sent before is no repeat of it.
         session.step = -1
         context.source_digest = source.digest()
+        close_indexes(context.indexes)
         context.indexes[:] = indexes
         if context.late is not None:
             context.late.cut(frontier)
@@ -177,17 +178,19 @@ class Edits:
         digest = source.digest()
         if context.fixed is not None:
             rows = min(rows, context.fixed.extent)
-        built: list[LayerIndex | None] = []
-        for layer, state in enumerate(layers):
-            if layer in family.dense_layers:
-                built.append(None)
-                continue
-            index = family.index(digest, layer)
-            for chunk, first in enumerate(range(0, rows, size)):
-                patience.check()
-                payload = self._store.read_rows(state.lines[chunk], patience.deadline)
-                index.append(first, *self._store.layout.rows(payload, min(size, rows - first)))
-            built.append(index)
+        built = list(family.indexes(digest, len(layers)))
+        try:
+            for index, state in zip(built, layers, strict=True):
+                if index is None:
+                    continue
+                for chunk, first in enumerate(range(0, rows, size)):
+                    patience.check()
+                    payload = self._store.read_rows(state.lines[chunk], patience.deadline)
+                    index.append(first, *self._store.layout.rows(payload, min(size, rows - first)))
+                index.end_rows()
+        except BaseException:
+            close_indexes(built)
+            raise
         return built
 
     # Fork.

@@ -8,7 +8,7 @@ know tiers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, Need
 from kvtier_core.selectors.contract import SelectionReceipt, Shape
+from kvtier_core.selectors.lifecycle.works import IndexWorks
 from kvtier_crds.manifest import Selector
 from kvtier_kernels.state import AttentionState
 
@@ -30,7 +31,10 @@ class Selection:
     persistent ones, of the list with most. threshold and runner_up: the worst score chosen and the best not
     chosen (-inf: none). index_generation: of the index that was asked. log_weight: added to the logits of
     `positions`. complete: makes the answer's state of that of the rows read, where something stands for the
-    others. receipt: the family's own evidence."""
+    others. receipt: the family's own evidence. certified: a sound lower bound on the share of the attention
+    that was read, one a query head, from the state of the rows read; None without one. widened: doublings of
+    the budget that led to it. limits: largest omitted mass and least confidence of its gate, NaN for none;
+    uncertain: it fails them."""
 
     positions: tuple[NDArray[np.int64], ...]
     chosen_units: tuple[NDArray[np.int64], ...]
@@ -42,6 +46,10 @@ class Selection:
     log_weight: tuple[NDArray[np.float32], ...] | None = None
     complete: Callable[[AttentionState], AttentionState] | None = None
     receipt: SelectionReceipt | None = None
+    certified: Callable[[AttentionState], tuple[float, ...] | None] | None = None
+    widened: int = 0
+    limits: tuple[float, float] = (math.nan, math.nan)
+    uncertain: bool = False
 
     @property
     def omitted_mass(self) -> float:
@@ -77,10 +85,21 @@ class LayerIndex(Protocol):
         tail: Tensor | None = None,
         hidden: Tensor | None = None,
         hidden_layer: int | None = None,
+        may_widen: bool = False,
     ) -> Selection:
         """Rows for the queries `q` [1, Hq, d] over rows [0, rows). scale: the session's factor on q.k. tail:
         keys [n, Hk, d] of the last rows. hidden: [1, d_model], the input of layer `hidden_layer`, None: not
-        said. Typed refusal when the index is stale."""
+        said. may_widen: whether more may be read than the budget pays when the gate fails. Typed refusals
+        when the index is stale, late or absent, and of the gate."""
+
+    def end_rows(self) -> None:
+        """All rows of a step are here."""
+
+    def decode(self) -> None:
+        """A decode step asks of the session: what came until now is its prompt."""
+
+    def close(self) -> None:
+        """Ends the whole session's indexes. Idempotent."""
 
 
 class SelectorFamily(Protocol):
@@ -95,7 +114,16 @@ class SelectorFamily(Protocol):
     def omits(self, rows: int) -> bool:
         """Whether a query over `rows` rows would leave some unread: the same for all layers."""
 
-    def index(self, source_digest: bytes, layer: int) -> LayerIndex: ...
+    def indexes(self, source_digest: bytes, layers: int) -> Sequence[LayerIndex | None]:
+        """Of a new session of a model of `layers` layers; None for those that read every row. Whoever asks
+        closes them."""
+
+
+def close_indexes(indexes: Sequence[LayerIndex | None]) -> None:
+    """Of a session that ends, or whose rows are others now."""
+    for index in indexes:
+        if index is not None:
+            index.close()
 
 
 def check_fresh(index: LayerIndex, family: SelectorFamily, source_digest: bytes) -> None:
@@ -118,10 +146,13 @@ def build_family(
     kv_heads: int,
     head_dim: int,
     given: frozenset[Need] = ONLY_QUERIES,
+    works: IndexWorks | None = None,
+    cache: str = "",
 ) -> SelectorFamily:
-    """The family a manifest names. given: what the engine sends. MANIFEST_INVALID with the legal families,
-    UNSUPPORTED with what the engine does not send and the family needs."""
+    """The family a manifest names. given: what the engine sends. works: where indexes are built, None: where
+    they are asked; cache: whose they are. MANIFEST_INVALID with the legal families, UNSUPPORTED with what the
+    engine does not send and the family needs."""
     from kvtier_core.selectors.live import LiveFamily
 
     shape = Shape(query_heads, kv_heads, head_dim, head_dim**-0.5)
-    return LiveFamily(selector, shape, page_tokens, given)
+    return LiveFamily(selector, shape, page_tokens, given, works, cache)

@@ -70,7 +70,9 @@ class EditCost(StrEnum):
 class FamilyFacts:
     """What a family is, whatever its parameters. variant: "" for the published algorithm. fixed_size: a query
     of a given budget reads as many units whatever it asks (threshold methods do not). key_frame: what is
-    indexed: "rope" (as attended), "preRope" or "centred". estimates: receipts state the mass left out."""
+    indexed: "rope" (as attended), "preRope" or "centred". estimates: receipts state the mass left out.
+    incremental: an index is the same however its rows were cut into a build and appends; False: it learns
+    from the rows that it is built over."""
 
     family: str
     unit: Unit
@@ -85,6 +87,7 @@ class FamilyFacts:
     fixed_size: bool = True
     key_frame: str = "rope"
     estimates: bool = False
+    incremental: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,8 @@ class Query:
     float32 [1, d_model], the input of the previous layer, for families that rehearse. seed: of this draw, for
     families that sample per query. tail: keys float32 [t, Hk, d] of the rows [rows - t, rows) that no index
     covers yet, for families that weigh what is always read; None: not given. position: at which q is rotated;
-    None: rows - 1. hidden_layer: whose input `hidden` is; None: not said."""
+    None: rows - 1. hidden_layer: whose input `hidden` is; None: not said. outside: rows behind the index that
+    may be read without it, where that is more than the family's own limit."""
 
     q: Tensor
     rows: int
@@ -128,6 +132,7 @@ class Query:
     tail: Tensor | None = None
     position: int | None = None
     hidden_layer: int | None = None
+    outside: int = 0
 
 
 class CapPolicy(StrEnum):
@@ -329,7 +334,8 @@ class Family(Protocol):
 
 
 def check_index(index: Index, family: Family, query: Query, *, tail: int) -> int:
-    """Whether `index` may answer `query`; returns how many rows it does not cover, at most `tail`.
+    """Whether `index` may answer `query`; returns how many rows it does not cover, at most `tail` or what the
+    query allows.
 
     SELECTOR_STALE: built for other parameters. LAYER_DISTANCE: of another layer. IDENTITY_MISMATCH: of
     another source. POSITION_CONTRACT_MISMATCH: of another position epoch. INDEX_STALE: it covers rows that
@@ -356,6 +362,7 @@ def check_index(index: Index, family: Family, query: Query, *, tail: int) -> int
     if facts.covered > query.rows:
         raise CoreError(Reason.INDEX_STALE, f"the index covers {facts.covered} rows, there are {query.rows}")
     lag = query.rows - facts.covered
+    tail = max(tail, query.outside)
     if lag > tail:
         raise CoreError(
             Reason.INDEX_FRONTIER_LAG,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvtier_core.rowevidence import Need
 from kvtier_core.selectors.base import SelectorFamily, build_family
+from kvtier_core.selectors.lifecycle.works import IndexWorks
 from kvtier_crds.manifest import Geometry, Selector
 
 ANYTHING = frozenset(Need)
@@ -19,9 +20,14 @@ _MOST = 64
 class Families:
     """Threads may ask at once: a family made twice is the same one, what counts is its digest."""
 
-    def __init__(self, geometry: Geometry, page_tokens: int) -> None:
+    def __init__(
+        self, geometry: Geometry, page_tokens: int, works: IndexWorks | None = None, cache: str = ""
+    ) -> None:
+        """works: where the families' indexes are built; cache: whose they are."""
         self._geometry = geometry
         self._page_tokens = page_tokens
+        self._works = works
+        self._cache = cache
         self._made: dict[tuple[str, frozenset[Need]], SelectorFamily] = {}
 
     def of(self, selector: Selector, given: frozenset[Need]) -> SelectorFamily:
@@ -37,6 +43,8 @@ class Families:
                 kv_heads=self._geometry.kv_heads,
                 head_dim=self._geometry.head_dim,
                 given=given,
+                works=self._works,
+                cache=self._cache,
             )
             if len(self._made) >= _MOST:
                 self._made = {}

@@ -53,6 +53,12 @@ class Growing:
         return view
 
     @property
+    def buffer(self) -> tuple[int, int]:
+        """Where the shared array lies and its bytes, reserved ones included."""
+        array = self._store.array
+        return int(array.__array_interface__["data"][0]), array.nbytes
+
+    @property
     def tensor(self) -> Tensor:
         """The same memory as a tensor [length, ...]; tensors cannot be read-only, so nobody writes to it."""
         return torch.from_numpy(self._store.array[: self._length])
@@ -104,6 +110,12 @@ class GrowingColumns:
         view = self._store.array[..., : self._length]
         view.flags.writeable = False
         return view
+
+    @property
+    def buffer(self) -> tuple[int, int]:
+        """Where the shared array lies and its bytes, reserved ones included."""
+        array = self._store.array
+        return int(array.__array_interface__["data"][0]), array.nbytes
 
     @property
     def tensor(self) -> Tensor:

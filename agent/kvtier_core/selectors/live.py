@@ -1,58 +1,39 @@
-"""A family of the contract at work in a session: its index follows the rows, its gate judges each selection.
+"""A family of the contract at work in a session: its indexes follow the rows, its gate judges each selection.
 
-Why it exists: a step appends rows and asks for a selection; a family is pure and its indexes never change.
-Here is the one place that holds the current index of a layer. It must not know tiers or plans.
+Why it exists: a step hands over rows and asks for a selection; a family is pure and its indexes never change.
+Here the two meet: rows go to the works that build indexes beside the steps, and a selection is made with
+whatever index is published when it is asked. It must not know tiers, plans or threads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from decimal import Decimal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, LayerWeights, Need, joined
+from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, LayerWeights, Need
 from kvtier_core.selectors.base import Selection
-from kvtier_core.selectors.contract import (
-    Family,
-    Index,
-    Query,
-    Scope,
-    SelectionReceipt,
-    Shape,
-    Source,
-)
+from kvtier_core.selectors.contract import Family, Query, Scope, Shape, Source
 from kvtier_core.selectors.contract import Selection as Chosen
 from kvtier_core.selectors.families.registry import make_family
+from kvtier_core.selectors.gates import NO_LIMITS, GateFailed, Judged, gate_of, judged
+from kvtier_core.selectors.lifecycle.life import Block, LayerLife
+from kvtier_core.selectors.lifecycle.works import IndexWorks, Name, SessionLives
 from kvtier_crds.manifest import Selector
 
 GIVEN = ONLY_QUERIES
 """What every session gives to an index besides its rows."""
+APPEND_ROWS = 16
+"""Rows of one append, at most: each is a job, and those that wait for it are read by every query."""
+OUTSIDE_ROWS = 64
+"""Rows behind the published index that a query may read without it; with more it is answered exactly."""
 
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """When a selection is too uncertain to be published (B.8). None: not judged."""
-
-    max_omitted: float | None
-    min_confidence: float | None
-
-    def check(self, receipt: SelectionReceipt) -> None:
-        """GATE_FAILED with the numbers."""
-        omitted = max(receipt.omitted_mass or (0.0,))
-        if self.max_omitted is not None and omitted > self.max_omitted:
-            raise CoreError(
-                Reason.GATE_FAILED,
-                f"an estimated {omitted:.4g} of the attention is left out, {self.max_omitted:g} may be",
-                {"omitted": omitted, "limit": self.max_omitted},
-            )
-        if self.min_confidence is not None and (receipt.confidence or 0.0) < self.min_confidence:
-            raise CoreError(
-                Reason.GATE_FAILED,
-                f"the confidence is {receipt.confidence}, {self.min_confidence:g} is wanted",
-            )
+_LATE = (Reason.DEPENDENCY_UNPUBLISHED, Reason.INDEX_FRONTIER_LAG)
+"""Refusals that end when the index has caught up."""
 
 
 class LiveFamily:
@@ -60,112 +41,138 @@ class LiveFamily:
     query; no index depends on it."""
 
     def __init__(
-        self, selector: Selector, shape: Shape, page_tokens: int, given: frozenset[Need] = ONLY_QUERIES
+        self,
+        selector: Selector,
+        shape: Shape,
+        page_tokens: int,
+        given: frozenset[Need] = ONLY_QUERIES,
+        works: IndexWorks | None = None,
+        cache: str = "",
     ) -> None:
-        """given: what the engine sends with its frames. MANIFEST_INVALID for what the manifest promises and
-        this agent cannot keep; UNSUPPORTED, with the fact `missing`, for what the family needs and the engine
-        does not send."""
+        """given: what the engine sends with its frames. works: where indexes are built; None: in the thread
+        that brings rows or asks. cache: names the cache in what is counted. MANIFEST_INVALID for what the
+        manifest promises and this agent cannot keep; UNSUPPORTED, with the fact `missing`, for what the
+        family needs and the engine does not send."""
         self._selector = selector
         self._page_tokens = page_tokens
-        self._by_scale: dict[float, Family] = {}
-        self.family = self._family = make_family(selector, shape, page_tokens)
-        missing = sorted(self._family.facts.needs - given)
+        self._made: dict[tuple[float, int], Family | None] = {}
+        self.family = make_family(selector, shape, page_tokens)
+        missing = sorted(self.family.facts.needs - given)
         if missing:
             raise CoreError(
                 Reason.UNSUPPORTED,
                 f"{selector.family} needs {', '.join(missing)}, which this engine does not send",
                 {"missing": ",".join(missing)},
             )
-        self.gate = _gate(selector, self._family)
-        self._by_scale[shape.scale] = self._family
+        self.gate = gate_of(selector, self.family.facts.estimates)
+        self.works = works or IndexWorks(lambda: 0.0)
+        self.name = Name(cache, self.family.facts.family, self.family.digest)
 
     @property
     def digest(self) -> str:
-        return self._family.digest
+        return self.family.digest
 
     @property
     def dense_layers(self) -> frozenset[int]:
-        return self._family.dense_layers
+        return self.family.dense_layers
 
     def omits(self, rows: int) -> bool:
-        return self._family.omits(rows)
+        return self.family.omits(rows)
 
     def index(self, source_digest: bytes, layer: int) -> LiveIndex:
-        return LiveIndex(self, Source(source_digest, layer))
+        """One layer, as if the session had no other."""
+        return self._opened(source_digest, [layer])[0]
 
-    def at(self, scale: float) -> Family:
-        """The family for attention with that factor on q.k."""
-        found = self._by_scale.get(scale)
-        if found is None:
-            shape = replace(self._family.shape, scale=scale)
-            found = make_family(self._selector, shape, self._page_tokens)
-            self._by_scale = {scale: found}
+    def indexes(self, source_digest: bytes, layers: int) -> list[LiveIndex | None]:
+        """Of a session of a model of `layers` layers; None for those that read every row."""
+        own = [layer for layer in range(layers) if layer not in self.dense_layers]
+        found: list[LiveIndex | None] = [None] * layers
+        for layer, index in zip(own, self._opened(source_digest, own), strict=True):
+            found[layer] = index
         return found
+
+    def _opened(self, source_digest: bytes, layers: Sequence[int]) -> list[LiveIndex]:
+        block = min(self._page_tokens, APPEND_ROWS)
+        lives = [LayerLife(self.family, Source(source_digest, layer), block) for layer in layers]
+        session = self.works.open(self.name, lives)
+        return [LiveIndex(self, session, life) for life in lives]
+
+    def at(self, scale: float, doublings: int = 0) -> Family | None:
+        """The family for attention with that factor on q.k and its budget doubled so often; None when the
+        family takes no such budget."""
+        key = (scale, doublings)
+        if key not in self._made:
+            if len(self._made) > 16:
+                self._made.clear()
+            self._made[key] = self._family(scale, doublings)
+        return self._made[key]
+
+    def _family(self, scale: float, doublings: int) -> Family | None:
+        selector = self._selector
+        if doublings:
+            budget = selector.budget
+            given = {"tokens": budget.tokens, "bytes": budget.bytes, "units": budget.units}
+            wider = {name: count << doublings for name, count in given.items() if count is not None}
+            selector = selector.model_copy(update={"budget": budget.model_copy(update=wider)})
+        try:
+            made = make_family(selector, replace(self.family.shape, scale=scale), self._page_tokens)
+        except CoreError:
+            if not doublings:
+                raise
+            return None
+        if not doublings:
+            return made
+        # No index depends on the budget, so that one serves them all; receipts say how often it was doubled.
+        return cast(Family, replace(cast(Any, made), digest=self.family.digest))
 
 
 class LiveIndex:
-    """One layer of one session: the newest index, published as a whole by one assignment.
+    """One layer of one session. Rows are taken at once and built into an index later; a selection is made
+    with the index that is published, and reads the rows behind it besides."""
 
-    Rows wait until somebody asks: a family that learns from the prompt (codebooks, clusters) is built once
-    over all of it, however the prefill was cut into frames. The first selection pays for the build. A family
-    of fixed contexts keeps that index; it reads all rows behind it."""
-
-    def __init__(self, live: LiveFamily, source: Source) -> None:
+    def __init__(self, live: LiveFamily, session: SessionLives, life: LayerLife) -> None:
         self._live = live
-        self._source = source
-        self.source_digest = source.digest
+        self._session = session
+        self.life = life
+        self.source_digest = life.source.digest
         self.selector_digest = live.digest
-        self._index: Index | None = None
-        self._waiting: list[tuple[Tensor, Tensor, Evidence]] = []
-        self._weights: LayerWeights | None = None
-        self._covered = 0
 
     @property
     def generation(self) -> int:
-        return 0 if self._index is None else self._index.facts.epoch
+        """The epoch of the published index; 0: none."""
+        published = self.life.published
+        return 0 if published is None else published.epoch
 
     @property
     def covered(self) -> int:
         """Rows that are in the index or wait for it."""
-        return self._covered
+        return self.life.arrived
 
     def weights(self, weights: LayerWeights) -> None:
         """What evidence that comes without weights is completed by."""
-        self._weights = weights
+        self._live.works.give_weights(self.life, weights)
 
     def append(self, first: int, k: Tensor, v: Tensor, evidence: Evidence = NO_EVIDENCE) -> None:
         """Rows k, v [n, Hk, d] at [first, first + n), and what the engine gives with them. SUPPORT_GAP unless
         first is `covered`."""
-        if first != self._covered:
-            raise CoreError(
-                Reason.SUPPORT_GAP,
-                f"the index covers rows [0, {self._covered}), these start at {first}",
-                {"covered": self._covered, "first": first},
-            )
-        # Copies: rows of a frame may be a view of all that came with it, queries included.
-        self._waiting.append((k.clone(), v.clone(), evidence.kept()))
         if evidence.weights is not None:
-            self._weights = evidence.weights
-        self._covered += int(k.shape[0])
+            self.weights(evidence.weights)
+        # Copies: rows of a frame may be a view of all that came with it, queries included.
+        kept = evidence.of(self._live.family.facts.needs).kept()
+        self._live.works.arrive(self.life, Block(first, k.clone(), v.clone(), kept))
 
-    def _current(self) -> Index:
-        """The index over all rows that came. SUPPORT_GAP without any."""
-        index, family = self._index, self._live.family
-        if self._waiting:
-            k, v = (
-                torch.cat([rows[0] for rows in self._waiting]),
-                torch.cat([rows[1] for rows in self._waiting]),
-            )
-            evidence = replace(joined([rows[2] for rows in self._waiting]), weights=self._weights)
-            if index is None:
-                index = family.build(self._source, k, v, evidence)
-            elif family.facts.appendable:
-                index = family.append(index, k, v, evidence)
-            self._index = index
-            self._waiting.clear()
-        if index is None:
-            raise CoreError(Reason.SUPPORT_GAP, "the index covers no row yet")
-        return index
+    def end_rows(self) -> None:
+        """All rows of a step are here."""
+        self._live.works.end_rows(self.life)
+
+    def decode(self) -> None:
+        """A decode step asks of this session: what came until now is its prompt."""
+        if not self.life.decoding:
+            self._live.works.decode(self._session.lives)
+
+    def close(self) -> None:
+        """Ends the whole session's indexes. Idempotent."""
+        self._live.works.close(self._session)
 
     def select(
         self,
@@ -175,26 +182,60 @@ class LiveIndex:
         tail: Tensor | None = None,
         hidden: Tensor | None = None,
         hidden_layer: int | None = None,
+        may_widen: bool = False,
     ) -> Selection:
-        """Rows for q [1, Hq, d] over rows [0, rows). tail: keys of rows that are not covered yet. hidden:
-        [1, d_model], the input of layer `hidden_layer`, None: not said. UNSUPPORTED for more queries,
-        SUPPORT_GAP without rows, GATE_FAILED, and what the family refuses."""
+        """Rows for q [1, Hq, d] over rows [0, rows). tail: keys of the last of them, which no index has.
+        hidden: [1, d_model], the input of layer `hidden_layer`, None: not said. may_widen: whether the
+        contract allows it. UNSUPPORTED for more queries; DEPENDENCY_UNPUBLISHED and INDEX_FRONTIER_LAG until
+        the index has caught up; why there is none for good; GateFailed; and what the family refuses."""
         if q.shape[0] != 1:
             raise CoreError(Reason.UNSUPPORTED, f"one query at a time is selected for, not {q.shape[0]}")
-        index = self._current()
-        lag = rows - self._covered
-        seen = tail if tail is not None and lag and tail.shape[0] == lag else None
-        query = Query(q, rows, self._source, hidden=hidden, tail=seen, hidden_layer=hidden_layer)
-        chosen = self._live.at(scale).select(index, query)
-        if self._live.gate is not None:
-            self._live.gate.check(chosen.receipt)
-        return _stated(chosen, self._covered, self._live.family.shape)
+        self.decode()
+        try:
+            with self._live.works.lease(self.life) as (held, keys):
+                behind = _behind(rows - held.covered, keys, tail)
+                query = Query(
+                    q,
+                    rows,
+                    self.life.source,
+                    hidden=hidden,
+                    tail=behind,
+                    hidden_layer=hidden_layer,
+                    outside=OUTSIDE_ROWS,
+                )
+
+                def choose(doublings: int) -> Chosen | None:
+                    family = self._live.at(scale, doublings)
+                    if family is None or (doublings and not family.omits(rows)):
+                        return None
+                    return family.select(held.index, query)
+
+                found = judged(self._live.gate, choose, may_widen=may_widen)
+                covered = held.covered
+        except CoreError as error:
+            if error.reason in _LATE:
+                self._live.works.missed(self.life)
+            raise
+        selection = _stated(found, covered, self._live)
+        if found.uncertain:
+            assert self._live.gate is not None
+            raise GateFailed(self._live.gate, found, selection)
+        return selection
 
 
-def _stated(chosen: Chosen, covered: int, shape: Shape) -> Selection:
+def _behind(lag: int, keys: Tensor | None, tail: Tensor | None) -> Tensor | None:
+    """Keys of the `lag` rows behind an index, from those that wait for it and those of the frame; None where
+    some are not at hand."""
+    parts = [part for part in (keys, tail) if part is not None]
+    if not lag or sum(int(part.shape[0]) for part in parts) != lag:
+        return None
+    return torch.cat([part.to("cpu") for part in parts])
+
+
+def _stated(found: Judged, covered: int, live: LiveFamily) -> Selection:
+    chosen = found.selection
     receipt = chosen.receipt
-    shared = chosen.scope is Scope.LAYER
-    copies = shape.kv_heads if shared else 1
+    copies = live.family.shape.kv_heads if chosen.scope is Scope.LAYER else 1
     return Selection(
         positions=chosen.positions * copies,
         chosen_units=chosen.units * copies,
@@ -206,19 +247,8 @@ def _stated(chosen: Chosen, covered: int, shape: Shape) -> Selection:
         log_weight=None if chosen.log_weight is None else chosen.log_weight * copies,
         complete=None if chosen.remainder is None else chosen.remainder.complete,
         receipt=receipt,
+        certified=chosen.certified,
+        widened=found.widened,
+        uncertain=found.uncertain,
+        limits=NO_LIMITS if live.gate is None else live.gate.limits,
     )
-
-
-def _gate(selector: Selector, family: Family) -> Gate | None:
-    given = selector.gate
-    if given is None:
-        return None
-    if not family.facts.estimates:
-        raise CoreError(
-            Reason.MANIFEST_INVALID,
-            f"selector.gate cannot be kept: {selector.family} has no estimator of omitted mass",
-        )
-    if given.widen_steps:
-        raise CoreError(Reason.MANIFEST_INVALID, "selector.gate.widenSteps must be 0: no family widens here")
-    limits = (given.max_estimated_omitted_mass, given.min_confidence)
-    return Gate(*(None if limit is None else float(Decimal(limit)) for limit in limits))

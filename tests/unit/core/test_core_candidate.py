@@ -54,10 +54,11 @@ def selected_reference(rows: Rows, layer: int, position: int, selector: Selector
     family = build_family(
         selector, page_tokens=PAGE, query_heads=QUERY_HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM
     )
-    index = family.index(bytes(32), layer)
-    index.append(0, rows.k[layer, : position + 1], rows.v[layer, : position + 1])
+    index = family.indexes(bytes(32), LAYERS)[layer]
+    assert index is not None
+    index.append(0, rows.k[layer, :position], rows.v[layer, :position])
     q = rows.q[layer, position : position + 1]
-    selection = index.select(q, position + 1, 1.0)
+    selection = index.select(q, position + 1, 1.0, rows.k[layer, position : position + 1])
     group = QUERY_HEADS // KV_HEADS
     out = torch.empty(1, QUERY_HEADS, HEAD_DIM, dtype=torch.float64)
     for head in range(QUERY_HEADS):
@@ -339,7 +340,7 @@ def test_a_selection_that_is_not_honoured_would_be_seen(
     """The reference above is only worth something if other rows give another answer."""
     real = LiveIndex.select
 
-    def shifted(self: LiveIndex, q: torch.Tensor, rows: int, *more: Any) -> Selection:
+    def shifted(self: LiveIndex, q: torch.Tensor, rows: int, *more: Any, may_widen: bool) -> Selection:
         import dataclasses
 
         found = real(self, q, rows, *more)

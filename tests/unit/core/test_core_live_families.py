@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
+from kvtier_core.receipts import ExactnessClass, PublishArm, StepAnswer, StepMode
 from kvtier_core.selectors.contract import (
     NO_EVIDENCE,
     Evidence,
@@ -29,7 +29,7 @@ from kvtier_core.selectors.contract import (
 from kvtier_core.selectors.families import registry
 from kvtier_core.selectors.families.certified_scan import CertifiedScan
 from kvtier_core.selectors.families.registry import make_family
-from kvtier_core.selectors.live import LiveFamily
+from kvtier_core.selectors.live import OUTSIDE_ROWS, LiveFamily
 from kvtier_crds.manifest import Selector
 from tests.unit.core.builders import (
     CANDIDATE,
@@ -72,21 +72,29 @@ def candidate(chosen: Selector) -> StepMode:
     return StepMode(PublishArm.CANDIDATE, False, chosen, CANDIDATE)
 
 
-def selection_at(chosen: Selector, rows: Rows, layer: int, position: int) -> Selection:
-    """What the family says on its own: rows before the query's in the index, the query's own as its tail."""
+def selection_at(chosen: Selector, rows: Rows, layer: int, position: int, covered: int) -> Selection:
+    """What the family says on its own: rows [0, covered) in the index, the others up to the query's own as
+    its tail."""
     family = make_family(chosen, SHAPE, PAGE)
     source = Source(b"", layer)
-    index = family.build(source, rows.k[layer, :position], rows.v[layer, :position], NO_EVIDENCE)
+    index = family.build(source, rows.k[layer, :covered], rows.v[layer, :covered], NO_EVIDENCE)
     query = Query(
         rows.q[layer, position : position + 1],
         position + 1,
         source,
-        tail=rows.k[layer, position : position + 1],
+        tail=rows.k[layer, covered : position + 1],
+        outside=OUTSIDE_ROWS,
     )
     return family.select(index, query)
 
 
-def answer_of(selection: Selection, rows: Rows, layer: int, position: int) -> torch.Tensor:
+def covered_by(answer: StepAnswer) -> int:
+    """Rows of the index that the answer was selected with."""
+    assert answer.receipt.selection is not None
+    return answer.receipt.selection.index_covered
+
+
+def answer_of(selection: Selection, rows: Rows, layer: int, position: int, covered: int) -> torch.Tensor:
     """The family's answer in float64 [Hq, d], from its rows, weights and remainder by their definitions."""
     out = torch.empty(QUERY_HEADS, HEAD_DIM, dtype=torch.float64)
     for head in range(QUERY_HEADS):
@@ -100,7 +108,7 @@ def answer_of(selection: Selection, rows: Rows, layer: int, position: int) -> to
         out[head] = logits.softmax(-1) @ v
     if selection.receipt.family == "sparq" and selection.remainder is not None:
         alpha = torch.tensor([float(share) for share in selection.receipt.detail["alpha"].split(",")])
-        mean = rows.v[layer, :position].double().mean(0).repeat_interleave(SHAPE.group, 0)
+        mean = rows.v[layer, :covered].double().mean(0).repeat_interleave(SHAPE.group, 0)
         out = alpha.double()[:, None] * out + (1 - alpha.double())[:, None] * mean
     return out
 
@@ -117,8 +125,10 @@ def test_an_engine_answers_as_the_family_says_wherever_the_rows_lie(tmp_path: Pa
             outs.append(torch.cat([driver.forward(1, candidate(chosen)) for _ in range(3)], dim=1))
             for number, answer in enumerate(driver.answers[before:]):
                 step, layer = divmod(number, LAYERS)
-                selection = selection_at(chosen, rows, layer, TOKENS + step)
-                want = answer_of(selection, rows, layer, TOKENS + step)
+                covered = covered_by(answer)
+                assert TOKENS + step + 1 - PAGE <= covered <= TOKENS + step
+                selection = selection_at(chosen, rows, layer, TOKENS + step, covered)
+                want = answer_of(selection, rows, layer, TOKENS + step, covered)
                 torch.testing.assert_close(answer.out[0].double(), want, rtol=0, atol=5e-6)
                 assert answer.receipt.exactness is ExactnessClass.APPROXIMATE
                 assert answer.receipt.selected_rows == max(selection.receipt.got_rows)
@@ -132,9 +142,11 @@ def test_the_mass_that_is_left_out_is_in_the_receipt(tmp_path: Path) -> None:
         driver = Driver.open(built, rows, SCAN)
         driver.forward(TOKENS)
         driver.forward(1, candidate(SCAN))
-        stated = [answer.receipt.estimated_omitted_mass for answer in driver.answers[-LAYERS:]]
+        answers = driver.answers[-LAYERS:]
+    stated = [answer.receipt.estimated_omitted_mass for answer in answers]
     wanted = [
-        max(selection_at(SCAN, rows, layer, TOKENS).receipt.omitted_mass or ()) for layer in range(LAYERS)
+        max(selection_at(SCAN, rows, layer, TOKENS, covered_by(answer)).receipt.omitted_mass or ())
+        for layer, answer in enumerate(answers)
     ]
     assert stated == pytest.approx(wanted)
 
@@ -208,7 +220,8 @@ def test_lists_weights_and_scopes_of_every_kind_are_attended(
         driver.forward(TOKENS)
         driver.forward(1, candidate(SCAN))
         for layer, answer in enumerate(driver.answers[-LAYERS:]):
-            want = answer_of(selection_at(SCAN, rows, layer, TOKENS), rows, layer, TOKENS)
+            covered = covered_by(answer)
+            want = answer_of(selection_at(SCAN, rows, layer, TOKENS, covered), rows, layer, TOKENS, covered)
             torch.testing.assert_close(answer.out[0].double(), want, rtol=0, atol=5e-6)
 
 
@@ -239,13 +252,9 @@ def test_exact_steps_between_approximate_ones_are_exact_to_the_bit(tmp_path: Pat
     ("chosen", "words"),
     [
         (selector("sparq", {"dimensions": 4}, gate={"minConfidence": "0.5"}), "no estimator of omitted mass"),
-        (
-            selector("certifiedScan", {"maxOmittedMass": "1"}, gate={"minConfidence": "1", "widenSteps": 1}),
-            "widenSteps must be 0",
-        ),
         (selector("dense", {}), "selector family 'dense' cannot run here; legal: "),
     ],
-    ids=["no-estimator", "widening", "unknown"],
+    ids=["no-estimator", "unknown"],
 )
 def test_what_cannot_be_kept_is_refused_before_it_runs(chosen: Selector, words: str) -> None:
     with pytest.raises(CoreError) as refused:
@@ -270,5 +279,7 @@ def test_a_family_that_lacks_a_need_is_refused_by_name_and_runs_where_the_engine
         index.append(first, k[first:last], v[first:last], Evidence(queries=q[first:last]))
     found = index.select(q[-1:], TOKENS, SCALE, k[-1:])
     family, source = make_family(chosen, SHAPE, PAGE), Source(b"s" * 32, 1)
-    built = family.build(source, k[:-1], v[:-1], Evidence(queries=q[:-1]))
-    assert found.receipt == family.select(built, Query(q[-1:], TOKENS, source, tail=k[-1:])).receipt
+    assert found.covered == (TOKENS - 1) // PAGE * PAGE
+    built = family.build(source, k[: found.covered], v[: found.covered], Evidence(queries=q[: found.covered]))
+    want = family.select(built, Query(q[-1:], TOKENS, source, outside=OUTSIDE_ROWS))
+    assert [rows.tolist() for rows in found.positions] == [want.positions[0].tolist()] * KV_HEADS

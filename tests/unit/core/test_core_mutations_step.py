@@ -63,7 +63,7 @@ def test_a_selection_of_rows_that_there_are_not_is_answered_exactly(
 ) -> None:
     honest = LiveIndex.select
 
-    def select(index: LiveIndex, *asked: object) -> Selection:
+    def select(index: LiveIndex, *asked: object, may_widen: bool) -> Selection:
         found = honest(index, *asked)  # type: ignore[arg-type]
         wrong = np.array(rows, dtype=np.int64)
         return dataclasses.replace(found, positions=(*found.positions[:-1], wrong))

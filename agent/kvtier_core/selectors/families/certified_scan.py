@@ -62,6 +62,7 @@ FACTS = FamilyFacts(
     edit=EditCost.UNIT,
     fixed_size=False,
     estimates=True,
+    incremental=True,
 )
 LEVELS = 127
 _EPSILON = 2.0**-24

@@ -75,6 +75,7 @@ FACTS = FamilyFacts(
     edit=EditCost.UNIT,
     order_sensitive=True,
     fixed_size=False,
+    incremental=True,
 )
 
 

@@ -68,6 +68,7 @@ FACTS = FamilyFacts(
     appendable=True,
     edit=EditCost.UNIT,
     order_sensitive=True,
+    incremental=True,
 )
 
 

@@ -63,6 +63,7 @@ FACTS = FamilyFacts(
     guarantee=Guarantee.UPPER_BOUND,
     appendable=True,
     edit=EditCost.UNIT,
+    incremental=True,
 )
 
 

@@ -67,6 +67,7 @@ FACTS = FamilyFacts(
     guarantee=Guarantee.HEURISTIC,
     appendable=True,
     edit=EditCost.UNIT,
+    incremental=True,
 )
 
 

@@ -1,0 +1,1 @@
+"""How indexes come to be, grow and go, beside the steps that ask them."""

@@ -1,0 +1,433 @@
+"""Builds indexes beside the steps that will ask them: one job at a time, for a share of one processor.
+
+Why it exists: a build takes as long as many steps, and a node serves while it builds. Here is decided what
+is built next, when, and within which memory; a job itself runs outside of the lock, on whichever thread calls
+`run_next`. Clock and threads come from outside, so that a test, a simulation and an agent run the same. It
+must not know sessions of an engine, tiers or what a family computes.
+
+Order: appends, which are short and keep indexes fresh, before builds, but no more than a few in a row; each
+kind first come, first served. A job that fails leaves what was published and is tried again from the rows
+that it had; one that its family refuses, or that fails too often, ends its session's indexes for good: the
+session is answered exactly, and says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from torch import Tensor
+
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.rowevidence import LayerWeights
+from kvtier_core.selectors.contract import Index
+from kvtier_core.selectors.lifecycle.life import Block, Job, Kind, LayerLife, Published, Stage
+from kvtier_core.selectors.lifecycle.memory import IndexMemory, buffers
+
+APPENDS_IN_A_ROW = 16
+MOST_WAITING = 8192
+ATTEMPTS = 3
+
+
+class Point(StrEnum):
+    """Moments of a job at which it may end for whatever reason."""
+
+    TAKEN = "taken"
+    BUILT = "built"
+    MEASURED = "measured"
+    CHECKED = "checked"
+    PUBLISHED = "published"
+
+
+class Runner(Protocol):
+    """Who calls `run_next`."""
+
+    def wake(self, works: IndexWorks) -> None:
+        """There is work, or was. Called without the works' lock; must not fail."""
+
+
+class AtOnce:
+    """Runs whatever is due in the caller's thread, without regard to any share: for tests and for programs
+    that have no thread to spare. A step then waits for the builds that it causes."""
+
+    def wake(self, works: IndexWorks) -> None:
+        while works.run_next(unpaced=True) == 0.0:
+            pass
+
+
+@dataclass(slots=True)
+class Counted:
+    """Since start, of one selector of one cache. Hidden seconds were spent on builds that no query asked for;
+    exposed ones are those during which queries asked and were answered exactly, and those of builds that ran
+    in a step's own time. refusals: by reason."""
+
+    builds: int = 0
+    appends: int = 0
+    failures: int = 0
+    hidden_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    refusals: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Whose indexes these are. cache: what tells one cache's from another's."""
+
+    cache: str
+    family: str
+    selector_digest: str
+
+
+@dataclass(slots=True, eq=False)
+class SessionLives:
+    """The layers of one session. taken: bytes that they hold of the memory, by layer."""
+
+    name: Name
+    lives: list[LayerLife]
+    taken: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> Stage:
+        stages = {life.stage for life in self.lives}
+        for one in (Stage.REFUSED, Stage.BUILDING):
+            if one in stages:
+                return one
+        return Stage.READY
+
+
+@dataclass(frozen=True, slots=True)
+class IndexState:
+    """Of one selector of one cache: sessions by stage now, bytes of published indexes and of rows that wait,
+    and what was counted since start."""
+
+    name: Name
+    ready: int
+    building: int
+    refused: int
+    index_bytes: int
+    waiting_bytes: int
+    counted: Counted
+
+
+class IndexWorks:
+    """The indexes of one process. Thread-safe; one thread at a time runs jobs."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        runner: Runner | None = None,
+        share: float = 1.0,
+        spent: Callable[[], float] | None = None,
+        memory: IndexMemory | None = None,
+        most_waiting: int = MOST_WAITING,
+        at: Callable[[Point], None] | None = None,
+    ) -> None:
+        """clock: monotonic seconds. share: of one processor, in (0, 1]. spent: processor seconds of the
+        calling thread; None: the clock's. most_waiting: layers in the queues. at: told of each point of a
+        job; may raise, for tests of what then remains. ValueError for a share that is none."""
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"a share of {share} is not in (0, 1]")
+        self._clock = clock
+        self._spent = spent or clock
+        self._runner = runner or AtOnce()
+        self._rest = (1.0 - share) / share
+        self.memory = memory or IndexMemory()
+        self._most_waiting = most_waiting
+        self._at = at or (lambda point: None)
+        self._lock = threading.Lock()
+        self._queues: dict[Kind, deque[LayerLife]] = {kind: deque() for kind in Kind}
+        self._queued: set[int] = set()
+        self._sessions: dict[int, SessionLives] = {}
+        self._of: dict[int, SessionLives] = {}
+        self._counted: dict[Name, Counted] = {}
+        self._not_before = float("-inf")
+        self._in_a_row = 0
+        self._passed_over = False
+
+    # Sessions.
+
+    def open(self, name: Name, lives: list[LayerLife]) -> SessionLives:
+        """Takes the layers of a session under its care."""
+        session = SessionLives(name, lives)
+        with self._lock:
+            self._sessions[id(session)] = session
+            self._counted.setdefault(name, Counted())
+            for life in lives:
+                self._of[id(life)] = session
+        return session
+
+    def close(self, session: SessionLives) -> None:
+        """Nothing of it is built or read from now on, but what a query reads now. Idempotent."""
+        with self._lock:
+            if self._sessions.pop(id(session), None) is None:
+                return
+            for life in session.lives:
+                life.close()
+                self._settle(session, life)
+                if not life.retired:
+                    del self._of[id(life)]
+
+    def forget(self, cache: str) -> None:
+        """Ends what is left of a cache and drops its counts."""
+        with self._lock:
+            left = [session for session in self._sessions.values() if session.name.cache == cache]
+        for session in left:
+            self.close(session)
+        with self._lock:
+            self._counted = {name: counted for name, counted in self._counted.items() if name.cache != cache}
+
+    # What happens to a layer.
+
+    def arrive(self, life: LayerLife, block: Block) -> None:
+        """Rows that came. SUPPORT_GAP; QUOTA_EXCEEDED ends the session's indexes and is not raised here."""
+        with self._lock:
+            life.arrive(block)
+            session = self._of.get(id(life))
+            if session is not None and not life.ended and not self._fits(session, life):
+                self._refuse(session, self._over("rows that wait for an index"))
+            self._note(life)
+        self._runner.wake(self)
+
+    def give_weights(self, life: LayerLife, weights: LayerWeights) -> None:
+        with self._lock:
+            life.weights = weights
+            self._note(life)
+        self._runner.wake(self)
+
+    def end_rows(self, life: LayerLife) -> None:
+        """All rows of a step are here."""
+        with self._lock:
+            life.end_rows()
+            self._note(life)
+        self._runner.wake(self)
+
+    def decode(self, lives: list[LayerLife]) -> None:
+        """A decode step asks of a session."""
+        with self._lock:
+            for life in lives:
+                life.decode()
+                self._note(life)
+        self._runner.wake(self)
+
+    @contextmanager
+    def lease(self, life: LayerLife) -> Iterator[tuple[Published, Tensor | None]]:
+        """The published index, and the keys of rows behind it where they are at hand; both of one moment. It
+        stays until the end, whatever is published meanwhile. DEPENDENCY_UNPUBLISHED, or why there is none for
+        good."""
+        held, keys = self.take_lease(life)
+        try:
+            yield held, keys
+        finally:
+            self.end_lease(life, held)
+
+    def take_lease(self, life: LayerLife) -> tuple[Published, Tensor | None]:
+        """As `lease`, for who ends it elsewhere."""
+        with self._lock:
+            return life.lease(), life.uncovered()
+
+    def end_lease(self, life: LayerLife, held: Published) -> None:
+        with self._lock:
+            life.release(held)
+            session = self._of.get(id(life))
+            if session is not None:
+                self._settle(session, life)
+                if life.closed and not life.retired:
+                    del self._of[id(life)]
+
+    def missed(self, life: LayerLife) -> None:
+        """A query asked for more than is published and was answered exactly."""
+        with self._lock:
+            if life.wanted_at is None and not life.ended:
+                life.wanted_at = self._clock()
+            self._note(life)
+        self._runner.wake(self)
+
+    # Running.
+
+    def run_next(self, *, unpaced: bool = False) -> float | None:
+        """Runs the next job to its end if its time has come. Returns seconds until there may be more to do,
+        0.0 for at once; None: nothing is due. Whatever ends a job, it leaves a state in which the next one
+        goes on; what is no Exception is raised further. unpaced: in a step's own time, whatever the share."""
+        began = self._clock()
+        with self._lock:
+            if not unpaced and began < self._not_before:
+                return self._not_before - began
+            life = self._next()
+            if life is None:
+                return None
+            job = life.start()
+        spent = self._spent()
+        try:
+            self._at(Point.TAKEN)
+            index = job.run()
+            self._at(Point.BUILT)
+            made = Published(index, buffers(index))
+            self._at(Point.MEASURED)
+            with self._lock:
+                self._publish(job, made, began, exposed=unpaced)
+        except Exception as error:
+            with self._lock:
+                self._failed(job, error)
+        except BaseException:
+            with self._lock:
+                job.life.failed(job)
+                self._note(job.life)
+            raise
+        finally:
+            used = max(0.0, self._spent() - spent)
+            with self._lock:
+                self._not_before = self._clock() + used * self._rest
+        return 0.0 if unpaced else max(0.0, self._not_before - self._clock())
+
+    def _next(self) -> LayerLife | None:
+        """The layer whose turn it is; one whose job was done or dropped meanwhile loses its turn."""
+        while True:
+            appends, builds = self._queues[Kind.APPEND], self._queues[Kind.BUILD]
+            first = appends if appends and (self._in_a_row < APPENDS_IN_A_ROW or not builds) else builds
+            if not first:
+                if not self._passed_over:
+                    return None
+                self._passed_over = False
+                for session in self._sessions.values():
+                    for one in session.lives:
+                        self._note(one)
+                continue
+            life = first.popleft()
+            self._queued.discard(id(life))
+            if life.due() is not None:
+                self._in_a_row = self._in_a_row + 1 if first is appends else 0
+                return life
+
+    def _note(self, life: LayerLife) -> None:
+        """Puts the layer in the queue of what is due of it; what finds no place is looked for again once
+        there is."""
+        kind = life.due()
+        if kind is None or id(life) in self._queued:
+            return
+        if len(self._queued) >= self._most_waiting:
+            self._passed_over = True
+            return
+        self._queued.add(id(life))
+        self._queues[kind].append(life)
+
+    def _publish(self, job: Job, made: Published, began: float, *, exposed: bool) -> None:
+        life = job.life
+        session = self._of.get(id(life))
+        if life.running is not job or session is None:
+            # The session ended, or was refused, while this was built.
+            return
+        index: Index = life.checked(job, made.index)
+        made = Published(index, made.buffers)
+        self._at(Point.CHECKED)
+        now = self._clock()
+        life.publish(job, made)
+        self._count(session.name, job, began, now, exposed)
+        if not self._fits(session, life):
+            self._refuse(session, self._over("an index"))
+        self._note(life)
+        self._at(Point.PUBLISHED)
+
+    def _count(self, name: Name, job: Job, began: float, now: float, exposed: bool) -> None:
+        counted, life = self._counted[name], job.life
+        if job.kind is Kind.BUILD:
+            counted.builds += 1
+        else:
+            counted.appends += 1
+        asked = now if life.wanted_at is None else life.wanted_at
+        if exposed:
+            asked = min(asked, began)
+        counted.exposed_seconds += now - asked
+        counted.hidden_seconds += max(0.0, min(now, asked) - began)
+        life.wanted_at = None
+
+    def _failed(self, job: Job, error: Exception) -> None:
+        """Again, or never: what a family refuses it would refuse again."""
+        life = job.life
+        session = self._of.get(id(life))
+        life.failed(job)
+        if session is None or life.ended:
+            return
+        counted = self._counted[session.name]
+        counted.failures += 1
+        if isinstance(error, CoreError):
+            self._refuse(session, error)
+        elif life.failures >= ATTEMPTS:
+            said = f"an index was not built in {ATTEMPTS} attempts: {type(error).__name__}: {error}"
+            self._refuse(session, CoreError(Reason.INTERNAL, said))
+        self._note(life)
+
+    # Memory.
+
+    def _fits(self, session: SessionLives, life: LayerLife) -> bool:
+        """Takes what the layer holds now; False when that is more than there is."""
+        want, has = _held(life), session.taken.get(id(life), 0)
+        if want > has and not self.memory.take(want - has):
+            return False
+        if want < has:
+            self.memory.give(has - want)
+        session.taken[id(life)] = want
+        return True
+
+    def _settle(self, session: SessionLives, life: LayerLife) -> None:
+        """Gives back what the layer let go."""
+        want, has = _held(life), session.taken.get(id(life), 0)
+        if want < has:
+            self.memory.give(has - want)
+            session.taken[id(life)] = want
+
+    def _over(self, what: str) -> CoreError:
+        return CoreError(
+            Reason.QUOTA_EXCEEDED,
+            f"{what} of this session are beyond the {self.memory.limit} bytes for indexes",
+            {"limit": self.memory.limit, "used": self.memory.used},
+        )
+
+    def _refuse(self, session: SessionLives, error: CoreError) -> None:
+        counted = self._counted[session.name]
+        counted.refusals[error.reason.value] = counted.refusals.get(error.reason.value, 0) + 1
+        for life in session.lives:
+            life.refuse(error)
+            self._settle(session, life)
+
+    # What is told.
+
+    def states(self, cache: str | None = None) -> list[IndexState]:
+        """Of each selector that has sessions or had some, of one cache or of all, by name."""
+        with self._lock:
+            found = []
+            for name in sorted(self._counted, key=lambda one: (one.cache, one.family, one.selector_digest)):
+                if cache is not None and name.cache != cache:
+                    continue
+                mine = [session for session in self._sessions.values() if session.name == name]
+                lives = [life for session in mine for life in session.lives]
+                stages = [session.stage for session in mine]
+                counted = self._counted[name]
+                found.append(
+                    IndexState(
+                        name=name,
+                        ready=stages.count(Stage.READY),
+                        building=stages.count(Stage.BUILDING),
+                        refused=stages.count(Stage.REFUSED),
+                        index_bytes=sum(sum(life.held.values()) for life in lives),
+                        waiting_bytes=sum(life.waiting_bytes for life in lives),
+                        counted=Counted(
+                            builds=counted.builds,
+                            appends=counted.appends,
+                            failures=counted.failures,
+                            hidden_seconds=counted.hidden_seconds,
+                            exposed_seconds=counted.exposed_seconds,
+                            refusals=dict(counted.refusals),
+                        ),
+                    )
+                )
+            return found
+
+
+def _held(life: LayerLife) -> int:
+    return sum(life.held.values()) + life.waiting_bytes

@@ -1,0 +1,118 @@
+"""What a session's steps need besides its rows: its indexes, what they wait for, and what frames have seen.
+
+Why it exists: a step hands rows on to whatever follows them. In which order that happens decides what an
+index learns from, so it is one place's. It must not know how an answer is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier_core.appends import Append, Session
+from kvtier_core.receipts import StepRequest
+from kvtier_core.resident import ResidentLayer
+from kvtier_core.rowevidence import Need
+from kvtier_core.selectors.base import LayerIndex, SelectorFamily, close_indexes
+from kvtier_core.selectors.fixedcontext import FixedContext
+from kvtier_core.selectors.lateevidence import LateEvidence
+from kvtier_core.selectors.wanted import wanted_by
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What a session's steps need besides its rows. indexes: per layer, None where there is none. resident:
+    what frames on the short way keep, per layer. late: for a family that needs surprisals; fixed: for one
+    whose index takes no rows behind its context."""
+
+    session: Session
+    source_digest: bytes
+    family: SelectorFamily | None
+    indexes: list[LayerIndex | None]
+    resident: list[ResidentLayer | None] = field(default_factory=list)
+    late: LateEvidence | None = None
+    fixed: FixedContext | None = None
+
+    def __post_init__(self) -> None:
+        self.forget_views()
+
+    @classmethod
+    def opened(
+        cls,
+        session: Session,
+        source_digest: bytes,
+        family: SelectorFamily | None,
+        indexes: list[LayerIndex | None],
+    ) -> StepContext:
+        """Of a new session, with what its family needs besides rows."""
+        made = cls(session, source_digest, family, indexes)
+        if family is not None:
+            wanted = wanted_by(family, len(session.layers))
+            made.late = LateEvidence(len(session.layers)) if Need.SURPRISAL in wanted.needs else None
+            made.fixed = FixedContext(session.spec.fixed_context or 0) if wanted.fixed else None
+        return made
+
+    def forked(self, child: Session, source_digest: bytes, indexes: list[LayerIndex | None]) -> StepContext:
+        """Of a session of the same rows."""
+        made = StepContext(child, source_digest, self.family, indexes)
+        made.late = None if self.late is None else self.late.fork()
+        made.fixed = None if self.fixed is None else self.fixed.fork()
+        return made
+
+    def forget_views(self) -> None:
+        """Lets go of what frames on the short way keep."""
+        self.resident = [None] * len(self.session.layers)
+
+    def begin(self, request: StepRequest) -> None:
+        """A frame comes. Surprisals that come with it are taken, and rows that waited for them go to the
+        layer's index: they are of tokens and not of the frame, so they stay when it is refused. A frame of
+        another layer or step says that the rows before are complete, the first decode step that could leave
+        rows out says that the prompt is. EVENT_BOUNDARY."""
+        late, layer, session = self.late, request.layer, self.session
+        index = self.indexes[layer]
+        if late is not None:
+            if request.surprisal is not None:
+                rows = max(state.frontier for state in session.layers)
+                coming = request.first_row_position + int(request.k.shape[0])
+                late.take(request.surprisal, max(rows, coming))
+            if index is not None:
+                late.deliver(layer, index.append)
+        if (request.step, layer) != (session.step, session.layer):
+            before = self.indexes[session.layer] if session.step >= 0 else None
+            if before is not None:
+                before.end_rows()
+        visible = request.first_query_position + 1
+        if self.family is not None and decodes(session, request) and self.family.omits(visible):
+            for one in self.indexes:
+                if one is not None:
+                    one.decode()
+                    break
+
+    def take(self, append: Append, request: StepRequest) -> None:
+        """Hands rows that were committed to the layer's index."""
+        index = self.indexes[append.layer]
+        if index is None or not append.k.shape[0]:
+            return
+        k, v, evidence = append.k, append.v, request.evidence
+        if self.fixed is not None:
+            inside = self.fixed.within(request.step, append.first, int(k.shape[0]))
+            k, v, evidence = k[:inside], v[:inside], evidence.first(inside)
+            if not inside:
+                return
+        if self.late is None:
+            index.append(append.first, k, v, evidence)
+        else:
+            self.late.hold(append.layer, append.first, k, v, evidence)
+            self.late.deliver(append.layer, index.append)
+
+    def close(self) -> None:
+        """Ends its indexes."""
+        close_indexes(self.indexes)
+
+
+def decodes(session: Session, request: StepRequest) -> bool:
+    """Whether the step is one query. A single query that ends a prefill's last block is none: a prefill is
+    read whole wherever its blocks end."""
+    first = request.first_query_position
+    return (
+        request.q.shape[0] == 1 and (session.step_first if request.step == session.step else first) == first
+    )
