@@ -32,6 +32,8 @@ ROLLOUT_FINALIZER = "kvtier.dev/rollout"
 ROLE_LABEL = "kvtier.dev/role"
 CACHE_UID_LABEL = "kvtier.dev/cache-uid"
 LEASE_PREFIX = "kvnode-"
+RUN_DIR = "/run/kvtier"
+"""On each node: the folders of agents' engine sockets, RUN_DIR/NODE/engine.sock."""
 
 
 class Kind(StrEnum):

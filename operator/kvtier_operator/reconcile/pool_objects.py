@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from kvtier_crds.quantity import parse_bytes
-from kvtier_operator.ports import JsonObject
+from kvtier_operator.ports import RUN_DIR, JsonObject
 from kvtier_operator.watch.triggers import COMPONENT_LABEL
 
 CONTROL_PORT = 7443
@@ -17,7 +17,6 @@ METRICS_PORT = 9464
 AGENT_ROLE = "kvtier-agent"
 
 POOL_LABEL = "kvtier.dev/pool"
-RUN_DIR = "/run/kvtier"
 KEYS_DIR = "/run/kvtier-keys"
 TERMINATION_SECONDS = 60
 KEPT = ("node", "durable")

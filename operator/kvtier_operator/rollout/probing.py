@@ -22,15 +22,15 @@ from kvtier_operator.ports import (
     Kind,
     ObjectKey,
 )
-from kvtier_operator.reconcile.probe_job import (
+from kvtier_operator.rollout.effects import Subject
+from kvtier_operator.rollout.inputs import AgentView
+from kvtier_operator.rollout.probejob import (
     COMMAND_ANNOTATION,
     ROLLOUT_LABEL,
     ProbeRun,
     command_by_hand,
     probe_objects,
 )
-from kvtier_operator.rollout.effects import Subject
-from kvtier_operator.rollout.inputs import AgentView
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import Phase

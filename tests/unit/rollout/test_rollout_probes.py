@@ -12,8 +12,8 @@ import pytest
 from kvtier_evidence.carry import Carry, ProbePass
 from kvtier_evidence.probeplan import parse_plan
 from kvtier_operator.ports import ApiError, Forbidden, JsonObject, Kind, ObjectKey
-from kvtier_operator.reconcile.probe_job import PLAN_FOLDER, ProbeRun, command_by_hand, probe_objects
 from kvtier_operator.rollout.effects import Subject
+from kvtier_operator.rollout.probejob import PLAN_FOLDER, ProbeRun, command_by_hand, probe_objects
 from kvtier_operator.rollout.probesets import probe_set
 from kvtier_operator.rollout.probing import IDLE_SECONDS, JobView, Wanted, plan_jobs, wanted_runs
 from kvtier_operator.rollout.spec import RolloutSpec, parse_spec

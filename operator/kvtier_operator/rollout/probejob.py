@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier_evidence.probeplan import ProbePlan
-from kvtier_operator.ports import JsonObject
-from kvtier_operator.reconcile.pool_objects import RUN_DIR
+from kvtier_operator.ports import RUN_DIR, JsonObject
 from kvtier_operator.watch.triggers import COMPONENT_LABEL
 
 ROLLOUT_LABEL = "kvtier.dev/rollout-uid"
