@@ -33,7 +33,7 @@ class GetStateResponse(_message.Message):
     def __init__(self, node: _Optional[str] = ..., boot_id: _Optional[str] = ..., agent_version: _Optional[str] = ..., numerics_version: _Optional[str] = ..., manifest_set_digest: _Optional[str] = ..., draining: _Optional[bool] = ..., caches: _Optional[_Iterable[_Union[CacheState, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid", "used_by_tier", "pinned_by_tier", "plan")
+    __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid", "used_by_tier", "pinned_by_tier", "plan", "indexes")
     class UsedByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class CacheState(_message.Message):
     USED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     PINNED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
     cache: _common_pb2.CacheRef
     highest_fence: int
     baseline_digest: str
@@ -70,7 +71,47 @@ class CacheState(_message.Message):
     used_by_tier: _containers.ScalarMap[str, int]
     pinned_by_tier: _containers.ScalarMap[str, int]
     plan: PlanState
-    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ..., used_by_tier: _Optional[_Mapping[str, int]] = ..., pinned_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Union[PlanState, _Mapping]] = ...) -> None: ...
+    indexes: _containers.RepeatedCompositeFieldContainer[IndexState]
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ..., used_by_tier: _Optional[_Mapping[str, int]] = ..., pinned_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Union[PlanState, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexState, _Mapping]]] = ...) -> None: ...
+
+class IndexState(_message.Message):
+    __slots__ = ("family", "selector_digest", "of_candidate", "ready", "building", "refused", "hidden_seconds", "exposed_seconds", "index_bytes", "waiting_bytes", "builds", "appends", "failures", "refusals")
+    class RefusalsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    SELECTOR_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OF_CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    BUILDING_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUILDS_FIELD_NUMBER: _ClassVar[int]
+    APPENDS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    family: str
+    selector_digest: str
+    of_candidate: bool
+    ready: int
+    building: int
+    refused: int
+    hidden_seconds: float
+    exposed_seconds: float
+    index_bytes: int
+    waiting_bytes: int
+    builds: int
+    appends: int
+    failures: int
+    refusals: _containers.ScalarMap[str, int]
+    def __init__(self, family: _Optional[str] = ..., selector_digest: _Optional[str] = ..., of_candidate: _Optional[bool] = ..., ready: _Optional[int] = ..., building: _Optional[int] = ..., refused: _Optional[int] = ..., hidden_seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., index_bytes: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., builds: _Optional[int] = ..., appends: _Optional[int] = ..., failures: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class PlanState(_message.Message):
     __slots__ = ("predicted_stall_seconds", "schedule", "kappa_crit", "link_bytes_per_second", "compute_flop_per_second", "bytes_per_token", "inputs", "policy", "considered")
