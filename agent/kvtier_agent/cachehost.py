@@ -41,6 +41,7 @@ from kvtier_core.release.enforcement import (
     SessionFacts,
     StepPlan,
 )
+from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.manifest import RuntimeManifest, model_fingerprint
 from kvtier_evidence.metrics import (
     ALLOCATION_FAILURES,
@@ -91,6 +92,7 @@ class CacheHost:
         self.rollout_traceparent = ""
         self.usage: Sequence[TierReport] = ()
         self.plan: NodePlan | None = None
+        self.indexes: Sequence[IndexState] = ()
         self.blocks = blocks
         self.key_secret = key_secret
         self.sessions: dict[str, Session] = {}

@@ -72,6 +72,18 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="a folder of keys for each Secret that a cache may name (spec.keySecretRef): DIR/SECRET/KEY",
     )
+    add(
+        "--index-cpu-share",
+        default="0.25",
+        metavar="SHARE",
+        help="of one processor, for building selectors' indexes beside the steps: above 0, at most 1",
+    )
+    add(
+        "--index-memory",
+        default="1Gi",
+        metavar="BYTES",
+        help="for selectors' indexes and rows that wait for them; a session beyond it is exact",
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--kubeconfig", default="", metavar="FILE", help="empty: in-cluster service account")
     where.add_argument("--no-kubernetes", action="store_true", help="serve without registering a KVNode")
@@ -108,6 +120,7 @@ async def _serve(config: AgentConfig) -> int:
     from kvtier_agent.blockhost import blocks_of
     from kvtier_agent.core_engine import build_engine, prepare_process
     from kvtier_agent.evidence_windows import EvidenceWindows
+    from kvtier_agent.indexworker import IndexWorker, make_works
     from kvtier_agent.keyfiles import MountedKeys
     from kvtier_agent.server import AgentServer, unregistered
 
@@ -129,9 +142,12 @@ async def _serve(config: AgentConfig) -> int:
                 await transport.close()
     prepare_process()
     logging.getLogger("grpc").setLevel(logging.WARNING)
-    engines = partial(build_engine, keys=MountedKeys(config.key_dir, config.key_secrets))
-    server = AgentServer(config, engines, EvidenceWindows, register, blocks_of)
-    left = await server.run()
+    worker = IndexWorker()
+    works = make_works(worker, config.index_share, config.index_memory)
+    keys = MountedKeys(config.key_dir, config.key_secrets)
+    engines = partial(build_engine, keys=keys, indexes=works)
+    server = AgentServer(config, engines, EvidenceWindows, register, blocks_of, works)
+    left = [*await server.run(), *worker.close(config.limits.end_seconds)]
     if left:
         # Threads that hang cannot be ended, and the interpreter would wait for them.
         logging.getLogger(__name__).error("ended without %s", ", ".join(left))

@@ -167,6 +167,10 @@ class AgentConfig:
     limits: Limits
     key_dir: Path | None = None
     key_secrets: Path | None = None
+    index_share: float = 0.25
+    """Of one processor, for building selectors' indexes."""
+    index_memory: int = 1 << 30
+    """Bytes of indexes and of rows that wait for them."""
 
     @property
     def socket_path(self) -> Path:
@@ -237,7 +241,26 @@ class AgentConfig:
             key_dir=_key_dir(arguments.key_dir),
             key_secrets=Path(arguments.key_secrets) if arguments.key_secrets else None,
             limits=Limits(session_idle_seconds=arguments.session_idle, drain_seconds=arguments.drain),
+            index_share=_share(arguments.index_cpu_share),
+            index_memory=_bytes("--index-memory", arguments.index_memory),
         )
+
+
+def _share(text: str) -> float:
+    try:
+        share = parse_decimal(text, "--index-cpu-share")
+    except QuantityError as error:
+        raise ConfigError(str(error)) from error
+    if not 0 < share <= 1:
+        raise ConfigError(f"--index-cpu-share {text} must be above 0 and at most 1")
+    return float(share)
+
+
+def _bytes(flag: str, text: str) -> int:
+    try:
+        return parse_bytes(text, flag)
+    except QuantityError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _key_dir(text: str) -> Path | None:

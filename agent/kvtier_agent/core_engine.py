@@ -48,6 +48,7 @@ from kvtier_core.receipts import (
 )
 from kvtier_core.release.leases import GrantTerms
 from kvtier_core.rowevidence import ONLY_QUERIES
+from kvtier_core.selectors.lifecycle.works import IndexState, IndexWorks
 from kvtier_core.sharing import SharedBlocks
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind, TierMount
 from kvtier_core.tiers.nvme.crypto import KeyProvider
@@ -81,11 +82,17 @@ def prepare_process() -> None:
 
 
 def build_engine(
-    manifest: RuntimeManifest, tiers: Sequence[NodeTier], key_secret: str = "", *, keys: KeySource = no_keys
+    manifest: RuntimeManifest,
+    tiers: Sequence[NodeTier],
+    key_secret: str = "",
+    *,
+    keys: KeySource = no_keys,
+    indexes: IndexWorks | None = None,
 ) -> CoreEngine:
     """Builds the exact cache over the node's tiers; raises the core's refusals. keys: finds the keys by
-    name that what lies on nvme tiers is encrypted under."""
-    return CoreEngine(manifest, tiers, keys=keys(key_secret))
+    name that what lies on nvme tiers is encrypted under. indexes: where selectors' indexes are built; None:
+    in the steps' own time."""
+    return CoreEngine(manifest, tiers, keys=keys(key_secret), indexes=indexes)
 
 
 class CoreEngine:
@@ -97,6 +104,7 @@ class CoreEngine:
         tiers: Sequence[NodeTier],
         clock: Callable[[], float] = time.monotonic,
         keys: KeyProvider | None = None,
+        indexes: IndexWorks | None = None,
     ) -> None:
         self._geometry = manifest.model.geometry
         self._evidence = SessionsEvidence()
@@ -113,6 +121,7 @@ class CoreEngine:
                 session_name=lambda number: uuid.uuid4().hex,
                 blocks=True,
                 keys=keys,
+                indexes=indexes,
             )
         except BaseException:
             self._reader.shutdown()
@@ -208,6 +217,9 @@ class CoreEngine:
 
     def plan(self) -> NodePlan | None:
         return self._plans.of(self._engine.stats().tiers)
+
+    def indexes(self) -> Sequence[IndexState]:
+        return self._engine.index_states()
 
     def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]:
         return [block_facts(info) for info in self._engine.list_chunks(session_id, generation)]

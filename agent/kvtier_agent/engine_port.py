@@ -25,6 +25,7 @@ from kvtier_core.nodeplan import NodePlan
 from kvtier_core.receipts import ExactnessClass as ExactnessClass
 from kvtier_core.receipts import StepReceipt
 from kvtier_core.release.leases import GrantTerms
+from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.manifest import RuntimeManifest
 
 T = TypeVar("T")
@@ -200,6 +201,9 @@ class EnginePort(Protocol):
 
     def plan(self) -> NodePlan | None:
         """What arithmetic says of this cache here; waits for no step. None: nothing can be said."""
+
+    def indexes(self) -> Sequence[IndexState]:
+        """Of each selector's indexes; waits for no step."""
 
     def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]: ...
 

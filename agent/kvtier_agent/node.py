@@ -35,6 +35,7 @@ from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.enforcement import CacheEnforcement, LocalReturn, ReturnReason
 from kvtier_core.release.fences import CommandKind, FenceBook, FenceRecord, Judgement
 from kvtier_core.release.leases import FenceToken, GrantTerms, Lease
+from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.manifest import RuntimeManifest
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ REPORT_SECONDS = 5.0
 # Why a candidate's session is exact after a baseline was applied under a higher fence.
 BASELINE_APPLIED = "BaselineApplied"
 
+Asked = tuple[Sequence[TierReport], NodePlan | None, Sequence[IndexState]]
 EngineFactory = Callable[[RuntimeManifest, Sequence[NodeTier], str], EnginePort]
 """From the manifest, the node's tiers and the name of the cache's keys (empty: the agent's own)."""
 BlocksOf = Callable[[EnginePort], BlockHost | None]
@@ -104,7 +106,7 @@ class Node:
         self._locks = KeyedLocks()
         self._ends = CacheEnds()
         self._opening = 0
-        self._asking: asyncio.Future[list[tuple[Sequence[TierReport], NodePlan | None]]] | None = None
+        self._asking: asyncio.Future[list[Asked]] | None = None
         self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="control")
         self._report_pool = ThreadPoolExecutor(1, thread_name_prefix="reports")
@@ -347,7 +349,7 @@ class Node:
         hosts = list(self.caches.values())
         self._asking = asking = asyncio.get_running_loop().run_in_executor(
             self._report_pool,
-            lambda: [(host.runner.engine.tiers(), host.runner.engine.plan()) for host in hosts],
+            lambda: [_asked(host.runner.engine) for host in hosts],
         )
         if not (await asyncio.wait([asking], timeout=REPORT_SECONDS))[0] or asking.cancelled():
             return
@@ -355,8 +357,8 @@ class Node:
             log.error("an engine cannot say what it uses", exc_info=failure)
             return
         reports = [tier.report() for tier in self.tiers.all()]
-        for host, (usage, plan) in zip(hosts, asking.result(), strict=True):
-            host.usage, host.plan = usage, plan
+        for host, (usage, plan, indexes) in zip(hosts, asking.result(), strict=True):
+            host.usage, host.plan, host.indexes = usage, plan, indexes
             for used in usage:
                 reports = [_add_report(report, used) for report in reports]
         self._reports = reports
@@ -450,6 +452,10 @@ def check_owner(session: Session, generation: int, tenant: str) -> None:
 
 def _same_name(name: CacheName, wanted: CacheName) -> bool:
     return (name.namespace, name.name) == (wanted.namespace, wanted.name)
+
+
+def _asked(engine: EnginePort) -> Asked:
+    return engine.tiers(), engine.plan(), engine.indexes()
 
 
 def _add_report(node: TierReport, engine: TierReport) -> TierReport:

@@ -29,6 +29,7 @@ from kvtier_agent.caller import OperatorOnly
 from kvtier_agent.config import AgentConfig, ConfigError, TlsFiles
 from kvtier_agent.control_service import AGENT_VERSION, ControlService
 from kvtier_agent.evidence_port import EvidencePort
+from kvtier_agent.indexworker import IndexCollector
 from kvtier_agent.localchannel.listener import ChannelServer
 from kvtier_agent.metricshttp import MetricsHttp
 from kvtier_agent.node import BlocksOf, EngineFactory, Node
@@ -37,6 +38,7 @@ from kvtier_agent.statedir import DirectoryLock, StateDir
 from kvtier_agent.telemetry import Metrics, Telemetry, otlp_processor
 from kvtier_agent.tierdirs import NodeTiers
 from kvtier_agent.tiermetrics import WriteBudgetCollector
+from kvtier_core.selectors.lifecycle.works import IndexWorks
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 1.0
@@ -75,6 +77,7 @@ class AgentServer:
         evidence_factory: Callable[[str], EvidencePort],
         registration_factory: RegistrationFactory,
         blocks_of: BlocksOf = lambda engine: None,
+        indexes: IndexWorks | None = None,
     ) -> None:
         """Locks the state and tier folders and reads the fences; raises ConfigError naming the flag."""
         if not config.node_uid:
@@ -104,6 +107,8 @@ class AgentServer:
         self._block_metrics = BlockMetrics(self._metrics.registry)
         StoreCollector(self._metrics.registry, self._block_hosts, time.monotonic)
         WriteBudgetCollector(self._metrics.registry, self.node.tiers)
+        if indexes is not None:
+            IndexCollector(self._metrics.registry, indexes)
         self._metrics_http: MetricsHttp | None = None
         self._scopes: list[RpcScope] = []
         self._stop = asyncio.Event()

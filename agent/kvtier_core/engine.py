@@ -17,7 +17,6 @@ import torch
 
 from kvtier_core.assembly import LiveConfiguration, LiveTier, Node, build_tiers, check_manifest, close_tiers
 from kvtier_core.credits import PINNED, STAGING, CreditLedger
-from kvtier_core.directory import ChunkState
 from kvtier_core.edits.checks import placed
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.edits.runner import Edits
@@ -44,9 +43,10 @@ from kvtier_core.receipts import (
 from kvtier_core.resident import ResidentDecode, ResidentFrame
 from kvtier_core.selectors.base import LayerIndex
 from kvtier_core.selectors.families_of import ANYTHING, Families
-from kvtier_core.selectors.lifecycle.works import IndexWorks
+from kvtier_core.selectors.lifecycle.works import IndexState, IndexWorks
 from kvtier_core.selectors.wanted import Wanted, wanted_by
-from kvtier_core.sessions import NO_LINE, LayerState, RowStore, Session
+from kvtier_core.sessionchunks import SessionChunks
+from kvtier_core.sessions import LayerState, RowStore, Session
 from kvtier_core.sharing import SharedBlocks, directory_of, ledger_of, let_go, recoveries
 from kvtier_core.stats import Statistics
 from kvtier_core.step import StepRunner
@@ -54,7 +54,7 @@ from kvtier_core.stepcontext import StepContext
 from kvtier_core.steporder import check_order, check_shapes
 from kvtier_core.stepplans import WINDOW, StepPlans, contract_terms, held_bytes, measured_rates
 from kvtier_core.streaming import READ_TIMEOUT_SECONDS
-from kvtier_core.tiers.base import TierMount, tensor_bytes
+from kvtier_core.tiers.base import TierMount
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme.crypto import KeyProvider
 from kvtier_crds.manifest import RuntimeManifest, Selector
@@ -106,9 +106,9 @@ class CacheEngine:
             placement=manifest.placement,
             contract=manifest.contract,
         )
-        self.indexes = indexes or IndexWorks(clock)
+        self._indexes = indexes or IndexWorks(clock)
         self._cache = manifest.tenancy.cache_uid
-        self._families = Families(geometry, manifest.page_tokens, self.indexes, self._cache)
+        self._families = Families(geometry, manifest.page_tokens, self._indexes, self._cache)
         self._sessions: dict[str, Session] = {}
         self._contexts: dict[str, StepContext] = {}
         self._opened = 0
@@ -182,6 +182,7 @@ class CacheEngine:
             terms=contract_terms(self._manifest.contract, plan_terms),
         )
         self._runner = StepRunner(self._store, self._plans, self._manifest.digest())
+        self._chunks = SessionChunks(self._store, self._runner.digest_of)
         self._resident = ResidentDecode(
             self._store,
             node.clock,
@@ -398,6 +399,10 @@ class CacheEngine:
         """Bytes by tier as they are now; waits for no step."""
         return self._statistics.read(len(self._sessions))
 
+    def index_states(self) -> list[IndexState]:
+        """Of each selector's indexes in this cache; waits for no step."""
+        return self._indexes.states(self._cache)
+
     @property
     def blocks(self) -> SharedBlocks:
         """The shared blocks: `store` to put, find, fetch and delete, `driver` to wait for it. DRAINING after
@@ -415,40 +420,8 @@ class CacheEngine:
     ) -> list[ChunkInfo]:
         """Published chunks of committed rows, by layer and chunk. SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock:
-            session = self._session(session_id, generation)
-            found = [
-                self._info(session, layer, chunk)
-                for layer, state in enumerate(session.layers)
-                for chunk, line in enumerate(state.lines)
-                if self._listed(session, chunk, line)
-            ]
+            found = self._chunks.all(self._session(session_id, generation))
             return found[offset : None if limit is None else offset + limit]
-
-    def _listed(self, session: Session, chunk: int, line: int) -> bool:
-        """Of an edited session only what came before its first edit: rows from there on are those of its own
-        history, and stand elsewhere than their chunk says."""
-        end = (chunk + 1) * self.layout.chunk_tokens
-        ends = min(session.committed, session.edits[0].row) if session.edits else session.committed
-        return line != NO_LINE and end <= ends and int(self._directory.state[line]) == ChunkState.SEALED
-
-    def _info(self, session: Session, layer: int, chunk: int) -> ChunkInfo:
-        line = session.layers[layer].lines[chunk]
-        directory = self._directory
-        rows = int(directory.rows[line])
-        last = chunk * self.layout.chunk_tokens + rows - 1
-        return ChunkInfo(
-            session_id=session.session_id,
-            session_generation=session.generation,
-            layer=layer,
-            chunk=chunk,
-            generation=int(directory.generation[line]),
-            tier_class=self._store.tiers[int(directory.tier[line])].name,
-            rows=rows,
-            bytes=self.layout.payload_bytes,
-            checksum=f"xxh3:{int(directory.checksum[line]):016x}",
-            producer_digest=self._runner.digest_of(session.producer_at(last)),
-            sealed=True,
-        )
 
     def read_chunk(
         self, session_id: str, generation: int, layer: int, chunk: int, chunk_generation: int
@@ -457,19 +430,8 @@ class CacheEngine:
         NOT_VISIBLE when not listed, GENERATION_STALE when it has moved since, CHECKSUM_MISMATCH, DEADLINE."""
         with self._lock:
             session = self._session(session_id, generation)
-            if not 0 <= layer < len(session.layers) or not 0 <= chunk < len(session.layers[layer].lines):
-                raise CoreError(Reason.NOT_VISIBLE, f"layer {layer} has no chunk {chunk}")
-            line = session.layers[layer].lines[chunk]
-            if not self._listed(session, chunk, line):
-                raise CoreError(Reason.NOT_VISIBLE, f"chunk {chunk} of layer {layer} is not published")
-            info = self._info(session, layer, chunk)
-            if info.generation != chunk_generation:
-                stale = (
-                    f"chunk {chunk} of layer {layer}: generation {info.generation}, not {chunk_generation}"
-                )
-                raise CoreError(Reason.GENERATION_STALE, stale, {"generation": info.generation})
             until = self._clock() + READ_TIMEOUT_SECONDS
-            return info, bytes(tensor_bytes(self._store.read_rows(line, until)))
+            return self._chunks.read(session, layer, chunk, chunk_generation, until)
 
     # Ending.
 
@@ -484,6 +446,7 @@ class CacheEngine:
                 self._plans.close()
                 for session in list(self._sessions.values()):
                     self.close_session(session.session_id, session.generation)
+                self._indexes.forget(self._cache)
                 if self._shared is not None:
                     self._shared.close()
                 with self._store.lock:

@@ -33,6 +33,7 @@ from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
+from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_evidence.window import WindowKey
 from tests.engine.agent_process import CACHE, baseline_manifest, default_tiers, quest_candidate
@@ -76,6 +77,7 @@ class FakeEngine:
         self.approximate_without_leave = False
         self.used = 0
         self.planned: NodePlan | None = None
+        self.indexed: Sequence[IndexState] = ()
         self.closed = False
         self.threads: set[str] = set()
 
@@ -153,6 +155,9 @@ class FakeEngine:
 
     def plan(self) -> NodePlan | None:
         return self.planned
+
+    def indexes(self) -> Sequence[IndexState]:
+        return self.indexed
 
     def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]:
         return []

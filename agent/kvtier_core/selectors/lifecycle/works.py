@@ -174,13 +174,12 @@ class IndexWorks:
                     del self._of[id(life)]
 
     def forget(self, cache: str) -> None:
-        """Ends what is left of a cache and drops its counts."""
+        """Drops the counts of a cache that has ended, but those of sessions that are open."""
         with self._lock:
-            left = [session for session in self._sessions.values() if session.name.cache == cache]
-        for session in left:
-            self.close(session)
-        with self._lock:
-            self._counted = {name: counted for name, counted in self._counted.items() if name.cache != cache}
+            there = {session.name for session in self._sessions.values()}
+            gone = [name for name in self._counted if name.cache == cache and name not in there]
+            for name in gone:
+                del self._counted[name]
 
     # What happens to a layer.
 
