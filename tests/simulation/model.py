@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtier_core.blockstore.lasting import Lasting
 from kvtier_core.blockstore.reads import Fetch
 from kvtier_core.blockstore.writes import Reservation
 
@@ -18,7 +19,8 @@ SIZE = 4096
 @dataclass(eq=False)
 class Block:
     """version: the bytes that its key stands for, others after each deletion. live: acknowledged as stored
-    and not deleted. safe: neither a crash nor a fault may have cost it. deleting: an order runs."""
+    and not deleted. safe: neither a crash nor a fault may have cost it. durable: its writer was told that no
+    crash costs it. deleting: an order runs."""
 
     tenant: int
     number: int
@@ -26,6 +28,7 @@ class Block:
     live: bool = False
     droppable: bool = False
     safe: bool = True
+    durable: bool = False
     deleting: bool = False
 
     @property
@@ -46,7 +49,7 @@ class Block:
     def deleted(self) -> None:
         """The order is done: from here the key stands for other bytes."""
         self.version += 1
-        self.live = self.deleting = False
+        self.live = self.deleting = self.durable = False
         self.safe = True
 
 
@@ -75,3 +78,12 @@ class HeldStore:
     blocks: list[Block]
     versions: list[int]
     droppable: bool
+
+
+@dataclass(eq=False)
+class HeldWrite:
+    """A writer that waits until its blocks are durable."""
+
+    scope: Lasting
+    blocks: list[Block]
+    versions: list[int]

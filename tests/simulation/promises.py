@@ -131,6 +131,7 @@ class Promises(ABC):
                 self._read(block)
         self.rest()
         assert not self.store.moves.open_moves() and not self.store.reads.flights.flights()
+        assert not len(self.store.through), "a write is waited for by nobody"
         assert self.store.ledger.outstanding() == 0, "credits are held by nobody"
         self._memory_can_be_emptied()
         leases = [int(columns.leases.array.sum()) for columns in self.store.directory.replicas.tiers]

@@ -19,6 +19,7 @@ EXPECTED = (
     "explain-moving",
     "fetch-FETCH_LATE",
     "put-STORED-READY",
+    "through-READY",
 )
 
 

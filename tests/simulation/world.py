@@ -23,10 +23,11 @@ from kvtier_core.tiers.arena import ArenaOptions
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.nvme import NvmeOptions, NvmeTier
+from kvtier_core.transactions import MoveReason
 from kvtier_core.transactions.deletion import Deletion, DeletionState
 from kvtier_core.transactions.erasing import JournalFile
 from kvtier_core.transactions.eviction import Watermarks
-from tests.simulation.model import Block, HeldFetch, HeldPin, HeldStore, tenant_digest
+from tests.simulation.model import Block, HeldFetch, HeldPin, HeldStore, HeldWrite, tenant_digest
 from tests.simulation.promises import Promises
 from tests.simulation.simfiles import FaultyFiles
 from tests.simulation.simpool import SimPool, simulated_pools
@@ -72,6 +73,7 @@ class World(Promises):
         self.fetches: list[HeldFetch] = []
         self.pins: list[HeldPin] = []
         self.stores: list[HeldStore] = []
+        self.writes: list[HeldWrite] = []
         self.orders: list[Deletion] = []
         able = dataclasses.replace(DEFAULT_CAPABILITY[MediumKind.NVME], persistence="node")
         with simulated_pools():
@@ -119,10 +121,13 @@ class World(Promises):
     def crash(self, power: bool) -> None:
         """What was acknowledged and down must be found again; what was in memory may be gone."""
         directory = self.store.directory
+        self._hear_writers()
         for block in self.blocks:
             line = directory.find(block.key)
             down = line >= 0 and directory.counts(line, 1)
             block.safe = block.safe and down
+            if block.durable and block.must_be_there:
+                assert down, f"{block.name} was said to be durable and is not in storage"
             if block.live and not down:
                 # In memory alone, or half way down: there or not, and in the right bytes if it is.
                 block.safe = False
@@ -150,6 +155,7 @@ class World(Promises):
             (5, "lookup", self.lookup),
             (8, "leave", self.leave),
             (5, "publish", self.publish),
+            (4, "writeThrough", self.write_through),
             (14, "pump", self.pump),
             (4, "time", self.time),
         ]
@@ -212,7 +218,7 @@ class World(Promises):
         self.seen[f"put-{stored.outcome}-{stored.reason}"] += 1
         if stored.outcome is PutOutcome.STORED:
             assert not block.deleting and version == block.version, f"{block.name} was stored while deleted"
-            block.live, block.safe, block.droppable = True, True, droppable
+            block.live, block.safe, block.droppable, block.durable = True, True, droppable, False
         if stored.outcome is PutOutcome.EXISTED:
             assert not block.deleting and version == block.version, f"{block.name} is there with other bytes"
         assert stored.reason.value not in ("IDENTITY_MISMATCH", "TENANT_MISMATCH"), stored
@@ -255,6 +261,33 @@ class World(Promises):
         if fate < 0.85:
             held.scope.close()
         # Otherwise the writer is gone, and its scope with it.
+
+    def write_through(self) -> None:
+        blocks = self._some(3)
+        try:
+            scope = self.store.persist(
+                [block.key for block in blocks],
+                namespace=tenant_digest(blocks[0].tenant),
+                deadline=self.now + self.chance.choice(PATIENCE),
+            )
+        except CoreError as error:
+            self._refused("writeThrough", error)
+            return
+        self.writes.append(HeldWrite(scope, blocks, [block.version for block in blocks]))
+        self._hear_writers()
+
+    def _hear_writers(self) -> None:
+        """What writers were told; some have not waited for it."""
+        for held in list(self.writes):
+            for index, block in enumerate(held.blocks):
+                if held.scope.reasons[index] is MoveReason.READY and held.versions[index] == block.version:
+                    block.durable = block.live
+            if held.scope.over:
+                self.seen.update(f"through-{reason}" for reason in held.scope.reasons)
+                self.writes.remove(held)
+            elif self.chance.random() < 0.05:
+                self.store.through_with(held.scope)
+                self.writes.remove(held)
 
     def fetch(self) -> None:
         blocks = self._some(4)
@@ -311,6 +344,7 @@ class World(Promises):
 
     def pump(self) -> None:
         self.store.pump()
+        self._hear_writers()
         done = [order for order in self.orders if order.state is DeletionState.DONE]
         self.orders = [order for order in self.orders if order.state is not DeletionState.DONE]
         for order in done:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from kvtier_core.blockstore.lasting import THERE, answered
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.blockstore.reads import Fetch
 from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.transactions import MoveReason
 from kvtier_core.transactions.deletion import Deletion, DeletionState
+from kvtier_core.transactions.reasons import refusal
 
 IDLE_SECONDS = 0.25
 CLOSE_SECONDS = 10.0
@@ -122,10 +124,15 @@ class Driver:
         rows: int = 0,
         cost: float = 0.0,
         droppable: bool = False,
+        durable: bool = False,
     ) -> list[Stored]:
         """As `BlockStore.put`, but blocks that found no slot while others are leaving wait for one; also for
         others of this call, when they are more than the home tier holds. Once some blocks are dealt with
-        there is an outcome for each block, whatever ends the call."""
+        there is an outcome for each block, whatever ends the call. durable: waits until a restart keeps them,
+        and says of each whether it does (`Stored.durable`) or why not (`reason`, of a block that is stored);
+        TIER_INCAPABLE, with nothing stored, where no tier can."""
+        if durable:
+            self.store.through.check()
         done: dict[int, Stored] = {}
         left = list(range(len(keys)))
         while left:
@@ -150,7 +157,30 @@ class Driver:
             left = [index for index in left if _worth_waiting(done[index], progress)]
             if left and not progress and not self._next_turn(turn, deadline):
                 break
-        return [done[index] for index in range(len(keys))]
+        stored = [done[index] for index in range(len(keys))]
+        return self._lasting(keys, stored, namespace, deadline) if durable else stored
+
+    def _lasting(
+        self, keys: Sequence[bytes], stored: list[Stored], namespace: bytes, deadline: float
+    ) -> list[Stored]:
+        there = [at for at, each in enumerate(stored) if each.outcome in THERE]
+        try:
+            scope = self.store.persist([keys[at] for at in there], namespace=namespace, deadline=deadline)
+        except CoreError as error:
+            code = refusal(error).code
+            for at in there:
+                stored[at] = stored[at]._replace(reason=code, message=error.message)
+            return stored
+        try:
+            self.wait_until(lambda: scope.over, deadline)
+        except CoreError as error:
+            for index in range(len(scope)):
+                scope.end(index, refusal(error).code, error.message)
+        finally:
+            self.store.through_with(scope)
+        for index, at in enumerate(there):
+            stored[at] = answered(stored[at], scope, index)
+        return stored
 
     def _next_turn(self, seen: int, deadline: float) -> bool:
         """Whether the driver made another turn before the deadline and its own end."""

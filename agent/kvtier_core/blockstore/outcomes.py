@@ -24,8 +24,9 @@ class PutOutcome(StrEnum):
 
 
 class Stored(NamedTuple):
-    """generation: of the published replica, 0 when nothing was published. durable: a restart keeps it.
-    checksum: XXH3-64 of the published bytes, where they EXISTED."""
+    """generation: of the published replica, 0 when nothing was published. durable: a restart keeps it, and
+    its writer waited for that; where it waited in vain, `reason` says why. checksum: XXH3-64 of the published
+    bytes, where they EXISTED."""
 
     outcome: PutOutcome
     generation: int = 0

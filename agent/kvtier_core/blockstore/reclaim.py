@@ -80,6 +80,7 @@ class Reclaim:
             watermarks=watermarks,
             on_gone=self._on_gone,
             free=free,
+            lasting=parts.storage if parts.durable else (),
         )
         self._pauses: dict[int, _Pause] = {}
         self.failed: dict[str, int] = {}

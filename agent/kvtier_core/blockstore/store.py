@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier_core.blockstore.lasting import Lasting, WriteThrough
 from kvtier_core.blockstore.outcomes import Explanation, Found, PutOutcome, ReplicaFacts, Stored
 from kvtier_core.blockstore.parts import BoundBlocks, Parts
 from kvtier_core.blockstore.pinned import Keys, MemoryPins, Pinned
@@ -121,6 +122,7 @@ class BlockStore:
         self.reads = Reads(
             self.parts, self.moves, make_room, make_memory, max_flights=max_flights, max_tickets=max_tickets
         )
+        self.through = WriteThrough(self.parts, self.moves, make_room, self._free)
         self.deletions = Deletions(
             self.directory,
             self.moves,
@@ -228,6 +230,21 @@ class BlockStore:
                 stored[index] = compared(each, found)
         return stored
 
+    def persist(self, keys: Sequence[bytes], *, namespace: bytes, deadline: float) -> Lasting:
+        """Durable copies of blocks that are stored, for a writer that waits until they are; see
+        `WriteThrough.ask`. Goes on with `pump`."""
+        with self.parts.lock:
+            self._reap()
+            scope = self.through.ask(keys, namespace, deadline)
+        self.parts.wake()
+        return scope
+
+    def through_with(self, scope: Lasting) -> None:
+        """The writer waits no more for what is not durable yet."""
+        if not scope.over:
+            with self.parts.lock:
+                self.through.leave(scope)
+
     # Finding.
 
     def lookup(self, keys: NDArray[np.uint8], namespace: bytes) -> list[Found]:
@@ -291,6 +308,7 @@ class BlockStore:
                 self._on_settled(settled)
             self.reads.flights.expire(now)
             self.writes.expire(now)
+            self.through.pump(now)
             self.reads.retry()
             self.reclaim.relieve()
             ended = self.deletions.pump(now)
@@ -299,7 +317,9 @@ class BlockStore:
                     self.reclaim.note(key, "deleted", MoveReason.MISS, "it was deleted, in every tier")
             if ended and self._journal is not None and not self.deletions.open():
                 self._journal.trim(JOURNAL_BYTES)
-            self.parts.waiting = bool(self.reads.parked or self.moves.leaving or self.deletions.open())
+            self.parts.waiting = bool(
+                self.reads.parked or self.moves.leaving or self.deletions.open() or len(self.through)
+            )
 
     def _reap(self) -> None:
         self.pins.reap()
@@ -316,13 +336,14 @@ class BlockStore:
                 settled.reason,
                 f"its only copy, in tier {name}, was found bad",
             )
-        if not self.reads.on_settled(settled):
+        if not self.reads.on_settled(settled) and not self.through.on_settled(settled):
             self.reclaim.on_settled(settled)
 
     def next_deadline(self) -> float | None:
         """When `pump` is next worth calling though nothing was reported."""
         with self.parts.lock:
-            return self.reads.flights.next_deadline()
+            waits = (self.reads.flights.next_deadline(), self.through.next_deadline())
+            return min((due for due in waits if due is not None), default=None)
 
     # Looking.
 

@@ -74,8 +74,9 @@ class Evictor:
     `reap` takes what has ended (pins, moves) and routes it, so that nothing finished stands in the way of
     what comes. droppable(lines) [n] bool: whose last copy may be lost. evictable(lines) [n] bool: whose
     copies are this evictor's; by default blocks of a namespace, since a session's chunks are moved by their
-    placement. on_gone(key, tier, lost): told of each dropped copy; lost: it was the last. free(tier): slots
-    that blocks may take now; by default those that nobody has."""
+    placement. lasting: tiers that outlive the process; what may not be lost keeps its copy there, whoever
+    else has one. on_gone(key, tier, lost): told of each dropped copy; lost: it was the last. free(tier):
+    slots that blocks may take now; by default those that nobody has."""
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class Evictor:
         watermarks: Watermarks | None = None,
         on_gone: Callable[[bytes, int, bool], None] | None = None,
         free: Callable[[int], int] | None = None,
+        lasting: Sequence[int] = (),
         seconds: float = 30.0,
         at_once: int = 512,
     ) -> None:
@@ -109,6 +111,7 @@ class Evictor:
         self._watermarks = watermarks or Watermarks()
         self._on_gone = on_gone
         self._free = free or self._unused
+        self._lasting = frozenset(lasting)
         self._seconds = seconds
         self._at_once = at_once
         self._relieving: set[int] = set()
@@ -181,10 +184,12 @@ class Evictor:
 
     def _moves_out_of(self, tier: int) -> Iterator[Move]:
         """Not those whose source a reader keeps: when it goes is the reader's affair, and who waited for that
-        while others could make way might wait for ever."""
+        while others could make way might wait for ever. Those that write through, too: what they keep has a
+        copy below once they end, and is dropped by the next who asks for room."""
         directory = self._directory
         for move in self._moves.open_moves():
-            if move.source_tier == tier and move.releases_source and move.state is not TxnState.DEAD:
+            leaves = move.releases_source or move.kind is MoveKind.DEMOTE
+            if move.source_tier == tier and leaves and move.state is not TxnState.DEAD:
                 held = directory.leases(move.line, tier) + int(directory.readers[move.line])
                 if held <= move.leased:
                     yield move
@@ -214,8 +219,17 @@ class Evictor:
 
     def _may_end(self, tier: int, lines: Lines) -> NDArray[np.bool_]:
         """Whose copies in the tier may be dropped, going nowhere [n]."""
-        may: NDArray[np.bool_] = self._directory.survivors_of(lines, tier) >= max(1, self._moves.survival)
+        may = self._spare(tier, lines)
         return may if self._droppable is None else may | self._droppable(lines)
+
+    def _spare(self, tier: int, lines: Lines) -> NDArray[np.bool_]:
+        """Of whose copies in the tier enough others survive [n]."""
+        spare: NDArray[np.bool_] = self._directory.survivors_of(lines, tier) >= max(1, self._moves.survival)
+        if tier not in self._lasting:
+            return spare
+        if self._droppable is None:
+            return np.zeros(len(lines), dtype=np.bool_)
+        return spare & self._droppable(lines)
 
     def _victims(self, tier: int, candidates: Lines, missing: int) -> Iterator[Lines]:
         """The candidates in the policy's order: first as many as are likely to do, then the rest. Of the rest
@@ -233,7 +247,7 @@ class Evictor:
     def _take(self, attempt: _Attempt, lines: Lines, missing: int) -> int:
         """Drops or begins to demote lines in order; returns how many slots, at most `missing`, are free or on
         their way to be."""
-        others = self._directory.survivors_of(lines, attempt.tier) >= max(1, self._moves.survival)
+        others = self._spare(attempt.tier, lines)
         left = list(zip(lines.tolist(), others.tolist(), strict=True))
         left.reverse()
         done = 0

@@ -144,13 +144,21 @@ class StoreBench:
     """ram > disk (> far). `rung`: how often the store asked to be pumped."""
 
     def __init__(
-        self, memory: int = 4, storage: int = 8, far: int = 0, *, segment: int = SIZE, **options: Any
+        self,
+        memory: int = 4,
+        storage: int = 8,
+        far: int = 0,
+        *,
+        segment: int = SIZE,
+        persistent: bool = False,
+        **options: Any,
     ) -> None:
         self.clock = Clock()
         self.ram = CpuTier(
             "ram", LAYOUT, memory, clock=self.clock, options=ArenaOptions(segment_bytes=segment)
         )
         self.disk = SlowTier("disk", storage, self.clock)
+        self.disk.persistent = persistent
         self.far = SlowTier("far", far, self.clock)
         self.rung = 0
         tiers: list[Tier] = [self.ram, self.disk, self.far][: 3 if far else 2]

@@ -40,7 +40,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = StoreBench(memory=4, storage=6)
+        self.bench = StoreBench(memory=4, storage=6, persistent=True)
+        self.waits: dict[str, Any] = {}
+        self.lasting: set[str] = set()
         self.kept: set[str] = set()
         self.there: set[str] = set()
         self.orders: dict[str, Any] = {}
@@ -117,6 +119,21 @@ class StoreMachine(RuleBasedStateMachine):
         (self.orders[name],) = self.bench.store.delete([key(name)])
         self.there.discard(name)
         self.kept.discard(name)
+        self.lasting.discard(name)
+
+    @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([1.0, 50.0]))
+    def write_through(self, name: str, seconds: float) -> None:
+        if name not in self.waits:
+            deadline = self.bench.clock.now + seconds
+            self.waits[name] = self.bench.store.persist(
+                [key(name)], namespace=namespace(name), deadline=deadline
+            )
+
+    @rule(name=st.sampled_from(NAMES))
+    def leave_write(self, name: str) -> None:
+        scope = self.waits.pop(name, None)
+        if scope is not None:
+            self.bench.store.through_with(scope)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 60.0]))
     def time(self, seconds: float) -> None:
@@ -154,6 +171,14 @@ class StoreMachine(RuleBasedStateMachine):
         there = directory.state[: directory.used] != ChunkState.FREE
         kept = int((directory.droppable[: directory.used][there] == 0).sum())
         assert len(self.kept) <= kept == directory.kept <= self.bench.store.kept_limit == 5
+        for name, scope in list(self.waits.items()):
+            if scope.over:
+                assert scope.reasons[0] is not MoveReason.READY or name in self.there
+                if scope.reasons[0] is MoveReason.READY and name in self.kept:
+                    self.lasting.add(name)
+                del self.waits[name]
+        for name in self.lasting:
+            assert directory.counts(directory.find(key(name)), 1), f"{name} is not in storage any more"
         for name in NAMES:
             found = len(self.bench.store.lookup(matrix(name), namespace(name)))
             assert not found or name in self.there, f"{name} is found, and is not there"
@@ -169,6 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.bench.settle()
         self.bench.rest()
+        assert not len(self.bench.store.through)
         leases = [int(part.leases.array.sum()) for part in self.bench.store.directory.replicas.tiers]
         assert leases == [0, 0]
         assert not self.bench.store.deletions.open()
