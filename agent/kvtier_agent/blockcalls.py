@@ -156,12 +156,15 @@ class BlockCalls:
                 Reason.BLOCK_COVERAGE, f"{len(span.tokens)} tokens make no block of {source.block_tokens}"
             )
         check_committed(source, (span.first_block + count) * source.block_tokens, begin.committed_frontier)
+        if begin.durable:
+            call.host.store.through.check()
         return Order(
             keys=await self._keys(call, span),
             namespace=call.caller.namespace,
             rows=source.block_tokens,
             cost=begin.recompute_seconds,
             droppable=begin.droppable,
+            durable=begin.durable,
             deadline=call.deadline,
         )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -21,12 +22,14 @@ from numpy.typing import NDArray
 from kvtier.v1 import blocks_pb2
 from kvtier_agent.blockhost import BlockHost, Strand
 from kvtier_agent.errors import to_detail
+from kvtier_core.blockstore.lasting import THERE, Lasting, answered
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.blockstore.store import Reservation
 from kvtier_core.blockstore.writes import compared
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.transfer import move_bytes
 from kvtier_core.transactions import MoveReason, MoveRefused
+from kvtier_core.transactions.reasons import refusal
 
 PART_BYTES = 1 << 20
 GROUP_BLOCKS = 32
@@ -47,6 +50,7 @@ class Order:
     rows: int
     cost: float
     droppable: bool
+    durable: bool
     deadline: float
 
 
@@ -72,19 +76,24 @@ class Storing:
         self._size = host.block_bytes
         self._most = max(1, min(GROUP_BLOCKS, GROUP_BYTES // self._size))
         self._group: _Group | None = None
+        self._waits: list[tuple[list[int], Lasting]] = []
         self.outcomes: list[Stored] = []
         self.received_bytes = 0
 
     async def run(self, parts: AsyncIterator[blocks_pb2.StoreBlocksPart]) -> Sequence[Stored]:
         """Outcome per block. What did not arrive is refused, with what else there is of its group; what found
         no room in time, by itself. BAD_ARGUMENT for parts out of order ends the call. What was published
-        stays."""
+        stays. Of an order that is to be durable, each published block says whether it is, or why not."""
         try:
             await self._consume(parts)
+            await self._last()
         finally:
             group, self._group = self._group, None
             if group is not None:
                 self._strand.finish(group.reservation.close)
+            for _, scope in self._waits:
+                if not scope.over:
+                    self._host.give_back(partial(self._host.store.through_with, scope))
         missing = len(self._keys) - len(self.outcomes)
         self.outcomes += [_refused(MoveReason.SHORT_COPY, "its bytes did not arrive")] * missing
         return self.outcomes
@@ -162,6 +171,33 @@ class Storing:
             self._strand.finish(reservation.close)
         for at in range(group.end - group.first):
             self.outcomes.append(self._judged(stored[at], group.stated[at], group.arrived[at]))
+        if self._order.durable:
+            await self._write_through(group.first, group.end)
+
+    async def _write_through(self, first: int, end: int) -> None:
+        """Begins durable copies of what was just published, while the next bytes arrive."""
+        order = self._order
+        there = [at for at in range(first, end) if self.outcomes[at].outcome in THERE]
+        keys = [self._keys[at] for at in there]
+        try:
+            scope = await self._strand.run(
+                lambda: self._host.store.persist(keys, namespace=order.namespace, deadline=order.deadline)
+            )
+        except CoreError as error:
+            code = refusal(error).code
+            for at in there:
+                self.outcomes[at] = self.outcomes[at]._replace(reason=code, message=error.message)
+            return
+        self._waits.append((there, scope))
+
+    async def _last(self) -> None:
+        """Waits until what is to be durable is, or until the deadline."""
+        if not self._waits:
+            return
+        await self._host.until(lambda: all(scope.over for _, scope in self._waits), self._order.deadline)
+        for there, scope in self._waits:
+            for index, at in enumerate(there):
+                self.outcomes[at] = answered(self.outcomes[at], scope, index)
 
     def _judged(self, stored: Stored, stated: int, arrived: int) -> Stored:
         """The outcome of a block that needed no bytes, given what the client has of it."""
@@ -238,12 +274,16 @@ def format_checksum(value: int) -> str:
 
 
 def stored_message(key: bytes, stored: Stored) -> blocks_pb2.StoredBlock:
-    """Of a block in the answer; set `error` exactly when it is not published."""
+    """Of a block in the answer; `error` is set exactly when it is not published, `not_durable` when it is and
+    was to be durable in vain."""
     message = blocks_pb2.StoredBlock(key=key, generation=stored.generation)
     if stored.outcome is PutOutcome.EXISTED:
         message.existed = True
     elif stored.outcome is not PutOutcome.STORED:
         message.error.CopyFrom(to_detail(MoveRefused(stored.reason, stored.message or str(stored.reason))))
+    if stored.outcome in THERE and stored.reason is not MoveReason.READY:
+        message.not_durable.CopyFrom(to_detail(MoveRefused(stored.reason, stored.message)))
+    message.durable = stored.durable
     return message
 
 

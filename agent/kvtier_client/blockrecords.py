@@ -33,12 +33,15 @@ class CacheName:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """existed: equal bytes were published before. refusal: why it is not published; None when it is."""
+    """existed: equal bytes were published before. refusal: why it is not published; None when it is. durable:
+    a restart of the agent keeps it, as was asked for; not_durable: why it is published and not that."""
 
     key: bytes
     generation: int
     existed: bool
     refusal: KvtierError | None
+    durable: bool = False
+    not_durable: KvtierError | None = None
 
 
 @dataclass(frozen=True, slots=True)

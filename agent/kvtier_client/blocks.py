@@ -117,10 +117,13 @@ class BlocksClient:
         content: Sequence[bytes] = (),
         recompute_seconds: float = 0.0,
         droppable: bool = False,
+        durable: bool = False,
     ) -> list[StoredBlock]:
         """Publishes one payload for each whole block of `tokens`, in their order; each is published or
         refused by itself. committed_frontier: rows below it are final; blocks beyond are a branch's
-        (UNCOMMITTED_ROWS). recompute_seconds, droppable: what eviction may do with them."""
+        (UNCOMMITTED_ROWS). recompute_seconds, droppable: what eviction may do with them. durable: answers
+        when each is in a tier that outlives the agent, or says of it why it is not
+        (`StoredBlock.not_durable`); TIER_INCAPABLE, with nothing stored, where there is no such tier."""
         views = [memoryview(payload).cast("B") for payload in payloads]
         if not views or len({len(view) for view in views}) != 1:
             raise KvtierError(Reason.PAYLOAD_GEOMETRY, "payloads are some, and of one length")
@@ -131,6 +134,7 @@ class BlocksClient:
             committed_frontier=committed_frontier,
             recompute_seconds=recompute_seconds,
             droppable=droppable,
+            durable=durable,
         )
         answer: blocks_pb2.StoreBlocksResponse = self._unary(self._blocks.StoreBlocks, _parts(begin, views))
         return [
@@ -139,6 +143,8 @@ class BlocksClient:
                 block.generation,
                 block.existed,
                 from_detail(block.error) if block.HasField("error") else None,
+                block.durable,
+                from_detail(block.not_durable) if block.HasField("not_durable") else None,
             )
             for block in answer.blocks
         ]

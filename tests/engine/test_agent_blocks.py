@@ -112,6 +112,43 @@ def test_rows_that_are_not_committed_are_a_branchs(server: BlockServer) -> None:
     assert [bytes(block.payload) for block in client.load(branch, tokens).blocks] == payload
 
 
+# Durable when it is acknowledged.
+
+
+def test_a_durable_store_answers_when_its_blocks_are_on_flash(server: BlockServer) -> None:
+    client = server.client()
+    tokens, payloads = tokens_of(40), [payload_of(at) for at in range(40)]
+    first = client.store(SOURCE, tokens[: 2 * BLOCK_TOKENS], payloads[:2], committed_frontier=len(tokens))
+    assert [(block.durable, block.not_durable) for block in first] == [(False, None)] * 2
+    answer = client.store(SOURCE, tokens, payloads, committed_frontier=len(tokens), durable=True)
+    assert [(block.durable, block.refusal, block.not_durable) for block in answer] == [
+        (True, None, None)
+    ] * 40
+    assert [block.existed for block in answer] == [True] * 2 + [False] * 38
+    tiers = {copy["tier_class"] for block in answer for copy in client.explain(block.key).replicas}
+    assert tiers == {"dram", "nvme"}
+    commits = server.flash.commit.flushes
+    assert commits < 40, "blocks share flushes"
+    assert [bytes(block.payload) for block in client.load(SOURCE, tokens).blocks] == payloads
+
+
+def test_what_is_not_durable_in_time_is_stored_and_says_so(tmp_path: Path) -> None:
+    disk = FullDisk()
+    with block_server(tmp_path, files=disk) as server:
+        client = server.client(timeout=5.0)
+        server.flash.sync()
+        disk.full = True
+        tokens, payload = tokens_of(1), [payload_of(0)]
+        (block,) = client.store(SOURCE, tokens, payload, committed_frontier=len(tokens), durable=True)
+        assert (block.refusal, block.durable) == (None, False)
+        assert block.not_durable is not None
+        assert block.not_durable.reason is Reason.STORAGE_UNAVAILABLE
+        assert [bytes(each.payload) for each in client.load(SOURCE, tokens).blocks] == payload
+        disk.full = False
+        (again,) = client.store(SOURCE, tokens, payload, committed_frontier=len(tokens), durable=True)
+        assert (again.existed, again.durable) == (True, True)
+
+
 # Tenants.
 
 

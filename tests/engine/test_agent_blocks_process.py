@@ -124,6 +124,19 @@ def test_kill_nine_keeps_every_durable_block_and_nothing_else(left: Left) -> Non
         agent.kill()
 
 
+def test_kill_nine_right_after_a_durable_store_costs_nothing(tmp_path: Path) -> None:
+    tokens, sent = tokens_of(60, 5, BLOCK_TOKENS), [payload_of(1000 + at, MANIFEST) for at in range(60)]
+    with running_agent(tiers=kept_tiers, folder=tmp_path) as agent, client_of(agent) as client:
+        agent.apply_baseline(MANIFEST)
+        stored = client.store(SOURCE, tokens, sent, committed_frontier=len(tokens), durable=True)
+        agent.kill()
+        assert [(block.durable, block.refusal) for block in stored] == [(True, None)] * 60
+    with running_agent(tiers=kept_tiers, folder=tmp_path) as agent, client_of(agent) as client:
+        loaded = client.load(SOURCE, tokens)
+        assert (loaded.stopped, [bytes(block.payload) for block in loaded.blocks]) == (None, sent)
+        agent.kill()
+
+
 def test_many_clients_of_one_prefix_read_each_block_once(left: Left) -> None:
     with running_agent(tiers=kept_tiers, folder=left.folder) as agent:
         gate = threading.Barrier(CLIENTS)

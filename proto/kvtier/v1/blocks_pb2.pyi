@@ -211,20 +211,22 @@ class StoreBlocksPart(_message.Message):
     def __init__(self, begin: _Optional[_Union[StoreBegin, _Mapping]] = ..., block: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last: _Optional[bool] = ..., checksum: _Optional[str] = ...) -> None: ...
 
 class StoreBegin(_message.Message):
-    __slots__ = ("scope", "span", "block_bytes", "committed_frontier", "recompute_seconds", "droppable")
+    __slots__ = ("scope", "span", "block_bytes", "committed_frontier", "recompute_seconds", "droppable", "durable")
     SCOPE_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FRONTIER_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DROPPABLE_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
     scope: BlockScope
     span: BlockSpan
     block_bytes: int
     committed_frontier: int
     recompute_seconds: float
     droppable: bool
-    def __init__(self, scope: _Optional[_Union[BlockScope, _Mapping]] = ..., span: _Optional[_Union[BlockSpan, _Mapping]] = ..., block_bytes: _Optional[int] = ..., committed_frontier: _Optional[int] = ..., recompute_seconds: _Optional[float] = ..., droppable: _Optional[bool] = ...) -> None: ...
+    durable: bool
+    def __init__(self, scope: _Optional[_Union[BlockScope, _Mapping]] = ..., span: _Optional[_Union[BlockSpan, _Mapping]] = ..., block_bytes: _Optional[int] = ..., committed_frontier: _Optional[int] = ..., recompute_seconds: _Optional[float] = ..., droppable: _Optional[bool] = ..., durable: _Optional[bool] = ...) -> None: ...
 
 class StoreBlocksResponse(_message.Message):
     __slots__ = ("blocks", "boot_id", "cache_generation")
@@ -237,16 +239,20 @@ class StoreBlocksResponse(_message.Message):
     def __init__(self, blocks: _Optional[_Iterable[_Union[StoredBlock, _Mapping]]] = ..., boot_id: _Optional[str] = ..., cache_generation: _Optional[int] = ...) -> None: ...
 
 class StoredBlock(_message.Message):
-    __slots__ = ("key", "generation", "existed", "error")
+    __slots__ = ("key", "generation", "existed", "error", "durable", "not_durable")
     KEY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EXISTED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    NOT_DURABLE_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     generation: int
     existed: bool
     error: _common_pb2.ErrorDetail
-    def __init__(self, key: _Optional[bytes] = ..., generation: _Optional[int] = ..., existed: _Optional[bool] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+    durable: bool
+    not_durable: _common_pb2.ErrorDetail
+    def __init__(self, key: _Optional[bytes] = ..., generation: _Optional[int] = ..., existed: _Optional[bool] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., durable: _Optional[bool] = ..., not_durable: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class LookupBlocksRequest(_message.Message):
     __slots__ = ("scope", "span", "pin_ms")
