@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.bench import tiers_block_key, tiers_directory, tiers_nvme, tiers_peers, tiers_store
+from tests.bench import tiers_block_key, tiers_directory, tiers_nvme, tiers_peers, tiers_store, tiers_through
 from tests.bench.rows import Row
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
@@ -20,6 +20,7 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "store": tiers_store.rows,
     "peers": tiers_peers.rows,
     "nvme": tiers_nvme.rows,
+    "through": tiers_through.rows,
 }
 
 
