@@ -91,7 +91,8 @@ class CounterBook:
         """Adds one sample of all series of a target; what it brought. The first one seen of a target that was
         there before the window says only where to count from: `begin`.
 
-        Raises ResetUnknown when samples lie too far apart, or a counter with a start time decreased.
+        Raises ResetUnknown when samples lie too far apart, a counter with a start time decreased, or a series
+        is gone and no other one says whether its process began again.
         """
         if any(v < 0 for v in counters.values()):
             raise ResetUnknown(f"{target}: a counter is negative")
@@ -110,12 +111,16 @@ class CounterBook:
         return fresh
 
     def begin(self, target: str, start: float | None, at: float, counters: Mapping[str, int]) -> None:
-        """Where a target that lived before the window stood when it opened."""
-        if target not in self._targets:
+        """Where a target stood before what is counted; the newest one stands."""
+        known = self._targets.get(target)
+        if known is not None and at <= known.at:
+            return
+        if known is None:
             self._admit(target)
-            self._targets[target] = _Target(start, at, dict(counters))
-            for name in counters:
-                self.totals.setdefault(name, 0)
+        self._targets[target] = _Target(start, at, dict(counters))
+        self.newest = at if self.newest is None else max(self.newest, at)
+        for name in counters:
+            self.totals.setdefault(name, 0)
 
     def knows(self, target: str) -> bool:
         return target in self._targets
@@ -123,7 +128,7 @@ class CounterBook:
     def _fresh(
         self, target: str, known: _Target, start: float | None, at: float, counters: Mapping[str, int]
     ) -> dict[str, int]:
-        decreased = any(counters.get(name, -1) < v for name, v in known.last.items())
+        decreased = any(name in counters and counters[name] < v for name, v in known.last.items())
         if start is not None and known.start is not None:
             if start == known.start and decreased:
                 raise ResetUnknown(f"{target}: a counter decreased within one life")
@@ -131,6 +136,8 @@ class CounterBook:
         else:
             if at - known.at > self._gap:
                 raise ResetUnknown(f"{target}: no sample for {at - known.at:.0f} s, a reset would not show")
+            if not decreased and not known.last.keys() <= counters.keys():
+                raise ResetUnknown(f"{target}: a series ended while others went on")
             again = decreased
         if again:
             return dict(counters)
@@ -183,8 +190,10 @@ class HistogramBook:
         return fresh
 
     def begin(self, target: str, start: float | None, at: float, now: Histogram) -> None:
-        if target not in self._targets:
+        known = self._targets.get(target)
+        if known is None or at > known[1]:
             self._targets[target] = (start, at, now.copy())
+            self.newest = at if self.newest is None else max(self.newest, at)
 
     def knows(self, target: str) -> bool:
         return target in self._targets
