@@ -91,6 +91,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if host.plan is not None:
                 state.plan.CopyFrom(plan_message(host.plan))
             lease = host.enforcement.lease()
+            held = "" if lease is None else host.runner.engine.selector_digest(lease.terms)
+            state.indexes.extend(convert.index_states(host.indexes, held))
             if lease is not None:
                 state.candidate.digest = lease.terms.candidate_digest
                 state.candidate.fence.CopyFrom(convert.fence_message(lease.terms.fence))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from decimal import Decimal, InvalidOperation
 from typing import Protocol
 
@@ -17,8 +18,10 @@ from kvtier_agent.evidence_port import GateTerms, Outcome, ProbeResult, WindowTe
 from kvtier_agent.rowevidence import EvidenceAsked
 from kvtier_agent.rowevidence_convert import evidence_input
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.receipts import SelectionFacts
 from kvtier_core.release.enforcement import ServedArm
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
+from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_evidence.window import WindowKey
 
@@ -27,6 +30,8 @@ _STAGES = frozenset({"Off", "Shadow", "Canary", "Ramp", "Full", "ExactBaseline"}
 _NOT_CONTENT = ("nonce", "boot_id")
 
 _EXACTNESS_NUMBER = {kind: attention_pb2.ExactnessClass.Value(kind.value) for kind in ExactnessClass}
+_MOST_INDEXES = 16
+_SELECTION = tuple(field.name for field in fields(SelectionFacts))
 _NOT_NEGATIVE = (
     *("step", "first_row_position", "first_query_position"),
     *("committed_frontier", "deadline_ms", "position_epoch"),
@@ -82,6 +87,30 @@ def command_content(message: Message) -> str:
     return hashlib.sha256(kind + b"\0" + copy.SerializeToString(deterministic=True)).hexdigest()
 
 
+def index_states(states: Sequence[IndexState], held: str) -> list[control_pb2.IndexState]:
+    """That of the candidate's selector, whose digest is `held`, first."""
+    ordered = sorted(states, key=lambda one: one.name.selector_digest != held)
+    return [
+        control_pb2.IndexState(
+            family=one.name.family,
+            selector_digest=one.name.selector_digest,
+            of_candidate=one.name.selector_digest == held,
+            ready=one.ready,
+            building=one.building,
+            refused=one.refused,
+            hidden_seconds=one.counted.hidden_seconds,
+            exposed_seconds=one.counted.exposed_seconds,
+            index_bytes=one.index_bytes,
+            waiting_bytes=one.waiting_bytes,
+            builds=one.counted.builds,
+            appends=one.counted.appends,
+            failures=one.counted.failures,
+            refusals=one.counted.refusals,
+        )
+        for one in ordered[:_MOST_INDEXES]
+    ]
+
+
 def grant_terms(request: control_pb2.GrantRequest, candidate: RuntimeManifest) -> GrantTerms:
     """Raises BAD_ARGUMENT naming the field."""
     terms = GrantTerms(
@@ -96,6 +125,7 @@ def grant_terms(request: control_pb2.GrantRequest, candidate: RuntimeManifest) -
         ),
         selector=candidate.selector,
         approved=request.approved,
+        fallbacks=frozenset(candidate.contract.allowed_fallbacks),
     )
     terms.check()
     return terms
@@ -268,8 +298,23 @@ def answer_message(frame: attention_pb2.AttendFrame, answer: FrameAnswer) -> att
             exposed_transfer_seconds=receipt.stall_seconds,
             peak_buffer_bytes=receipt.peak_buffer_bytes,
             promised_bytes=receipt.promised_bytes,
+            selection=_selection(receipt.selection),
         ),
     )
+
+
+def _selection(facts: SelectionFacts | None) -> attention_pb2.SelectionReceipt | None:
+    """Names equal the message's."""
+    if facts is None:
+        return None
+    return attention_pb2.SelectionReceipt(**{name: getattr(facts, name) for name in _SELECTION})
+
+
+def _other_fields(selection: SelectionFacts | None) -> bytes:
+    """A serialized Receipt of what the local channel's record has no place for."""
+    if selection is None:
+        return b""
+    return attention_pb2.Receipt(selection=_selection(selection)).SerializeToString()
 
 
 def packed_answer(
@@ -303,6 +348,7 @@ def packed_answer(
         tuple(receipt.plan),
         answer.fallback,
         receipt.plan_kind,
+        _other_fields(receipt.selection),
     )
 
 

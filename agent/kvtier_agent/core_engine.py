@@ -221,6 +221,9 @@ class CoreEngine:
     def indexes(self) -> Sequence[IndexState]:
         return self._engine.index_states()
 
+    def selector_digest(self, terms: GrantTerms) -> str:
+        return "" if terms.selector is None else self._engine.selector_digest(terms.selector)
+
     def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]:
         return [block_facts(info) for info in self._engine.list_chunks(session_id, generation)]
 
@@ -286,6 +289,7 @@ def step_mode(mode: FrameMode) -> StepMode:
         selector=mode.candidate.selector,
         candidate_digest=mode.candidate.candidate_digest,
         may_publish=mode.may_publish,
+        allowed=mode.candidate.fallbacks,
     )
 
 

@@ -23,7 +23,7 @@ from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.receipts import ExactnessClass as ExactnessClass
-from kvtier_core.receipts import StepReceipt
+from kvtier_core.receipts import SelectionFacts, StepReceipt
 from kvtier_core.release.leases import GrantTerms
 from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.manifest import RuntimeManifest
@@ -114,6 +114,7 @@ class FrameReceipt:
     peak_buffer_bytes: int = 0
     promised_bytes: int = 0
     failed_plans: Sequence[tuple[str, str]] = ()
+    selection: SelectionFacts | None = None
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,9 @@ class EnginePort(Protocol):
 
     def indexes(self) -> Sequence[IndexState]:
         """Of each selector's indexes; waits for no step."""
+
+    def selector_digest(self, terms: GrantTerms) -> str:
+        """What names the candidate's selector among `indexes`; empty without one. Waits for no step."""
 
     def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]: ...
 

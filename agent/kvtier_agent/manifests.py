@@ -13,6 +13,7 @@ from kvtier_core.release.leases import GrantTerms
 from kvtier_crds.manifest import (
     NUMERICS_VERSION,
     Exactness,
+    Fallback,
     ManifestError,
     ManifestReason,
     RuntimeManifest,
@@ -48,6 +49,12 @@ def check_candidate(
         )
     if candidate.contract.exactness is Exactness.EXACT and candidate.selector is not None:
         raise CoreError(Reason.CANDIDATE_REFUSED, "contract.exactness exact forbids a selector")
+    gate = None if candidate.selector is None else candidate.selector.gate
+    if gate is not None and gate.widen_steps and Fallback.WIDEN not in candidate.contract.allowed_fallbacks:
+        raise CoreError(
+            Reason.CANDIDATE_REFUSED,
+            f"selector.gate.widenSteps {gate.widen_steps} needs widen in contract.allowedFallbacks",
+        )
     named = (window.candidate_digest, window.baseline_digest)
     if named != (terms.candidate_digest, terms.baseline_digest):
         raise CoreError(Reason.BAD_ARGUMENT, "window names other digests than the grant")

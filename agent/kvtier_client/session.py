@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from types import TracebackType
 from typing import Literal
@@ -29,6 +29,7 @@ from kvtier_client.pipe import AttendPipe, Part
 from kvtier_client.rowevidence import LayerGiven, RowEvidence, kinds_of, needs_of, weight_parts
 from kvtier_client.wire import Answer, WireName
 from kvtier_core.errors import Reason
+from kvtier_core.receipts import SelectionFacts
 from kvtier_core.rowevidence import Need
 
 Arm = Literal["baseline", "candidate"]
@@ -79,7 +80,8 @@ class StepReceipt:
     """What the agent says about one answer. `exactness`: EXACT, APPROXIMATE,
     EXACT_OVER_APPROXIMATE_HISTORY or EXACT_OVER_EDITED_HISTORY; `estimated_omitted_mass` is NaN without an
     estimator; `position_epoch`: of the session when it answered; `promised_bytes`: of bytes_by_tier, those
-    that were on their way before the frame came."""
+    that were on their way before the frame came; `selection`: what a selector answered for the frame, None
+    when none was asked or it refused."""
 
     step: int
     layer: int
@@ -102,6 +104,7 @@ class StepReceipt:
     peak_buffer_bytes: int
     promised_bytes: int
     position_epoch: int
+    selection: SelectionFacts | None = None
 
 
 class AttentionSession(SessionEdits):
@@ -449,7 +452,12 @@ def _step_receipt(answer: Answer) -> StepReceipt:
         peak_buffer_bytes=r.peak_buffer_bytes,
         promised_bytes=r.promised_bytes,
         position_epoch=r.position_epoch,
+        selection=_selection(r.selection) if r.HasField("selection") else None,
     )
+
+
+def _selection(told: attention_pb2.SelectionReceipt) -> SelectionFacts:
+    return SelectionFacts(**{one.name: getattr(told, one.name) for one in fields(SelectionFacts)})
 
 
 def new_session_root() -> str:

@@ -321,6 +321,10 @@ class CacheEngine:
         waits for no step. MANIFEST_INVALID."""
         self._families.of(selector, ANYTHING)
 
+    def selector_digest(self, selector: Selector) -> str:
+        """What names the selector in receipts and of its indexes; waits for no step. MANIFEST_INVALID."""
+        return self._families.of(selector, ANYTHING).digest
+
     def wanted(self, selector: Selector) -> Wanted:
         """What the selector asks of a session's engine; waits for no step. MANIFEST_INVALID."""
         return wanted_by(self._families.of(selector, ANYTHING), self._manifest.model.geometry.layers)

@@ -41,7 +41,8 @@ class BlastRadius:
 
 @dataclass(frozen=True)
 class GrantTerms:
-    """What one grant permits. `selector` is the candidate's, opaque here; fractions lie in [0, 1]."""
+    """What one grant permits. `selector` and `fallbacks` are the candidate's (of its contract), opaque here;
+    fractions lie in [0, 1]."""
 
     fence: FenceToken
     candidate_digest: str
@@ -52,6 +53,7 @@ class GrantTerms:
     blast_radius: BlastRadius
     selector: Any
     approved: bool = False
+    fallbacks: frozenset[Any] = frozenset()
 
     def check(self) -> None:
         """Raises BAD_ARGUMENT naming the field that is out of range."""

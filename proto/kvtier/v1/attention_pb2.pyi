@@ -277,7 +277,7 @@ class FrameEvidence(_message.Message):
     def __init__(self, hidden: _Optional[bytes] = ..., hidden_layer: _Optional[int] = ..., surprisal_first: _Optional[int] = ..., surprisal: _Optional[bytes] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended", "bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest", "estimated_omitted_mass", "fallback", "snapshot_generation", "plan_kind", "hidden_transfer_seconds", "exposed_transfer_seconds", "peak_buffer_bytes", "promised_bytes", "position_epoch")
+    __slots__ = ("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended", "bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest", "estimated_omitted_mass", "fallback", "snapshot_generation", "plan_kind", "hidden_transfer_seconds", "exposed_transfer_seconds", "peak_buffer_bytes", "promised_bytes", "position_epoch", "selection")
     class BytesByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +305,7 @@ class Receipt(_message.Message):
     PEAK_BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROMISED_BYTES_FIELD_NUMBER: _ClassVar[int]
     POSITION_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
     exactness: ExactnessClass
     arm: Arm
     manifest_digest: str
@@ -325,7 +326,68 @@ class Receipt(_message.Message):
     peak_buffer_bytes: int
     promised_bytes: int
     position_epoch: int
-    def __init__(self, exactness: _Optional[_Union[ExactnessClass, str]] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., support_digest: _Optional[str] = ..., frontier: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Iterable[str]] = ..., simulated: _Optional[bool] = ..., stall_seconds: _Optional[float] = ..., producer_digest: _Optional[str] = ..., estimated_omitted_mass: _Optional[float] = ..., fallback: _Optional[str] = ..., snapshot_generation: _Optional[int] = ..., plan_kind: _Optional[str] = ..., hidden_transfer_seconds: _Optional[float] = ..., exposed_transfer_seconds: _Optional[float] = ..., peak_buffer_bytes: _Optional[int] = ..., promised_bytes: _Optional[int] = ..., position_epoch: _Optional[int] = ...) -> None: ...
+    selection: SelectionReceipt
+    def __init__(self, exactness: _Optional[_Union[ExactnessClass, str]] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., support_digest: _Optional[str] = ..., frontier: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Iterable[str]] = ..., simulated: _Optional[bool] = ..., stall_seconds: _Optional[float] = ..., producer_digest: _Optional[str] = ..., estimated_omitted_mass: _Optional[float] = ..., fallback: _Optional[str] = ..., snapshot_generation: _Optional[int] = ..., plan_kind: _Optional[str] = ..., hidden_transfer_seconds: _Optional[float] = ..., exposed_transfer_seconds: _Optional[float] = ..., peak_buffer_bytes: _Optional[int] = ..., promised_bytes: _Optional[int] = ..., position_epoch: _Optional[int] = ..., selection: _Optional[_Union[SelectionReceipt, _Mapping]] = ...) -> None: ...
+
+class SelectionReceipt(_message.Message):
+    __slots__ = ("family", "variant", "guarantee", "selector_digest", "index_digest", "index_epoch", "index_covered", "unindexed", "asked_tokens", "asked_bytes", "asked_units", "got_units", "got_rows", "uncapped", "dropped_by_cap", "scanned_units", "index_bytes", "threshold", "runner_up", "ties", "seed", "omitted_mass", "confidence", "certified_mass", "widened", "max_omitted_mass", "min_confidence", "failed")
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    VARIANT_FIELD_NUMBER: _ClassVar[int]
+    GUARANTEE_FIELD_NUMBER: _ClassVar[int]
+    SELECTOR_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    INDEX_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    INDEX_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INDEX_COVERED_FIELD_NUMBER: _ClassVar[int]
+    UNINDEXED_FIELD_NUMBER: _ClassVar[int]
+    ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ASKED_UNITS_FIELD_NUMBER: _ClassVar[int]
+    GOT_UNITS_FIELD_NUMBER: _ClassVar[int]
+    GOT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    UNCAPPED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BY_CAP_FIELD_NUMBER: _ClassVar[int]
+    SCANNED_UNITS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    RUNNER_UP_FIELD_NUMBER: _ClassVar[int]
+    TIES_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    OMITTED_MASS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFIED_MASS_FIELD_NUMBER: _ClassVar[int]
+    WIDENED_FIELD_NUMBER: _ClassVar[int]
+    MAX_OMITTED_MASS_FIELD_NUMBER: _ClassVar[int]
+    MIN_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    family: str
+    variant: str
+    guarantee: str
+    selector_digest: str
+    index_digest: str
+    index_epoch: int
+    index_covered: int
+    unindexed: int
+    asked_tokens: int
+    asked_bytes: int
+    asked_units: int
+    got_units: int
+    got_rows: int
+    uncapped: int
+    dropped_by_cap: int
+    scanned_units: int
+    index_bytes: int
+    threshold: float
+    runner_up: float
+    ties: int
+    seed: int
+    omitted_mass: float
+    confidence: float
+    certified_mass: float
+    widened: int
+    max_omitted_mass: float
+    min_confidence: float
+    failed: bool
+    def __init__(self, family: _Optional[str] = ..., variant: _Optional[str] = ..., guarantee: _Optional[str] = ..., selector_digest: _Optional[str] = ..., index_digest: _Optional[str] = ..., index_epoch: _Optional[int] = ..., index_covered: _Optional[int] = ..., unindexed: _Optional[int] = ..., asked_tokens: _Optional[int] = ..., asked_bytes: _Optional[int] = ..., asked_units: _Optional[int] = ..., got_units: _Optional[int] = ..., got_rows: _Optional[int] = ..., uncapped: _Optional[int] = ..., dropped_by_cap: _Optional[int] = ..., scanned_units: _Optional[int] = ..., index_bytes: _Optional[int] = ..., threshold: _Optional[float] = ..., runner_up: _Optional[float] = ..., ties: _Optional[int] = ..., seed: _Optional[int] = ..., omitted_mass: _Optional[float] = ..., confidence: _Optional[float] = ..., certified_mass: _Optional[float] = ..., widened: _Optional[int] = ..., max_omitted_mass: _Optional[float] = ..., min_confidence: _Optional[float] = ..., failed: _Optional[bool] = ...) -> None: ...
 
 class AttendAnswer(_message.Message):
     __slots__ = ("sequence", "step", "layer", "out", "receipt", "error")

@@ -159,6 +159,9 @@ class FakeEngine:
     def indexes(self) -> Sequence[IndexState]:
         return self.indexed
 
+    def selector_digest(self, terms: GrantTerms) -> str:
+        return "" if terms.selector is None else "sha256:selector"
+
     def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]:
         return []
 

@@ -28,6 +28,7 @@ from kvtier.v1 import attention_pb2, common_pb2
 from kvtier_agent.cachesession import FrameAnswer
 from kvtier_agent.convert import answer_message, packed_answer
 from kvtier_agent.engine_port import ExactnessClass, FrameReceipt, FrameResult
+from kvtier_core.receipts import SelectionFacts
 from kvtier_core.release.enforcement import ServedArm
 
 int64 = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -114,11 +115,21 @@ def plain(facts: ReceiptFacts) -> attention_pb2.Receipt:
 
 
 def test_every_field_of_a_receipt_has_its_place() -> None:
-    """A new field of Receipt needs one in the record, or travels in the extra bytes and costs a parse."""
-    assert set(attention_pb2.Receipt.DESCRIPTOR.fields_by_name) == FIXED_FIELDS
+    """A new field of Receipt needs one in the record, or travels in the extra bytes and costs a parse, as
+    what a selector says does."""
+    assert set(attention_pb2.Receipt.DESCRIPTOR.fields_by_name) == FIXED_FIELDS | {"selection"}
 
 
 VALUES: Mapping[type, Any] = {str: "text", int: 7, float: 0.25, bool: True}
+
+
+def full_selection() -> SelectionFacts:
+    """Every field of its own."""
+    made: dict[str, Any] = {}
+    for number, field in enumerate(dataclasses.fields(SelectionFacts), 1):
+        kinds = {"str": f"text-{number}", "int": number, "float": number / 8, "bool": True}
+        made[field.name] = kinds[str(field.type)]
+    return SelectionFacts(**made)
 
 
 def full_receipt() -> FrameReceipt:
@@ -132,6 +143,7 @@ def full_receipt() -> FrameReceipt:
             "simulated": True,
             # For the agent's own telemetry.
             "failed_plans": (("headGroups", "DEADLINE"),),
+            "selection": full_selection(),
         }.get(field.name)
         if made[field.name] is not None:
             continue
@@ -157,6 +169,12 @@ def test_the_compact_receipt_decodes_to_the_message_that_grpc_carries() -> None:
     assert str(record.receipt()) == str(want)
     missing = {name for name in FIXED_FIELDS if not getattr(want, name)}
     assert not missing, "a field that no answer ever sets"
+    assert set(attention_pb2.SelectionReceipt.DESCRIPTOR.fields_by_name) == {
+        field.name for field in dataclasses.fields(SelectionFacts)
+    }
+    assert {
+        name for name in full_selection().__dataclass_fields__ if not getattr(want.selection, name)
+    } == set()
 
 
 def test_a_refusal_is_the_whole_detail() -> None:
