@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvtier.v1 import control_pb2 as control
+from kvtier_operator.external.source import ExternalSource
 
 JsonObject = dict[str, Any]
 """A Kubernetes object as the API server speaks it: camelCase keys, JSON values."""
@@ -426,6 +427,7 @@ class Deps:
     randomness: Callable[[], float]
     nonce: Callable[[], bytes]
     telemetry: TelemetryPort
+    external: ExternalSource | None = None
 
 
 class SpanPort(Protocol):

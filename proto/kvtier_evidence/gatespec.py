@@ -28,6 +28,8 @@ class ExternalTerms:
     """Point values over the limit in a row that are a Fail."""
     point: bool = False
     """Declared to pass by its value, with a count query."""
+    query: str = ""
+    """As written; read by whoever asks the source."""
 
     @property
     def waited_for(self) -> bool:

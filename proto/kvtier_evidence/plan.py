@@ -63,6 +63,9 @@ def need(gate: GateSpec, *, fraction: float, sample: float, alpha: float) -> Nee
             return Need(gate.name, max(floor, forecast.units_for_law(limit, law, alpha, k)), served)
         case Kind.ZERO:
             return Need(gate.name, float(gate.min_samples), fraction + (1.0 - fraction) * sample)
+        case Kind.EXTERNAL:
+            # How many of its units one request gives is its source's affair.
+            return Need(gate.name, floor, 0.0)
         case Kind.PAIRED if gate.scope is Scope.PROBE_SET:
             return Need(gate.name, float(gate.probe_set_size), 0.0)
         case _:

@@ -47,7 +47,7 @@ class KVRolloutReconciler:
 
     def __init__(self, deps: Deps, feed: LookSource | None = None) -> None:
         self._deps = deps
-        self._feed = feed or EvidenceFeed(deps.agents, deps.clock)
+        self._feed = feed or EvidenceFeed(deps.agents, deps.clock, deps.external)
         self._gatherer = Gatherer(deps, self._feed)
         self._messenger = Messenger(deps)
         self._probes = ProbeJobs(deps)

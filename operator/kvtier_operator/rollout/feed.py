@@ -7,19 +7,23 @@ belongs to one window: another key begins another. It must not know what a verdi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier_evidence.collector import cohort_seconds
 from kvtier_evidence.design import Estimate
+from kvtier_evidence.external import ExternalReading
 from kvtier_evidence.gatespec import GateSpec
 from kvtier_evidence.judge import GateResult, Terms, judge
 from kvtier_evidence.measure import estimates, pair_thresholds
 from kvtier_evidence.reader import Applied, WindowReader
 from kvtier_evidence.window import WindowCounts, WindowKey
+from kvtier_operator.external.query import parse_query
+from kvtier_operator.external.source import ExternalSource
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, Clock
 from kvtier_operator.rollout.evidencewire import delta_of, key_message
 from kvtier_operator.rollout.inputs import GateVerdict, Look
@@ -27,6 +31,8 @@ from kvtier_operator.rollout.moves import current_step, tick_seconds
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import DesignEffect, RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
+
+_log = logging.getLogger(__name__)
 
 READ_ROUNDS = 2
 MAX_FEEDS = 4096
@@ -54,13 +60,17 @@ class LookSource(Protocol):
 class EvidenceFeed:
     """Implements LookSource. One reader per rollout uid. Not thread-safe; calls for one uid never overlap."""
 
-    def __init__(self, agents: Agents, clock: Clock) -> None:
+    def __init__(self, agents: Agents, clock: Clock, external: ExternalSource | None = None) -> None:
+        """Without `external` every gate on a metric of another system is unreadable."""
         self._agents = agents
         self._clock = clock
+        self._external = external
         self._open: dict[str, WindowReader] = {}
 
     def forget(self, uid: str) -> None:
         self._open.pop(uid, None)
+        if self._external is not None:
+            self._external.forget(uid)
 
     async def look(self, reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
         """Reads every node once (twice after a rebuild) and judges what is merged."""
@@ -74,6 +84,8 @@ class EvidenceFeed:
                 break
         interval = tick_seconds(spec)
         evidence = reader.evidence(expected, now=self._clock.monotonic(), interval=interval)
+        external = await self._read_external(reading.key, gates, state, now, interval)
+        evidence = replace(evidence, external=external)
         terms = Terms(
             fraction=float(step.traffic),
             share=max(1, state.shares),
@@ -90,10 +102,24 @@ class EvidenceFeed:
             carry=judgement.carry,
             failed=judgement.failed.gate if judgement.failed else "",
             requests_per_second=_rate(reader, state, now),
-            effects=effects_of(gates, evidence.merged, float(step.traffic)),
+            effects=effects_of(gates, evidence.merged, float(step.traffic), external),
             unread=evidence.error_agents,
             pair_thresholds=thresholds_of(spec, evidence.merged),
         )
+
+    async def _read_external(
+        self, key: WindowKey, gates: Sequence[GateSpec], state: RolloutState, now: float, interval: float
+    ) -> Mapping[str, ExternalReading]:
+        asked = [(gate, parse_query(gate.external.query)) for gate in gates if gate.external is not None]
+        if not asked or self._external is None or state.window is None:
+            return {}
+        found = await self._external.read(
+            key, asked, opened_at=state.window.opened_at, now=now, interval=interval
+        )
+        for name, one in sorted(found.items()):
+            if one.error is not None:
+                _log.warning("a gate's source cannot be read", extra={"gate": name, "error": one.detail})
+        return found
 
     def _reader(self, key: WindowKey, spec: RolloutSpec) -> WindowReader:
         known = self._open.get(key.rollout_uid)
@@ -140,9 +166,14 @@ def known_effects(state: RolloutState) -> dict[str, Estimate]:
     return {one.gate: Estimate(float(one.k), one.blocks, float(one.mean_block)) for one in effects}
 
 
-def effects_of(gates: Sequence[GateSpec], closing: WindowCounts, fraction: float) -> tuple[DesignEffect, ...]:
+def effects_of(
+    gates: Sequence[GateSpec],
+    closing: WindowCounts,
+    fraction: float,
+    external: Mapping[str, ExternalReading] | None = None,
+) -> tuple[DesignEffect, ...]:
     """What this window has measured for the next ones, never for itself; sorted by gate."""
-    found = estimates(gates, closing, fraction)
+    found = estimates(gates, closing, fraction, external)
     return tuple(
         DesignEffect(gate, f"{one.k_hat:.6g}", one.blocks, f"{one.mean_block:.6g}")
         for gate, one in sorted(found.items())

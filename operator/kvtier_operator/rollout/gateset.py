@@ -9,19 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from kvtier_crds.quantity import parse_decimal, parse_limit
 from kvtier_evidence import metrics
-from kvtier_evidence.gatespec import GateDeclaration, with_defaults
+from kvtier_evidence.external import DEFAULT_CONSECUTIVE
+from kvtier_evidence.gatespec import ExternalTerms, GateDeclaration, with_defaults
 from kvtier_evidence.limits import LimitError, parse_quantile
 from kvtier_evidence.metrics import Scope
 from kvtier_evidence.metrics import Stage as EvidenceStage
 from kvtier_evidence.probeplan import ProbePlan
+from kvtier_operator.external.query import QueryError, parse_query
 
 PROBE_SET = "ProbeSet"
+POINT_THRESHOLD = "PointThreshold"
 
 
 @dataclass(frozen=True, order=True)
@@ -67,6 +70,27 @@ def _declaration(raw: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> Gate
         design_effect=None if effect is None else parse_decimal(effect, f"{where}.designEffect"),
         probe_set_digest=probe.digest,
         probe_set_size=probe.size,
+        external=_external(raw, where) if str(raw["metric"]) == metrics.EXTERNAL else None,
+    )
+
+
+def _external(raw: Mapping[str, Any], where: str) -> ExternalTerms:
+    """A value may fail only when that is declared; counts may unless that is declared away."""
+    text = str(raw.get("query") or "")
+    try:
+        query = parse_query(text)
+    except QueryError as error:
+        raise LimitError(f"{where}.query: {error}") from error
+    point = raw.get("inference") == POINT_THRESHOLD
+    if point and len(query.parts) != 2:
+        raise LimitError(f"{where}.inference: PointThreshold takes point(expression; count)")
+    can_fail = raw.get("canFail")
+    return ExternalTerms(
+        form=query.form,
+        can_fail=query.form.counts if can_fail is None else bool(can_fail),
+        consecutive=int(raw.get("consecutive") or DEFAULT_CONSECUTIVE),
+        point=point,
+        query=text,
     )
 
 
@@ -104,6 +128,7 @@ def gates_digest(
             "minSamples": gate.min_samples,
             "designEffect": str(gate.design_effect),
             "probeSet": gate.probe_set_digest,
+            **({"external": asdict(gate.external)} if gate.external is not None else {}),
         }
         for gate in with_defaults(declared, exact=exact)
     ]

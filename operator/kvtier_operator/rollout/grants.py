@@ -88,7 +88,7 @@ def grant_request(
                 pair_threshold=thresholds.get(gate.name, ""),
             )
             for gate in spec.gates_of(step)
-            if gate.metric.kind not in (Kind.COUNT, Kind.SPLIT)
+            if gate.metric.kind not in (Kind.COUNT, Kind.SPLIT, Kind.EXTERNAL)
         ],
         settle_ms=round(spec.settle * MILLIS),
         warmup_ms=round(spec.warmup * MILLIS),
