@@ -24,7 +24,16 @@ from kvtier_operator.fleet import StoreFleet
 from kvtier_operator.health import Health, HealthServer
 from kvtier_operator.kube import KubeClient, connect
 from kvtier_operator.metrics import Metrics
-from kvtier_operator.ports import AgentTls, ApiError, Deps, Kind, ObjectKey, Reconciler
+from kvtier_operator.ports import (
+    Agents,
+    AgentTls,
+    ApiError,
+    Deps,
+    Kind,
+    KubeApi,
+    ObjectKey,
+    Reconciler,
+)
 from kvtier_operator.reconcile import build_reconcilers
 from kvtier_operator.store import WatchStore
 from kvtier_operator.telemetry import Telemetry
@@ -55,11 +64,27 @@ class Options:
     limits: dict[Kind, Limits] = field(default_factory=dict)
 
 
-class Operator:
-    """One operator process (or, in tests, one of several in a process)."""
+Through = Callable[[KubeApi, Agents], tuple[KubeApi, Agents]]
+"""What stands between the reconciles and what they write to."""
 
-    def __init__(self, options: Options, telemetry: Telemetry, metrics: Metrics | None = None) -> None:
+
+def directly(api: KubeApi, agents: Agents) -> tuple[KubeApi, Agents]:
+    return api, agents
+
+
+class Operator:
+    """One operator process (or, in tests, one of several in a process). `through`: tests count writes there,
+    and end the process at one of them; the election's own Lease does not pass it."""
+
+    def __init__(
+        self,
+        options: Options,
+        telemetry: Telemetry,
+        metrics: Metrics | None = None,
+        through: Through = directly,
+    ) -> None:
         self._options = options
+        self._through = through
         self._telemetry = telemetry
         self.metrics = metrics or Metrics(CollectorRegistry())
         self.clock = SystemClock()
@@ -93,11 +118,12 @@ class Operator:
             timing=options.election,
         )
         self.election = election
-        api = KubeClient(
+        gated = KubeClient(
             transport, gate=election.check, metrics=self.metrics, clock=clock, instance=options.identity
         )
-        agents = GrpcAgents(options.tls, election, self._telemetry, self.metrics)
-        stack.push_async_callback(agents.close)
+        clients = GrpcAgents(options.tls, election, self._telemetry, self.metrics)
+        stack.push_async_callback(clients.close)
+        api, agents = self._through(gated, clients)
         deps = Deps(
             api=api,
             store=self.store,

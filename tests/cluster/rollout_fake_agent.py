@@ -34,6 +34,8 @@ class Harm:
     """What goes wrong in the windows of this agent; shared with the test, read at each ReadEvidence."""
 
     bad_output: bool = False
+    stage: str = ""
+    """Where the output is bad; empty: everywhere."""
     silent: bool = False
     prompts: tuple[str, ...] = ("a", "b")
 
@@ -117,6 +119,14 @@ class RolloutControl(FakeControl):
 
         return await self._answer("Grant", context, self._typed(run))
 
+    async def ApplyBaseline(self, request: control.ApplyBaselineRequest, context: Any) -> Any:
+        """Another baseline, or a higher fence, ends what was granted before."""
+        before = self.state.caches.get(request.cache.uid)
+        answer = await super().ApplyBaseline(request, context)
+        if before is not None and request.fence.value > before.fence:
+            self.state.enforcement(request.cache.uid).revoke("BaselineApplied")
+        return answer
+
     async def Renew(self, request: control.RenewRequest, context: Any) -> Any:
         async def run() -> control.RenewResponse:
             if request.boot_id != self.state.boot_id:
@@ -156,7 +166,8 @@ class RolloutControl(FakeControl):
             window = self.state.windows.get(window_of(request.window))
             if window is None or self.state.harm.silent:
                 raise Refusal("WINDOW_UNKNOWN", "no such window")
-            if self.state.harm.bad_output and not window.harmful:
+            here = self.state.harm.stage in ("", request.window.stage)
+            if self.state.harm.bad_output and here and not window.harmful:
                 window.harmful = True
                 self._spoil(window)
             settled = int((time.monotonic() - window.opened_at) / window.cohort)

@@ -1,0 +1,425 @@
+"""Rollouts whose operator is killed at one chosen write, and how they end.
+
+For each run a cache of its own, an operator that dies at the point, another that finishes, and two agents
+that outlive both. What a run is compared with is a run without a death. It must not know which points are
+tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.kvtier_localplane import Cluster, eventually
+from tests.cluster.operator_harness import (
+    REPOSITORY,
+    SYSTEM,
+    agent_pool,
+    apply,
+    condition,
+    install,
+    kv_cache,
+    tier_class,
+)
+from tests.cluster.operator_lives import Order
+from tests.cluster.rollout_fake_agent import RolloutFakeAgent
+
+IDENTITY = "killed-and-born"
+"""Of all lives: a successor of that name takes the operator's Lease over at once, as a restarted Pod does."""
+LIFE_SECONDS = 120.0
+PLAN = json.dumps({"prompts": [{"digest": "a"}, {"digest": "b"}]})
+PROBES = f"sha256:{hashlib.sha256(PLAN.encode()).hexdigest()}"
+COUNTED = re.compile(r"swap |status |apply ControllerRevision")
+OTHERS = re.compile(r"apply (ServiceAccount|RoleBinding|Service|DaemonSet) |Event AgentLive ")
+EXTRA_WRITES = 4
+"""What a death may cost: a number burned, a swap and a status that take the next one for the same step, and
+the write that was lost, once more."""
+STEP_SECONDS = 12.0
+SMALL = {"quantile": 75, "minSamples": 30, "designEffect": "1"}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """ends: (phase, stage, cause). fails_in: the stage in which every further answer is far off; empty:
+    none."""
+
+    name: str
+    candidate: dict[str, Any]
+    ends: tuple[str, str, str]
+    fails_in: str = ""
+    approximate: bool = True
+
+
+COMPLETES = Scenario("completes", {"selectorRef": {"name": "quest-64"}}, ("Completed", "Full", ""))
+RETURNS = Scenario(
+    "returns",
+    {"selectorRef": {"name": "quest-64"}},
+    ("RolledBack", "ExactBaseline", "GateFailed"),
+    fails_in="Canary",
+)
+ADOPTS = Scenario(
+    "adopts",
+    {"overrides": {"placement": {"policy": "headGroups", "headGroups": {"stagingBytes": "4Mi"}}}},
+    ("Completed", "Full", ""),
+    approximate=False,
+)
+SCENARIOS = (COMPLETES, RETURNS, ADOPTS)
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """A write by name and number, and on which side of it the operator dies."""
+
+    write: str
+    after: bool
+
+    def __str__(self) -> str:
+        return f"{'after' if self.after else 'before'} {self.write}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where it ended. Fences are left out: a death burns numbers, nothing else."""
+
+    ends: tuple[str, str, str]
+    attempt: int
+    restored: tuple[int, int]
+    approved: bool
+    adopted: bool
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """died: whether the point was reached. gap: seconds from the death to the next write."""
+
+    outcome: Outcome
+    writes: tuple[str, ...]
+    cost: int
+    died: bool
+    gap: float = 0.0
+
+
+@dataclass
+class Life:
+    pid: int
+    log: Path
+    dead: threading.Event
+
+    def lines(self) -> list[str]:
+        return self.log.read_text(encoding="utf-8").splitlines() if self.log.exists() else []
+
+
+@contextlib.contextmanager
+def kill_harness(cluster: Cluster, folder: Path, namespace: str) -> Iterator[KillHarness]:
+    """Everything that runs need, in a namespace and a pool of that name."""
+    install(cluster)
+    cluster.ensure_namespace(namespace)
+    place = {"namespace": namespace}
+    quest = {"budget": {"tokens": 64, "capPolicy": "truncate"}, "family": "quest", "quest": {}}
+    apply(
+        cluster,
+        tier_class("gpu-sim", "gpu"),
+        tier_class("cpu-dram", "cpu"),
+        agent_pool(namespace, namespace),
+        {
+            "apiVersion": "kvtier.dev/v1alpha1",
+            "kind": "KVSelector",
+            "metadata": {"name": "quest-64", **place},
+            "spec": {**quest, "persistentRows": {"sink": 4, "recent": 8}},
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "golden", **place},
+            "data": {"plan.json": PLAN},
+        },
+    )
+    with contextlib.ExitStack() as stack:
+        lives = Lives(cluster, folder)
+        stack.callback(lives.close)
+        first = lives.begin()
+        agents = []
+        for letter in "ab":
+            agent = RolloutFakeAgent(
+                cluster,
+                folder,
+                f"{namespace}-{letter}",
+                namespace=namespace,
+                pool=namespace,
+                lease_seconds=6 * 3600,
+                probe_digest=PROBES,
+            )
+            stack.callback(agent.cleanup)
+            agent.start()
+            agents.append(agent)
+        lives.end(first)
+        harness = KillHarness(cluster, lives, agents, namespace, namespace)
+        stack.callback(harness.close)
+        yield harness
+
+
+class Lives:
+    """The process that forks operators."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._folder = folder
+        kubeconfig = cluster.service_account_kubeconfig(
+            SYSTEM, "kvtier-operator", folder / "lives.kubeconfig", duration_s=6 * 3600
+        )
+        certificate = cluster.issue_certificate(IDENTITY, folder / "lives-tls")
+        self._order = Order(
+            kubeconfig=str(kubeconfig),
+            namespace=SYSTEM,
+            identity=IDENTITY,
+            cert=str(certificate.cert_file),
+            key=str(certificate.key_file),
+            ca=str(certificate.ca_file),
+            log="",
+        )
+        self._count = 0
+        self._lives: dict[int, threading.Event] = {}
+        self._born: list[int] = []
+        self._news = threading.Condition()
+        self._errors = (folder / "lives.err").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.operator_lives"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            cwd=REPOSITORY,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def begin(self, point: Point | None = None) -> Life:
+        self._count += 1
+        log = self._folder / f"life-{self._count}.log"
+        kill = {} if point is None else {"kill": point.write, "after": point.after}
+        order = dataclasses.replace(self._order, log=str(log), **kill)
+        assert self._process.stdin is not None
+        with self._news:
+            before = len(self._born)
+            self._process.stdin.write(json.dumps(dataclasses.asdict(order)) + "\n")
+            self._process.stdin.flush()
+            assert self._news.wait_for(lambda: len(self._born) > before, 60.0), "no operator was born"
+            pid = self._born[-1]
+            return Life(pid, log, self._lives[pid])
+
+    def end(self, life: Life) -> None:
+        """Kills it where it is."""
+        if not life.dead.is_set():
+            os.kill(life.pid, signal.SIGKILL)
+        assert life.dead.wait(20.0), "the operator did not die"
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20.0)
+        self._reader.join(5.0)
+        self._errors.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            told = json.loads(line)
+            with self._news:
+                if "born" in told:
+                    self._lives[told["born"]] = threading.Event()
+                    self._born.append(told["born"])
+                else:
+                    self._lives[told["pid"]].set()
+                self._news.notify_all()
+
+
+class KillHarness:
+    def __init__(
+        self, cluster: Cluster, lives: Lives, agents: Sequence[RolloutFakeAgent], namespace: str, pool: str
+    ) -> None:
+        self._cluster = cluster
+        self._lives = lives
+        self._agents = agents
+        self._namespace = namespace
+        self._pool = pool
+        self._count = 0
+        self._now: Life | None = None
+
+    def run(self, scenario: Scenario, point: Point | None = None) -> Ran:
+        """One rollout from nothing to its end. Raises EventuallyError when it does not come."""
+        name = self._prepare(scenario)
+        apply(self._cluster, self._rollout(name, scenario))
+        first = self._lives.begin(point)
+        finished = eventually(
+            lambda: "died" if first.dead.is_set() else self._end_of(name, scenario) and "finished",
+            LIFE_SECONDS,
+            what=f"{scenario.name}: dies at {point}, or ends",
+            on_failure=lambda: self._explain(name, first),
+            interval=0.2,
+        )
+        died = finished == "died"
+        lives, gap = [first], 0.0
+        if died:
+            began = time.monotonic()
+            lives.append(self._lives.begin())
+            eventually(lambda: lives[1].lines(), LIFE_SECONDS, what="the next operator writes")
+            gap = time.monotonic() - began
+        eventually(
+            lambda: self._end_of(name, scenario),
+            LIFE_SECONDS,
+            what=f"{scenario.name} after {point}",
+            on_failure=lambda: self._explain(name, lives[-1]),
+            interval=0.2,
+        )
+        outcome = self._outcome(name, scenario)
+        self._now = lives[-1]
+        written = [line[2:] for life in lives for line in life.lines() if line.startswith("< ")]
+        cost = sum(COUNTED.match(line) is not None for line in written)
+        self._forget(name)
+        return Ran(outcome, tuple(written), cost, died, gap)
+
+    def close(self) -> None:
+        if self._now is not None:
+            self._lives.end(self._now)
+            self._now = None
+
+    def _prepare(self, scenario: Scenario) -> str:
+        """A cache on its baseline, and nobody at work."""
+        self._count += 1
+        name = f"{scenario.name}-{self._count}"
+        life = self._now or self._lives.begin()
+        apply(
+            self._cluster,
+            kv_cache(name, self._namespace, self._pool, contract={"exactness": "approximate"}),
+        )
+        eventually(
+            lambda: condition(self._get("kvcache", name), "Ready").get("status") == "True",
+            LIFE_SECONDS,
+            what=f"KVCache {name} is served",
+            on_failure=lambda: self._explain(name, life),
+            interval=0.2,
+        )
+        eventually(
+            lambda: not self._cluster.get("kvr,kvc", "-n", self._namespace)["items"][1:],
+            LIFE_SECONDS,
+            what="the objects of the run before are gone",
+            interval=0.2,
+        )
+        self._lives.end(life)
+        self._now = None
+        for agent in self._agents:
+            agent.state.harm.bad_output = bool(scenario.fails_in)
+            agent.state.harm.stage = scenario.fails_in
+        return name
+
+    def _forget(self, name: str) -> None:
+        for kind in ("kvr", "kvc"):
+            self._cluster.kubectl("delete", kind, name, "-n", self._namespace, "--wait=false")
+
+    def _get(self, kind: str, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._cluster.get(f"{kind}/{name}", "-n", self._namespace)
+        return found
+
+    def _end_of(self, name: str, scenario: Scenario) -> bool:
+        """Whether the status says so, and agents are as it says."""
+        rollout = self._get("kvr", name)
+        status = rollout.get("status") or {}
+        if (status.get("phase"), status.get("stage")) != scenario.ends[:2]:
+            return False
+        cache = self._get("kvc", name)
+        uid, baseline = cache["metadata"]["uid"], cache["status"]["baseline"]["digest"]
+        held = [agent.state.enforcement(uid).lease() for agent in self._agents]
+        if scenario is COMPLETES:
+            return all(lease is not None and lease.terms.fence.value == status["fence"] for lease in held)
+        runs = {agent.state.caches[uid].digest for agent in self._agents if uid in agent.state.caches}
+        return all(lease is None for lease in held) and runs == {baseline}
+
+    def _outcome(self, name: str, scenario: Scenario) -> Outcome:
+        status, cache = self._get("kvr", name)["status"], self._get("kvc", name)
+        rollback = status.get("rollback") or {}
+        candidate = (status.get("candidate") or {}).get("digest")
+        uid = cache["metadata"]["uid"]
+        return Outcome(
+            ends=(status["phase"], status["stage"], rollback.get("cause", "")),
+            attempt=status["attempt"],
+            restored=(rollback.get("agentsRestored", 0), rollback.get("agentsTotal", 0)),
+            approved=(cache["status"].get("approved") or {}).get("digest") == candidate,
+            adopted=cache["status"]["baseline"]["digest"] == candidate,
+            holders=tuple(agent.state.node for agent in self._agents if agent.state.candidate(uid)),
+        )
+
+    def _rollout(self, name: str, scenario: Scenario) -> dict[str, Any]:
+        stage = {"minSamples": 30}
+        stall = {"minSamples": 30, "designEffect": "1"}
+        gates: list[dict[str, Any]] = [
+            {"name": "tail", "metric": "tpotRatio", "max": "2", **SMALL},
+            {"name": "stall", "metric": "exposedStallFraction", "max": "0.5", **stall},
+        ]
+        if scenario.approximate:
+            gates += [
+                {"name": "output", "metric": "outputRelativeError", "max": "0.5", **SMALL},
+                {
+                    "name": "quality",
+                    "metric": "taskScoreDrop",
+                    "max": "0.25",
+                    "probeRef": {"name": "golden"},
+                    "scope": "ProbeSet",
+                },
+            ]
+        return {
+            "apiVersion": "kvtier.dev/v1alpha1",
+            "kind": "KVRollout",
+            "metadata": {"name": name, "namespace": self._namespace},
+            "spec": {
+                "cacheRef": {"name": name},
+                "candidate": scenario.candidate,
+                "stages": [
+                    {"name": "Shadow", "sampleFraction": "100%", **stage},
+                    {"name": "Canary", "trafficFraction": "50%", **stage},
+                    {"name": "Full", "holdback": "50%", **stage},
+                ],
+                "gates": gates,
+                "evidence": {"settle": "1s", "warmup": "0s"},
+                "leaseTTL": f"{STEP_SECONDS:.0f}s",
+                "progressDeadline": "10m",
+            },
+        }
+
+    def _explain(self, name: str, life: Life) -> str:
+        arguments = ("get", "kvr,kvc", name, "-n", self._namespace, "-o", "yaml")
+        return self._cluster.kubectl(*arguments, check=False).stdout + "\n".join(life.lines()[-40:])
+
+
+def points(reference: Ran) -> list[Point]:
+    """Every write of a run, before it is sent and after it was accepted, in the order of the run; without
+    those that any operator makes as it starts."""
+    own = [write for write in reference.writes if not OTHERS.match(write)]
+    return [Point(write, after) for write in own for after in (False, True)]
+
+
+def certain(point: Point) -> bool:
+    """Whether every run comes to it: renewals depend on time, and an Event may be the first for anybody."""
+    return not point.write.startswith(("renew ", "Event ", "patch_status "))
+
+
+def differs(reference: Ran, ran: Ran) -> str:
+    """Why a run is not as the reference; empty when it is."""
+    if ran.outcome != reference.outcome:
+        return f"ended as {ran.outcome}, not {reference.outcome}"
+    most = reference.cost + EXTRA_WRITES
+    if ran.gap >= STEP_SECONDS / 2:
+        most *= 2  # leases have ended meanwhile, and steps were opened again
+    return "" if ran.cost <= most else f"{ran.cost} writes, at most {most} were expected: {ran.writes}"
