@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +38,13 @@ digests = st.one_of(
     st.binary(min_size=32, max_size=32).map(lambda raw: "sha256:" + raw.hex()),
     st.sampled_from(["", "sha256:m", "sha256:" + "AB" * 32, "sha256:" + "0" * 63 + " ", "x" * 71]),
 )
+evidence = st.builds(
+    wire.EvidenceRecord,
+    hidden_layer=st.integers(-(1 << 31), (1 << 31) - 1),
+    hidden=uint32,
+    surprisals=uint32,
+    surprisal_first=int64,
+)
 frames = st.builds(
     wire.FrameRecord,
     attachment=st.integers(0, 65535),
@@ -56,6 +63,7 @@ frames = st.builds(
     session_tag=st.binary(min_size=16, max_size=16),
     boot_tag=st.binary(min_size=16, max_size=16),
     next_layer_follows=st.booleans(),
+    evidence=st.none() | evidence,
     extra=st.binary(max_size=40),
 )
 receipts = st.builds(
@@ -235,6 +243,34 @@ def test_what_has_no_place_is_not_packed(count: int, change: dict[str, int]) -> 
         wire.pack_frames([record] * count, 0)
 
 
+def with_evidence(**change: int) -> bytes:
+    """A message of one frame with evidence."""
+    record = wire.FrameRecord(0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, bytes(16), bytes(16))
+    fields = {"hidden_layer": 1, "hidden": 2, "surprisals": 3, "surprisal_first": 0, **change}
+    record.evidence = wire.EvidenceRecord(**fields)
+    return wire.pack_frames([record], 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(lambda m: m[: -wire.EVIDENCE.size], "evidence record ends after", id="cut-off"),
+        pytest.param(lambda m: m[:-1], "evidence record ends after", id="short"),
+        pytest.param(lambda m: m + b"\0", "bytes after the last frame", id="longer"),
+        pytest.param(lambda m: m[:-12] + b"\1" + m[-11:], "where 0 stands", id="not-zero"),
+        pytest.param(lambda m: m[:26] + b"\4\0" + m[28:], "flags: 0x4", id="flag-of-nobody"),
+    ],
+)
+def test_evidence_that_no_peer_packs_is_malformed(change: Callable[[bytes], bytes], words: str) -> None:
+    message = change(with_evidence(surprisal_first=4))
+    with pytest.raises(wire.MalformedError, match=words):
+        wire.unpack_frames(message, len(message), 1)
+
+
+def test_surprisals_lie_behind_states_at_a_multiple_of_eight() -> None:
+    assert [wire.evidence_place(4 * n, 4) for n in range(4)] == [8, 8, 16, 16]
+
+
 @pytest.mark.parametrize(
     ("spans", "overlap"),
     [
@@ -251,6 +287,7 @@ def test_spans_overlap(spans: list[tuple[int, int]], overlap: bool) -> None:
 
 def test_records_have_the_sizes_that_the_reference_states() -> None:
     assert (wire.HEADER.size, wire.FRAME.size, ANSWER.size) == (24, 124, 212)
+    assert wire.EVIDENCE.size == 24
     assert struct.calcsize("<4sHHIIq") == wire.HEADER.size
 
 
