@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier_operator.ports import JsonObject
+from kvtier_operator.selectorfacts import facts_of, named
 
 IMPLEMENTED = (
     *("certifiedScan", "clusterKv", "emLlm", "infLlm", "infinigen", "magicPig", "pqcache", "quest"),
@@ -16,8 +17,6 @@ IMPLEMENTED = (
 )
 """Families that agents run in a session. Whether a session's engine gives what a family needs is found when
 the session is opened: it stays exact where not, and says what is missing."""
-ESTIMATING = ("certifiedScan", "squeezedAttention")
-"""Those that say how much they leave out, so that a gate can be kept."""
 _ONLY_TRUNCATES = ("quest",)
 _CAP_POLICY = "truncate"
 
@@ -32,19 +31,16 @@ class Refusal:
 
 def refusal(spec: JsonObject) -> Refusal | None:
     """Why no agent runs a KVSelector of this spec; None: some do."""
-    family = spec["family"]
-    if family not in IMPLEMENTED:
+    family, facts = spec["family"], facts_of(spec)
+    if family not in IMPLEMENTED or facts is None:
         message = (
             f"spec.family {family} is declared but no agent implements it; implemented: "
             f"{', '.join(IMPLEMENTED)}"
         )
         return Refusal("NotImplemented", message)
     found = []
-    gate = spec.get("gate")
-    if gate is not None and family not in ESTIMATING:
-        found.append(f"spec.gate: {family} has no estimator of omitted mass; legal: absent")
-    elif gate is not None and gate.get("widenSteps"):
-        found.append(f"spec.gate.widenSteps {gate['widenSteps']}: no family widens; legal: 0")
+    if spec.get("gate") is not None and not facts.estimates:
+        found.append(f"spec.gate: {named(spec)} has no estimator of omitted mass; legal: absent")
     if spec.get("calibration") is not None:
         found.append(f"spec.calibration: {family} takes none; legal: absent")
     cap_policy = (spec.get("budget") or {}).get("capPolicy", _CAP_POLICY)

@@ -12,6 +12,8 @@ from kvtier_crds.models.common import (
     AGE,
     SET_LIST,
     Column,
+    DecimalString,
+    DnsName,
     Fraction,
     Int64,
     LocalRef,
@@ -22,6 +24,7 @@ from kvtier_crds.models.common import (
     Struct,
     cel,
     condition_path,
+    map_list,
     positive_quantity,
     rules,
     struct_config,
@@ -74,7 +77,7 @@ class PersistentRows(Struct):
 class SelectorGate(Struct):
     """When an answer is uncertain and takes a fallback before it is published.
 
-    Needs a family with an estimator: certifiedScan.
+    Needs a family with an estimator: certifiedScan, squeezedAttention, and retrievalAttention's retroInfer.
     """
 
     max_estimated_omitted_mass: Fraction | None = None
@@ -163,14 +166,38 @@ class Need(StrEnum):
     SURPRISAL = "surprisal"
 
 
+class CacheIndexes(Struct):
+    """Indexes of this selector in one cache, over all agents that hold it as a candidate."""
+
+    cache: DnsName
+    agents: Int64 = 0
+    """That hold it and could be asked."""
+    ready: Int64 = 0
+    """Sessions whose every layer has an index."""
+    building: Int64 = 0
+    """Sessions that are answered exactly until theirs are built."""
+    refused: Int64 = 0
+    """Sessions that stay exact, for example since their engine does not send what the family needs."""
+    hidden_seconds: DecimalString = "0"
+    """Of builds that no query waited for, since the agents started."""
+    exposed_seconds: DecimalString = "0"
+    """In which queries waited, or were answered exactly for want of an index."""
+    bytes: Int64 = 0
+    """Of indexes and of rows that wait for theirs."""
+
+
 class KVSelectorStatus(Status):
-    """Conditions: Accepted (False, reason NotImplemented, for a family that needs what engines do not send to
-    agents, and for a field that no agent carries out), IndexReady."""
+    """Conditions: Accepted (False, reason NotImplemented, for a field that no agent carries out; True tells of
+    a family that is slower than dense attention, too), IndexReady (of `indexes`; Unknown while no agent holds
+    it as a candidate, or no session of it is open)."""
 
     guarantee: Guarantee | None = None
     needs: Annotated[tuple[Need, ...], Field(max_length=5, json_schema_extra=SET_LIST)] = ()
     appendable: bool | None = None
     """Whether its index follows appended rows without being rebuilt."""
+    indexes: Annotated[
+        tuple[CacheIndexes, ...], Field(max_length=16, json_schema_extra=map_list("cache"))
+    ] = ()
 
 
 class KVSelector(Resource):
@@ -184,6 +211,7 @@ class KVSelector(Resource):
         Column(name="Family", path=".spec.family"),
         Column(name="Guarantee", path=".status.guarantee"),
         Column(name="Accepted", path=condition_path("Accepted")),
+        Column(name="Index", path=condition_path("IndexReady")),
         Column(name="Seed", path=".spec.seed", type="integer", wide=True),
         AGE,
     )

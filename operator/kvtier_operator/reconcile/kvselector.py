@@ -1,55 +1,32 @@
-"""KVSelector: what its family promises, what it must see, and whether this version implements it."""
+"""KVSelector: what its family promises and must see, whether agents run it, and how its indexes stand."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime
 
 from kvtier_operator.conditions import Condition, false, merge, true, unknown
-from kvtier_operator.ports import Deps, Done, JsonObject, Kind, ObjectKey, ReconcileOutcome
+from kvtier_operator.ports import Deps, Done, JsonObject, Kind, ObjectKey, ReconcileOutcome, Requeue
+from kvtier_operator.reconcile.selector_indexes import CacheIndexes, ask, holdings, index_ready, moved
 from kvtier_operator.reconcile.status import write_status
+from kvtier_operator.selectorfacts import FamilyFacts, facts_of, slower
 from kvtier_operator.selectors import refusal
 
-OWNED = ("observedGeneration", "guarantee", "needs", "appendable", "conditions")
+OWNED = ("observedGeneration", "guarantee", "needs", "appendable", "indexes", "conditions")
+LOOK_SECONDS = 30.0
+QUIET_WRITE_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class FamilyFacts:
-    """What one family of selectors is. `guarantee` speaks of the attention mass that it leaves out; `needs`
-    is what it must see; `appendable`: its index follows new rows without being rebuilt.
-
-    Source: the families of the retrieval specification, section D.0 and the paragraphs of each.
-    """
-
-    guarantee: str
-    needs: tuple[str, ...]
-    appendable: bool
-
-
-FAMILIES: dict[str, FamilyFacts] = {
-    "sparq": FamilyFacts("heuristic", ("query",), True),
-    "quest": FamilyFacts("upperBound", ("query",), True),
-    "infinigen": FamilyFacts("heuristic", ("prefillQueries", "previousHiddenState", "weights"), True),
-    "pqcache": FamilyFacts("heuristic", ("query",), True),
-    "retrievalAttention": FamilyFacts("heuristic", ("query", "prefillQueries"), False),
-    "squeezedAttention": FamilyFacts("heuristic", ("query",), False),
-    "magicPig": FamilyFacts("sampled", ("query",), True),
-    "infLlm": FamilyFacts("heuristic", ("query", "prefillQueries"), True),
-    "emLlm": FamilyFacts("heuristic", ("query", "prefillQueries", "surprisal"), True),
-    "clusterKv": FamilyFacts("heuristic", ("query",), True),
-    "certifiedScan": FamilyFacts("upperBound", ("query",), True),
-}
-
-
-def plan(selector: JsonObject, now: datetime) -> JsonObject:
-    """The status to have. Pure."""
+def plan(selector: JsonObject, now: datetime, indexes: Sequence[CacheIndexes] = ()) -> JsonObject:
+    """The status to have. Pure. indexes: of every cache that holds it as a candidate now."""
     spec = selector["spec"]
-    facts = FAMILIES.get(spec["family"])
+    facts = facts_of(spec)
     generation = int(selector["metadata"].get("generation") or 1)
     before = (selector.get("status") or {}).get("conditions") or []
+    conditions = _conditions(spec, facts, indexes)
     status: JsonObject = {
         "observedGeneration": generation,
-        "conditions": merge(before, _conditions(spec, facts), generation=generation, now=now),
+        "conditions": merge(before, conditions, generation=generation, now=now),
     }
     if facts is not None:
         status |= {
@@ -57,10 +34,14 @@ def plan(selector: JsonObject, now: datetime) -> JsonObject:
             "needs": list(facts.needs),
             "appendable": facts.appendable,
         }
+    if indexes:
+        status["indexes"] = [one.to_json() for one in indexes]
     return status
 
 
-def _conditions(spec: JsonObject, facts: FamilyFacts | None) -> list[Condition]:
+def _conditions(
+    spec: JsonObject, facts: FamilyFacts | None, indexes: Sequence[CacheIndexes]
+) -> list[Condition]:
     if facts is None:
         return [
             false("Accepted", "UnknownFamily", f"spec.family {spec['family']} is not known to this version")
@@ -71,10 +52,27 @@ def _conditions(spec: JsonObject, facts: FamilyFacts | None) -> list[Condition]:
             false("Accepted", refused.reason, refused.message),
             unknown("IndexReady", refused.reason, "no agent builds this index"),
         ]
-    return [
-        true("Accepted", "Valid", "a KVRollout may name this selector"),
-        true("IndexReady", "BuiltPerSession", "indexes are built as rows are written under a grant"),
+    told = "; ".join(filter(None, ("a KVRollout may name this selector", slower(spec))))
+    return [true("Accepted", "Valid", told), index_ready(indexes)]
+
+
+def must_write(before: JsonObject, after: JsonObject, quiet_for: float) -> bool:
+    """Numbers alone are written once a minute, and only when they moved; all else at once. A message is made
+    of the same numbers."""
+    if _words(before) != _words(after):
+        return True
+    return quiet_for >= QUIET_WRITE_SECONDS and moved(before, after)
+
+
+def _words(status: JsonObject) -> JsonObject:
+    """All but the numbers of indexes and what is printed of them."""
+    kept = {name: value for name, value in status.items() if name != "indexes"}
+    kept["conditions"] = [
+        {name: value for name, value in row.items() if name != "message" or row["type"] != "IndexReady"}
+        for row in status.get("conditions") or []
     ]
+    kept["caches"] = [row["cache"] for row in status.get("indexes") or []]
+    return kept
 
 
 class KVSelectorReconciler:
@@ -82,9 +80,22 @@ class KVSelectorReconciler:
 
     def __init__(self, deps: Deps) -> None:
         self._deps = deps
+        self._written: dict[str, float] = {}
 
     async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
-        selector = self._deps.store.get(key)
-        if selector is not None and "deletionTimestamp" not in selector["metadata"]:
-            await write_status(self._deps.api, selector, plan(selector, self._deps.clock.now()), OWNED)
-        return Done()
+        deps = self._deps
+        selector = deps.store.get(key)
+        if selector is None or "deletionTimestamp" in selector["metadata"]:
+            return Done()
+        held = holdings(selector, deps.store)
+        indexes = [await ask(deps.agents, deps.fleet.members(*one.pool), one) for one in held]
+        wanted = plan(selector, deps.clock.now(), indexes)
+        uid, now = selector["metadata"]["uid"], deps.clock.monotonic()
+        quiet_for = now - self._written.get(uid, float("-inf"))
+        due = must_write(selector.get("status") or {}, wanted, quiet_for)
+        if due and await write_status(deps.api, selector, wanted, OWNED):
+            self._written[uid] = now
+        if not held:
+            self._written.pop(uid, None)
+            return Done()
+        return Requeue(LOOK_SECONDS, "indexes")

@@ -93,6 +93,11 @@ def affected(
                 keys.add(ObjectKey(Kind.KV_CACHE, key.namespace, cache))
                 # An AgentPool holds its updates while a rollout on its nodes is unfinished.
                 on = store.get(ObjectKey(Kind.KV_CACHE, key.namespace, cache))
+                # A selector's indexes are those of the agents that hold its candidate.
+                for holder in ((obj.get("spec") or {}).get("candidate") or {}, (on or {}).get("spec") or {}):
+                    selector = (holder.get("selectorRef") or {}).get("name", "")
+                    if selector:
+                        keys.add(ObjectKey(Kind.KV_SELECTOR, key.namespace, selector))
                 pool = (((on or {}).get("spec") or {}).get("poolRef") or {}).get("name", "")
                 if pool:
                     keys.add(ObjectKey(Kind.AGENT_POOL, key.namespace, pool))

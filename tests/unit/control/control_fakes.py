@@ -223,6 +223,8 @@ class FakeAgents:
         self.calls: list[str] = []
         self.used: dict[str, int] = {}
         self.plans: dict[str, control.PlanState] = {}
+        self.candidates: dict[str, control.CandidateState] = {}
+        self.indexes: dict[str, list[control.IndexState]] = {}
         self.retained: Container[str] | None = None
 
     def _node(self, node: AgentTarget) -> dict[str, list[Any]]:
@@ -245,6 +247,8 @@ class FakeAgents:
                     baseline_digest=digest,
                     used_by_tier=self.used,
                     plan=self.plans.get(node.name),
+                    candidate=self.candidates.get(node.name),
+                    indexes=self.indexes.get(node.name, []),
                 )
                 for uid, (fence, digest) in held.items()
             ],

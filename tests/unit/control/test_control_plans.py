@@ -10,6 +10,8 @@ import pytest
 
 from kvtier_agent.config import TierConfig
 from kvtier_crds.manifest import RuntimeManifest
+from kvtier_crds.models.families import Family
+from kvtier_crds.models.kvselector import Guarantee, Need
 from kvtier_operator import conditions as c
 from kvtier_operator.events import changes
 from kvtier_operator.fleet import StoreFleet, lease_key
@@ -21,6 +23,7 @@ from kvtier_operator.reconcile.kvcache_plan import ledger_moved
 from kvtier_operator.reconcile.kvcache_refs import resolve
 from kvtier_operator.reconcile.kvnode import Liveness
 from kvtier_operator.reconcile.pool_objects import daemon_set, tier_arguments
+from kvtier_operator.selectorfacts import FAMILIES, VARIANTS
 from tests.unit.control.control_fakes import START, Bench
 from tests.unit.control.control_objects import agent_pool, conditions, kv_cache, kv_selector, tier_class
 
@@ -382,15 +385,33 @@ def test_what_agents_carry_out_is_accepted(edit: JsonObject) -> None:
 
 
 def test_every_family_of_the_vocabulary_has_its_facts() -> None:
-    from kvtier_crds.models.families import Family
-    from kvtier_crds.models.kvselector import Guarantee, Need
-
-    assert set(kvselector.FAMILIES) == {family.value for family in Family}
-    for facts in kvselector.FAMILIES.values():
+    assert set(FAMILIES) == {family.value for family in Family}
+    for facts in (*FAMILIES.values(), *VARIANTS.values()):
         Guarantee(facts.guarantee)
         assert facts.needs
         for need in facts.needs:
             Need(need)
+
+
+@pytest.mark.parametrize("family, told", [("magicPig", True), ("pqcache", True), ("quest", False)])
+def test_a_family_that_is_slower_than_dense_attention_says_so(family: str, told: bool) -> None:
+    status = kvselector.plan(with_meta(kv_selector(family=family)), NOW)
+    [accepted] = [one for one in status["conditions"] if one["type"] == "Accepted"]
+    assert ("slower than dense attention at 8,192 rows" in accepted["message"]) is told
+    assert ("docs/benchmarks/selectors.md" in accepted["message"]) is told
+
+
+def test_a_variant_that_is_another_method_has_its_own_facts() -> None:
+    selector = with_meta(kv_selector(family="retrievalAttention"))
+    selector["spec"]["retrievalAttention"] = {"variant": "retroInfer"}
+    selector["spec"]["gate"] = {"maxEstimatedOmittedMass": "0.1"}
+    status = kvselector.plan(selector, NOW)
+    assert (status["guarantee"], status["needs"], status["appendable"]) == ("estimate", ["query"], True)
+    assert conditions({"status": status})["Accepted"] == ("True", "Valid")
+    selector["spec"]["retrievalAttention"] = {}
+    status = kvselector.plan(selector, NOW)
+    assert status["needs"] == ["query", "prefillQueries"]
+    assert conditions({"status": status})["Accepted"] == ("False", "NotImplemented")
 
 
 @pytest.mark.parametrize(

@@ -138,12 +138,14 @@ def test_a_new_object_wakes_those_that_depend_on_it(
     assert affected(changed, obj, None, bench.store) == {changed} | woken
 
 
-def test_a_rollout_that_moves_wakes_its_cache_and_pool(bench: Bench) -> None:
-    """A pool holds its updates while a rollout is unfinished, and lets them go afterwards."""
+def test_a_rollout_that_moves_wakes_its_cache_pool_and_selector(bench: Bench) -> None:
+    """A pool holds its updates while a rollout is unfinished, and lets them go after it; a selector says how
+    its indexes stand while agents hold its candidate."""
     before = bench.store.get(ROLLOUT)
     assert before is not None
     after = before | {"status": {"phase": "Completed", "stage": "Full"}}
-    assert affected(ROLLOUT, before, after, bench.store) == {ROLLOUT, CACHE, POOL}
+    selector = key(Kind.KV_SELECTOR, "quest-64")
+    assert affected(ROLLOUT, before, after, bench.store) == {ROLLOUT, CACHE, POOL, selector}
     numbers = after | {"status": after["status"] | {"verdict": "Pass"}}
     assert affected(ROLLOUT, after, numbers, bench.store) == {ROLLOUT}
 

@@ -4,12 +4,16 @@ They may not import each other, so this holds them together."""
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import get_args
+
 import pytest
 
 from kvtier_core.selectors.families import registry
 from kvtier_crds.models.families import Family
-from kvtier_operator.reconcile.kvselector import FAMILIES
-from kvtier_operator.selectors import ESTIMATING, IMPLEMENTED
+from kvtier_crds.models.kvselector import KVSelectorSpec
+from kvtier_operator.selectorfacts import FAMILIES, SLOWER_THAN_DENSE, VARIANTS, facts_of
+from kvtier_operator.selectors import IMPLEMENTED, refusal
 from tests.unit.selectors.selector_cases import SMALL, selector
 
 # Parameters with which each family can be made; what they are does not matter here.
@@ -28,19 +32,57 @@ PARAMETERS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_the_operator_states_the_familys_own_facts(name: str) -> None:
-    facts = registry.make_family(selector(name, PARAMETERS[name], {"tokens": 64}), SMALL, 16).facts
-    declared = FAMILIES[name]
-    assert facts.family == name
+OF_VARIANTS: dict[tuple[str, str], dict[str, object]] = {
+    ("retrievalAttention", "retroInfer"): {
+        "tokensPerCluster": 4,
+        "segmentTokens": 16,
+        "estimatedClusters": 2,
+    },
+}
+"""Where a variant takes other parameters than its family."""
+
+
+def variants(family: str) -> list[str]:
+    """Of a family, as the vocabulary has them; an empty one where it has none."""
+    block = next(field for field in KVSelectorSpec.model_fields.values() if field.alias == family)
+    parameters = next(one for one in get_args(block.annotation) if one is not type(None))
+    field = parameters.model_fields.get("variant")
+    if field is None:
+        return [""]
+    kinds = [one for one in (field.annotation, *get_args(field.annotation)) if isinstance(one, type)]
+    return [one.value for kind in kinds if issubclass(kind, StrEnum) for one in kind]
+
+
+CASES = [(family, variant) for family in sorted(PARAMETERS) for variant in variants(family)]
+
+
+@pytest.mark.parametrize("family, variant", CASES, ids=[f"{one}-{two}".rstrip("-") for one, two in CASES])
+def test_the_operator_states_the_facts_of_each_family_and_variant(family: str, variant: str) -> None:
+    parameters = dict(OF_VARIANTS.get((family, variant), PARAMETERS[family]))
+    if variant:
+        parameters["variant"] = variant
+    facts = registry.make_family(selector(family, parameters, {"tokens": 64}), SMALL, 16).facts
+    spec = {"family": family, family: parameters, "budget": {"tokens": 64}}
+    declared = facts_of(spec)
+    assert declared is not None
+    assert facts.family == family
     assert declared.guarantee == facts.guarantee.value
     assert sorted(declared.needs) == sorted(need.value for need in facts.needs)
     assert declared.appendable == facts.appendable
-    assert (name in ESTIMATING) == facts.estimates
-    assert name in IMPLEMENTED
+    assert declared.estimates == facts.estimates
+    assert refusal(spec) is None
+    gated = refusal({**spec, "gate": {"maxEstimatedOmittedMass": "0.1", "widenSteps": 2}})
+    assert (gated is None) == facts.estimates
 
 
 def test_every_family_is_declared_and_every_made_one_is_tried_here() -> None:
     assert set(FAMILIES) == {family.value for family in Family}
     assert set(PARAMETERS) == set(registry.FAMILIES)
     assert set(IMPLEMENTED) == set(registry.FAMILIES)
+    assert set(VARIANTS) <= set(CASES)
+    assert {("sparq", "llamaCpp"), ("sparq", "sparF"), ("retrievalAttention", "retroInfer")} <= set(CASES)
+    assert set(FAMILIES) >= SLOWER_THAN_DENSE
+
+
+def test_a_variant_is_in_the_table_only_if_it_is_another_promise() -> None:
+    assert all(facts != FAMILIES[family] for (family, _), facts in VARIANTS.items())
