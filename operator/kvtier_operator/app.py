@@ -20,6 +20,8 @@ from kvtier_operator.agents.renewal import LeaseRenewer
 from kvtier_operator.clock import SystemClock
 from kvtier_operator.controller import Controller, Limits
 from kvtier_operator.election import Callbacks, LeaseElection, Timing
+from kvtier_operator.external.config import ExternalOptions
+from kvtier_operator.external.serving import sources
 from kvtier_operator.fleet import StoreFleet
 from kvtier_operator.health import Health, HealthServer
 from kvtier_operator.kube import KubeClient, connect
@@ -62,6 +64,7 @@ class Options:
     bind_address: str = "0.0.0.0"
     election: Timing = field(default_factory=Timing)
     limits: dict[Kind, Limits] = field(default_factory=dict)
+    external: ExternalOptions | None = None
 
 
 Through = Callable[[KubeApi, Agents], tuple[KubeApi, Agents]]
@@ -124,6 +127,7 @@ class Operator:
         clients = GrpcAgents(options.tls, election, self._telemetry, self.metrics)
         stack.push_async_callback(clients.close)
         api, agents = self._through(gated, clients)
+        external = await stack.enter_async_context(sources(options.external))
         deps = Deps(
             api=api,
             store=self.store,
@@ -135,6 +139,7 @@ class Operator:
             randomness=self._random.random,
             nonce=lambda: os.urandom(16),
             telemetry=self._telemetry,
+            external=external,
         )
         relist = Relist(ungated, self.store, clock, self._random.random, self.enqueue_all)
         self._build(build_reconcilers(deps), relist.request)

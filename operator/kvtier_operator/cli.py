@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvtier_operator.app import Operator, Options
 from kvtier_operator.election import Timing
+from kvtier_operator.external.config import load
 from kvtier_operator.logs import configure
 from kvtier_operator.ports import AgentTls
 from kvtier_operator.telemetry import build_telemetry
@@ -45,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--election-lease-seconds", type=float, default=15.0, help="duration of the operator's Lease (>= 6)"
     )
+    made.add_argument(
+        "--external-metrics", type=Path, default=None, help="file of sources for external gates (YAML)"
+    )
     made.add_argument("--log-level", choices=LEVELS, default="info")
     return made
 
@@ -58,6 +62,11 @@ def options_from(arguments: argparse.Namespace) -> Options:
         path: Path = getattr(arguments, name)
         if not path.is_file():
             raise ValueError(f"--{name.replace('_', '-')}: no such file: {path}")
+    sources: Path | None = arguments.external_metrics
+    try:
+        external = load(sources) if sources is not None else None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--external-metrics: {error}") from error
     return Options(
         kubeconfig=arguments.kubeconfig or None,
         namespace=arguments.namespace,
@@ -69,6 +78,7 @@ def options_from(arguments: argparse.Namespace) -> Options:
         election=Timing(
             duration=duration, renew=duration / 3, retry=min(2.0, duration / 6), margin=duration / 3
         ),
+        external=external,
     )
 
 

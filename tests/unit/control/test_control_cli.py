@@ -48,6 +48,29 @@ def test_what_cannot_be_used_is_named(files: list[str], changed: str, words: str
         options_from(parser().parse_args([*files, changed]))
 
 
+def test_sources_of_external_metrics_are_a_file(files: list[str], tmp_path: Path) -> None:
+    assert options_from(parser().parse_args(files)).external is None
+    sources = tmp_path / "sources.yaml"
+    sources.write_text("prometheus: {url: 'https://prometheus.monitoring', tokenFile: /etc/token}\n")
+    options = options_from(parser().parse_args([*files, f"--external-metrics={sources}"]))
+    assert options.external is not None and options.external.prometheus is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "No such file"), ("prometheus: {url: p}", "neither"), ("[", "not YAML"), ("a: 1", "unknown")],
+    ids=["missing", "no-scheme", "not-yaml", "unknown-key"],
+)
+def test_a_file_of_sources_that_cannot_be_used_is_named(
+    files: list[str], tmp_path: Path, text: str | None, words: str
+) -> None:
+    sources = tmp_path / "sources.yaml"
+    if text is not None:
+        sources.write_text(text)
+    with pytest.raises(ValueError, match=f"--external-metrics: .*{words}"):
+        options_from(parser().parse_args([*files, f"--external-metrics={sources}"]))
+
+
 @pytest.mark.parametrize("seconds", [6, 15, 60])
 def test_every_lease_leaves_a_try_before_the_gate_closes(files: list[str], seconds: int) -> None:
     timing = options_from(parser().parse_args([*files, f"--election-lease-seconds={seconds}"])).election
