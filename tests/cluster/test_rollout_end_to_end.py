@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtier_operator.ports import ROLE_LABEL
 from tests.cluster.kvtier_localplane import Cluster, eventually
 from tests.cluster.operator_harness import (
     RunningOperator,
@@ -294,9 +295,39 @@ def test_a_finished_rollout_goes_after_its_time(world: World) -> None:
     assert world.get("kvcache", "brief")["status"]["baseline"]["digest"]
 
 
+def test_an_edited_spec_is_brought_by_a_rollout_and_becomes_the_baseline(world: World) -> None:
+    """An exact candidate: no gate is declared, and that its outputs are the baseline's is waited for."""
+    uid = world.cache("edited")
+    before = world.get("kvcache", "edited")["status"]["baseline"]["digest"]
+    placement = {"placement": {"policy": "headGroups", "headGroups": {"stagingBytes": "4Mi"}}}
+    patch = json.dumps({"spec": placement})
+    world.cluster.kubectl("patch", "kvc", "edited", "-n", NAMESPACE, "--type=merge", "-p", patch)
+    wait_condition(
+        world.cluster, "kvcache/edited", NAMESPACE, "SpecApplied", "False", reason="RolloutRequired"
+    )
+    gates = [gate for gate in rollout("x", "x")["spec"]["gates"] if gate["name"] in ("tail", "stall")]
+    apply(world.cluster, rollout("brings", "edited", candidate={"fromCacheSpec": True}, gates=gates))
+    status = world.reach("brings", "Completed", "Full")
+    assert status["candidate"]["class"] == "exact"
+    assert {"outputMismatches", "illegalFallbacks"} <= {gate["name"] for gate in status["gates"]}
+    wait_condition(world.cluster, "kvcache/edited", NAMESPACE, "SpecApplied", "True", reason="Applied")
+    verified = wait_condition(world.cluster, "kvcache/edited", NAMESPACE, "BaselineVerified", "True")
+    assert verified["status"]["baseline"]["digest"] == status["candidate"]["digest"] != before
+    assert "approved" not in verified["status"]
+    assert world.holders(uid) == []
+    selected = f"{ROLE_LABEL}=baseline"
+    kept = world.cluster.get("controllerrevision", "-n", NAMESPACE, "-l", selected)["items"]
+    newest = max((one for one in kept if one["metadata"]["name"].startswith("edited-")), key=_revision)
+    assert newest["data"]["digest"] == status["candidate"]["digest"]
+
+
+def _revision(obj: dict[str, Any]) -> int:
+    return int(obj["revision"])
+
+
 def test_what_is_not_implemented_says_so(world: World) -> None:
     world.cache("later")
-    apply(world.cluster, rollout("later", "later", candidate={"fromCacheSpec": True}))
+    apply(world.cluster, rollout("later", "later", candidate={"overrides": {"admission": {"queue": 4}}}))
     world.reach("later", "Invalid")
     found = condition(world.get("kvrollout", "later"), "Feasible")
     assert (found["status"], found["reason"]) == ("False", "NotImplemented")
