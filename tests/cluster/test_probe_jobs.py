@@ -79,6 +79,11 @@ def test_a_missing_plan_is_waited_for_and_a_job_that_nobody_runs_is_told(cluster
         return list(cluster.get("jobs", "-n", NAMESPACE)["items"])
 
     [job] = eventually(jobs, 60, what="a Job is made")
+    wait_condition(
+        cluster, "kvselector/quest-64", NAMESPACE, "IndexReady", "Unknown", reason="NoSessions", timeout=60
+    )
+    [indexes] = cluster.get("kvselector/quest-64", "-n", NAMESPACE)["status"]["indexes"]
+    assert (indexes["cache"], indexes["agents"], indexes["ready"]) == ("cache", 1, 0)
     name = job["metadata"]["name"]
     told = wait_condition(
         cluster, "kvrollout/rollout", NAMESPACE, "Degraded", "True", reason="ProbeJobIdle", timeout=90

@@ -7,7 +7,14 @@ from datetime import datetime
 
 from kvtier_operator.conditions import Condition, false, merge, true, unknown
 from kvtier_operator.ports import Deps, Done, JsonObject, Kind, ObjectKey, ReconcileOutcome, Requeue
-from kvtier_operator.reconcile.selector_indexes import CacheIndexes, ask, holdings, index_ready, moved
+from kvtier_operator.reconcile.selector_indexes import (
+    CacheIndexes,
+    StateCache,
+    ask,
+    holdings,
+    index_ready,
+    moved,
+)
 from kvtier_operator.reconcile.status import write_status
 from kvtier_operator.selectorfacts import FamilyFacts, facts_of, slower
 from kvtier_operator.selectors import refusal
@@ -81,6 +88,8 @@ class KVSelectorReconciler:
     def __init__(self, deps: Deps) -> None:
         self._deps = deps
         self._written: dict[str, float] = {}
+        # A little less than a look, or every second look would find what the one before has found.
+        self._states = StateCache(deps.agents, deps.clock, LOOK_SECONDS * 0.9)
 
     async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
         deps = self._deps
@@ -88,7 +97,8 @@ class KVSelectorReconciler:
         if selector is None or "deletionTimestamp" in selector["metadata"]:
             return Done()
         held = holdings(selector, deps.store)
-        indexes = [await ask(deps.agents, deps.fleet.members(*one.pool), one) for one in held]
+        indexes = [await ask(self._states, deps.fleet.members(*one.pool), one) for one in held]
+        self._states.trim()
         wanted = plan(selector, deps.clock.now(), indexes)
         uid, now = selector["metadata"]["uid"], deps.clock.monotonic()
         quiet_for = now - self._written.get(uid, float("-inf"))

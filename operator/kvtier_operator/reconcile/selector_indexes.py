@@ -16,7 +16,9 @@ from kvtier_operator.conditions import Condition, false, true, unknown
 from kvtier_operator.ports import (
     AgentError,
     Agents,
+    AgentTarget,
     AgentUnreachable,
+    Clock,
     JsonObject,
     Kind,
     NodeView,
@@ -108,17 +110,38 @@ def holdings(selector: JsonObject, store: Store) -> list[Holding]:
     return [found[name] for name in sorted(found)][:MAX_CACHES]
 
 
-async def ask(agents: Agents, members: Sequence[NodeView], holding: Holding) -> CacheIndexes:
-    """One GetState of each live agent, all at once."""
+class StateCache:
+    """What agents have said, while it is fresh: an agent is asked once for all selectors and caches."""
 
-    async def one(member: NodeView) -> control.GetStateResponse | None:
+    def __init__(self, agents: Agents, clock: Clock, fresh_seconds: float) -> None:
+        self._agents = agents
+        self._clock = clock
+        self._fresh = fresh_seconds
+        self._known: dict[str, tuple[float, control.GetStateResponse | None]] = {}
+
+    async def of(self, target: AgentTarget) -> control.GetStateResponse | None:
+        """None: it does not answer."""
+        now = self._clock.monotonic()
+        at, known = self._known.get(target.name, (float("-inf"), None))
+        if now - at < self._fresh:
+            return known
         try:
-            return await agents.get_state(member.target)
+            answer = await self._agents.get_state(target)
         except (AgentError, AgentUnreachable):
-            return None
+            answer = None
+        self._known[target.name] = now, answer
+        return answer
 
+    def trim(self) -> None:
+        """Forgets what is not fresh."""
+        oldest = self._clock.monotonic() - self._fresh
+        self._known = {name: row for name, row in self._known.items() if row[0] > oldest}
+
+
+async def ask(states: StateCache, members: Sequence[NodeView], holding: Holding) -> CacheIndexes:
+    """Of all live agents, at once."""
     live = [member for member in members if member.live]
-    answers = await asyncio.gather(*(one(member) for member in live))
+    answers = await asyncio.gather(*(states.of(member.target) for member in live))
     found = CacheIndexes(holding.cache)
     found.silent += [member.target.name for member in members if not member.live]
     for member, answer in zip(live, answers, strict=True):

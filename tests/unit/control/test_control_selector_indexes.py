@@ -155,11 +155,29 @@ async def test_a_held_selector_says_how_its_indexes_stand_and_is_looked_at_again
     ready = next(one for one in status["conditions"] if one["type"] == "IndexReady")
     assert (ready["status"], ready["reason"]) == ("True", "Ready")
     bench.agents.down.add("a")
+    bench.clock.advance(LOOK_SECONDS)
     await reconciler.reconcile(key)
     selector = bench.store.get(key)
     assert selector is not None
     ready = next(one for one in selector["status"]["conditions"] if one["type"] == "IndexReady")
     assert (ready["status"], ready["reason"]) == ("Unknown", "AgentsSilent")
+
+
+async def test_an_agent_is_asked_once_for_all_selectors() -> None:
+    bench, key = served(3)
+    bench.api.add(kv_selector("quest-32"))
+    second = holder(selectorRef={"name": "quest-32"})
+    second["metadata"]["name"] = "other"
+    second["spec"]["cacheRef"]["name"] = "code"
+    bench.api.add(kv_cache("code"))
+    bench.api.add(second)
+    reconciler = KVSelectorReconciler(bench.deps)
+    await reconciler.reconcile(key)
+    await reconciler.reconcile(ObjectKey(Kind.KV_SELECTOR, "serving", "quest-32"))
+    assert bench.agents.calls == ["GetState"]
+    bench.clock.advance(LOOK_SECONDS)
+    await reconciler.reconcile(key)
+    assert bench.agents.calls == ["GetState", "GetState"]
 
 
 async def test_one_that_nobody_holds_is_not_asked_about() -> None:
@@ -181,6 +199,7 @@ async def test_numbers_alone_are_written_once_a_minute() -> None:
 
     assert await ready() == 3
     report(bench, 9)
+    bench.clock.advance(LOOK_SECONDS)
     assert await ready() == 3
     bench.clock.advance(kvselector.QUIET_WRITE_SECONDS)
     assert await ready() == 9
