@@ -48,7 +48,8 @@ class StepContext:
         if family is not None:
             wanted = wanted_by(family, len(session.layers))
             made.late = LateEvidence(len(session.layers)) if Need.SURPRISAL in wanted.needs else None
-            made.fixed = FixedContext(session.spec.fixed_context or 0) if wanted.fixed else None
+            context = session.spec.fixed_context or 0
+            made.fixed = FixedContext(context, len(session.layers)) if wanted.fixed else None
         return made
 
     def forked(self, child: Session, source_digest: bytes, indexes: list[LayerIndex | None]) -> StepContext:
@@ -81,7 +82,8 @@ class StepContext:
             if before is not None:
                 before.end_rows()
         visible = request.first_query_position + 1
-        if self.family is not None and decodes(session, request) and self.family.omits(visible):
+        whole = self.fixed is None or self.fixed.complete
+        if self.family is not None and whole and decodes(session, request) and self.family.omits(visible):
             for one in self.indexes:
                 if one is not None:
                     one.decode()
@@ -90,14 +92,13 @@ class StepContext:
     def take(self, append: Append, request: StepRequest) -> None:
         """Hands rows that were committed to the layer's index."""
         index = self.indexes[append.layer]
-        if index is None or not append.k.shape[0]:
-            return
         k, v, evidence = append.k, append.v, request.evidence
         if self.fixed is not None:
-            inside = self.fixed.within(request.step, append.first, int(k.shape[0]))
+            # Of layers without an index, too: a context is complete when it is in all of them.
+            inside = self.fixed.within(append.layer, request.step, append.first, int(k.shape[0]))
             k, v, evidence = k[:inside], v[:inside], evidence.first(inside)
-            if not inside:
-                return
+        if index is None or not k.shape[0]:
+            return
         if self.late is None:
             index.append(append.first, k, v, evidence)
         else:
