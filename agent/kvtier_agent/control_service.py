@@ -113,8 +113,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return control_pb2.ApplyBaselineResponse(running_digest=running, boot_id=self._node.boot_id)
 
     async def _remove(self, request: control_pb2.RemoveCacheRequest) -> control_pb2.RemoveCacheResponse:
+        ended, erased = await self._node.remove_cache(_command(request))
         return control_pb2.RemoveCacheResponse(
-            sessions_ended=await self._node.remove_cache(_command(request))
+            sessions_ended=ended,
+            key_erasures=[
+                control_pb2.KeyErasure(tier_class=name, file=one.file, keys=one.keys) for name, one in erased
+            ],
         )
 
     async def _grant(self, request: control_pb2.GrantRequest, traceparent: str) -> control_pb2.GrantResponse:

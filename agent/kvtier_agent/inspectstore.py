@@ -13,6 +13,8 @@ from typing import Any
 from kvtier_agent.inspectreport import Report, size, table
 from kvtier_agent.keyfiles import KeyDirectory
 from kvtier_core.errors import CoreError
+from kvtier_core.tiers.fileops import OsFileOps
+from kvtier_core.tiers.nvme.datakeys import KEYS_SUFFIX, DataKeys
 from kvtier_core.tiers.nvme.verify import SUFFIX, BlockVerdict, StoredBlock, StoreReport, verify_store
 
 _MEANS = {
@@ -46,7 +48,8 @@ def verify(place: Path, key_dir: Path | None, limit: int) -> Report:
         try:
             if keys is not None:
                 keys.check()
-            found = verify_store(path, keys)
+            own = DataKeys(path.with_suffix(KEYS_SUFFIX), keys, OsFileOps()) if keys is not None else None
+            found = verify_store(path, own)
         except CoreError as error:
             wrong = True
             facts.append(

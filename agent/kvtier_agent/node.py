@@ -36,6 +36,7 @@ from kvtier_core.release.enforcement import CacheEnforcement, LocalReturn, Retur
 from kvtier_core.release.fences import CommandKind, FenceBook, FenceRecord, Judgement
 from kvtier_core.release.leases import FenceToken, GrantTerms, Lease
 from kvtier_core.selectors.lifecycle.works import IndexState
+from kvtier_core.tiers.nvme.datakeys import KeysErased
 from kvtier_crds.manifest import RuntimeManifest
 
 T = TypeVar("T")
@@ -203,8 +204,9 @@ class Node:
             log.info("cache %s runs %s under fence %d", uid, digest, command.fence.value)
             return (await self._in_thread(host.runner.engine.live_manifest)).digest()
 
-    async def remove_cache(self, command: Command) -> int:
-        """Forgets a cache but not its fence; returns how many sessions ended."""
+    async def remove_cache(self, command: Command) -> tuple[int, Sequence[tuple[str, KeysErased]]]:
+        """Forgets a cache but not its fence, and overwrites its data keys; returns how many sessions ended
+        and the receipts by tier class. STORAGE_UNAVAILABLE while keys are not known to be erased."""
         uid = command.cache.uid
         async with self._locks.hold(uid):
             self._check_boot(command.boot_id)
@@ -213,9 +215,10 @@ class Node:
                 await self._commit(command, CommandKind.REMOVE, "")
             self.faults.pop(uid, None)
             ended = await self._end(uid)
+            erased = await self._in_thread(lambda: self.tiers.erase_keys(uid))
             await self._in_thread(lambda: self.tiers.sweep({uid}))
             self.changed.set()
-            return ended
+            return ended, erased
 
     async def grant(
         self,

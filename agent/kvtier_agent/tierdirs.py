@@ -21,7 +21,9 @@ from kvtier_agent.engine_port import TierReport
 from kvtier_agent.statedir import DirectoryLock
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.sharing import JOURNAL_SUFFIX
+from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme import sweep_orphans
+from kvtier_core.tiers.nvme.datakeys import KEYS_SUFFIX, KeysErased, erase_data_keys
 from kvtier_core.tiers.nvme.endurance import WriteBudget, bytes_per_day, daily_budget
 from kvtier_core.tiers.nvme.tier import store_path
 from kvtier_core.tiers.nvme.verify import SUFFIX
@@ -79,9 +81,12 @@ class NodeTiers:
         node_uid: str,
         clock: Callable[[], float] = time.monotonic,
         drive_bytes: Callable[[Path], int] = drive_bytes,
+        files: FileOps | None = None,
     ) -> None:
-        """Raises ConfigError when another agent holds a tier's folder. clock: seconds, of budgets."""
+        """Raises ConfigError when another agent holds a tier's folder. clock: seconds, of budgets. files: of
+        keys."""
         self._clock = clock
+        self._files = files or OsFileOps()
         self._drive_bytes = drive_bytes
         self._locks: list[DirectoryLock] = []
         self._by_name = {config.class_name: self._claim(config, node_uid) for config in configs}
@@ -129,10 +134,29 @@ class NodeTiers:
 
     def sweep(self, removed: Collection[str]) -> None:
         """Removes what caches left on nvme tiers that were removed from this node; given by uid. What another
-        process holds, or a call that hangs, is left for the next start. Raises nothing."""
+        process holds, or a call that hangs, is left for the next start. Their keys are erased before, in case
+        a process ended between the two. Raises nothing."""
+        for uid in removed:
+            try:
+                self.erase_keys(uid)
+            except CoreError as error:
+                log.warning("keys of the removed cache %s are not erased yet: %s", uid, error)
         for tier in self._by_name.values():
             if tier.directory is not None:
                 _sweep(tier.config.class_name, tier.directory, removed)
+
+    def erase_keys(self, uid: str) -> list[tuple[str, KeysErased]]:
+        """Overwrites a removed cache's data keys, durably, on each nvme tier that has or had some; class
+        names and receipts. Its store must be closed. STORAGE_UNAVAILABLE: not all are known to be erased, ask
+        again."""
+        found: list[tuple[str, KeysErased]] = []
+        for tier in self._by_name.values():
+            if tier.directory is not None:
+                path = store_path(tier.directory, uid).with_suffix(KEYS_SUFFIX)
+                erased = erase_data_keys(path, self._files)
+                if erased is not None:
+                    found.append((tier.config.class_name, erased))
+        return found
 
     def tell_unknown(self, known: Collection[str]) -> None:
         """Says which stores belong to no cache of these uids. They are left: the state that knew them may be

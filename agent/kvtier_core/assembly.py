@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -31,6 +32,8 @@ from kvtier_core.tiers.fileops import FileOps
 from kvtier_core.tiers.gpu import GpuTier
 from kvtier_core.tiers.nvme import NvmeOptions, NvmeTier
 from kvtier_core.tiers.nvme.crypto import KeyProvider
+from kvtier_core.tiers.nvme.datakeys import KEYS_SUFFIX, DataKeys, EphemeralKeys
+from kvtier_core.tiers.nvme.tier import PERSISTENT, store_path
 from kvtier_core.tiers.staging import block_bytes
 from kvtier_crds.manifest import (
     NUMERICS_VERSION,
@@ -210,8 +213,20 @@ def _build(
         capability=capability,
         o_direct=mount.o_direct,
         clock=node.clock,
-        options=nvme_options(mount, node.keys),
+        options=nvme_options(mount, _own_keys(manifest, mount.folder, capability, node)),
     )
+
+
+def _own_keys(
+    manifest: RuntimeManifest, folder: Path, capability: TierCapability, node: Node
+) -> KeyProvider | None:
+    """Data keys of this store alone, wrapped under the node's: whoever overwrites them has erased it."""
+    if node.keys is None:
+        return None
+    if capability.persistence not in PERSISTENT:
+        return EphemeralKeys(node.keys)
+    path = store_path(folder, manifest.tenancy.cache_uid).with_suffix(KEYS_SUFFIX)
+    return DataKeys(path, node.keys, node.files)
 
 
 def nvme_options(mount: TierMount, keys: KeyProvider | None) -> NvmeOptions:

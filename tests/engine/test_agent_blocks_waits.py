@@ -339,7 +339,7 @@ def test_a_cache_that_is_removed_ends_its_calls_first(server: BlockServer, gate:
     eventually(lambda: gate.waiting > 0, "the reads have been asked for")
     host = server.host
     ended = server.on_loop(lambda: server.bench.node.remove_cache(server.bench.command("remove")))
-    assert ended == 0
+    assert ended == (0, [])
     (last,) = list(call)
     assert last.error.reason == common_pb2.CACHE_UNKNOWN
     assert host.calls == 0

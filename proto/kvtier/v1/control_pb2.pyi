@@ -228,10 +228,22 @@ class RemoveCacheRequest(_message.Message):
     def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., boot_id: _Optional[str] = ...) -> None: ...
 
 class RemoveCacheResponse(_message.Message):
-    __slots__ = ("sessions_ended",)
+    __slots__ = ("sessions_ended", "key_erasures")
     SESSIONS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    KEY_ERASURES_FIELD_NUMBER: _ClassVar[int]
     sessions_ended: int
-    def __init__(self, sessions_ended: _Optional[int] = ...) -> None: ...
+    key_erasures: _containers.RepeatedCompositeFieldContainer[KeyErasure]
+    def __init__(self, sessions_ended: _Optional[int] = ..., key_erasures: _Optional[_Iterable[_Union[KeyErasure, _Mapping]]] = ...) -> None: ...
+
+class KeyErasure(_message.Message):
+    __slots__ = ("tier_class", "file", "keys")
+    TIER_CLASS_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    tier_class: str
+    file: str
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tier_class: _Optional[str] = ..., file: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BlastRadius(_message.Message):
     __slots__ = ("tenants", "request_classes")

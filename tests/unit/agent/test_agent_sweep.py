@@ -11,6 +11,7 @@ import pytest
 from kvtier_core.sharing import JOURNAL_SUFFIX
 from kvtier_core.tiers.fileops import OsFileOps
 from kvtier_core.tiers.nvme import sweep_orphans
+from kvtier_core.tiers.nvme.datakeys import KEYS_SUFFIX, DataKeys
 from kvtier_core.tiers.nvme.tier import store_path
 from tests.unit.agent.agent_fakes import Bench
 
@@ -115,6 +116,54 @@ async def test_what_somebody_holds_is_left_and_a_journal_outlives_its_store(
     assert set(ours) & set(folder.names()) == stays
     files.close(held)
     await bench.close()
+
+
+class Mounted:
+    """A key for everyone, from outside."""
+
+    def current(self, namespace: bytes) -> str | None:
+        return "outer"
+
+    def key(self, reference: str) -> bytes | None:
+        return bytes(32) if reference == "outer" else None
+
+
+def keys_of(folder: Folder, uid: str) -> DataKeys:
+    return DataKeys(store_path(folder.path, uid).with_suffix(KEYS_SUFFIX), Mounted(), OsFileOps())
+
+
+def keyed(folder: Folder, uid: str) -> str:
+    made = keys_of(folder, uid).current(bytes(32))
+    assert made is not None
+    return made
+
+
+async def test_a_removed_caches_data_keys_are_overwritten_and_the_receipt_stays(tmp_path: Path) -> None:
+    bench, folder = Bench(tmp_path), Folder(tmp_path)
+    await bench.apply()
+    folder.put(uid_of(bench))
+    ours = keyed(folder, uid_of(bench))
+    other = keyed(folder, "another cache")
+    command = bench.command()
+    _, receipts = await bench.node.remove_cache(command)
+    assert [(name, receipt.keys) for name, receipt in receipts] == [("nvme", (ours,))]
+    assert keys_of(folder, uid_of(bench)).key(ours) is None
+    assert keys_of(folder, "another cache").key(other) is not None
+    assert (await bench.node.remove_cache(command))[1] == receipts
+    await bench.close()
+
+
+async def test_a_start_erases_the_keys_that_a_crash_left(tmp_path: Path) -> None:
+    bench, folder = Bench(tmp_path), Folder(tmp_path)
+    await bench.apply()
+    await bench.node.remove_cache(bench.command())
+    await bench.close()
+    folder.put(uid_of(bench))
+    ours = keyed(folder, uid_of(bench))
+    again = Bench(tmp_path)
+    await again.node.restore()
+    assert keys_of(folder, uid_of(bench)).key(ours) is None
+    await again.close()
 
 
 def test_a_journal_is_swept_only_when_asked_and_only_under_our_names(tmp_path: Path) -> None:
