@@ -190,7 +190,8 @@ class DeletionPolicy(StrEnum):
 class Deletion(Struct):
     policy: DeletionPolicy = DeletionPolicy.DELETE
     crypto_erase: bool = False
-    """Not implemented in this version: the cache is answered Feasible=False."""
+    """Waits for each node's receipt that the cache's data keys, by which alone its blocks on nvme tiers open,
+    are overwritten."""
 
 
 class KVCacheSpec(Struct):

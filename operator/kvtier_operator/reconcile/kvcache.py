@@ -326,6 +326,8 @@ class KVCacheReconciler:
         if CACHE_FINALIZER not in finalizers:
             return Done()
         left: dict[str, str] = {}
+        erased: dict[str, int] = {}
+        crypto_erase = bool((cache["spec"].get("deletion") or {}).get("cryptoErase"))
         if (cache.get("status") or {}).get("baseline"):
             fence = self._removal_fence.get(uid)
             if fence is None:
@@ -333,7 +335,9 @@ class KVCacheReconciler:
                 highest = await self._nodes.highest_fence(views, uid)
                 fence = 1 + max(highest, int(cache["status"].get("fence") or 0))
                 self._removal_fence[uid] = await self._advance_fence(key, cache, fence)
-            left = await self._nodes.remove(self._views(cache), cache_ref(cache), fence)
+            left, erased = await self._nodes.remove(
+                self._views(cache), cache_ref(cache), fence, receipts=crypto_erase
+            )
         since = parse_time(cache["metadata"]["deletionTimestamp"])
         if left and since is not None and self._deps.clock.now() - since < self._removal_grace(cache):
             return Requeue(RETRY_SECONDS, f"not removed on {len(left)} nodes")
@@ -344,6 +348,12 @@ class KVCacheReconciler:
                 EventType.WARNING,
                 "RemovedWithoutNodes",
                 f"not removed on {names}; it will be when they are back",
+            )
+        if erased:
+            names = ", ".join(f"{name} ({count})" for name, count in sorted(erased.items())[:6])
+            more = f" and {len(erased) - 6} more" if len(erased) > 6 else ""
+            await self._deps.api.event(
+                cache, EventType.NORMAL, "KeysErased", f"data keys overwritten, durably: {names}{more}"
             )
         index = finalizers.index(CACHE_FINALIZER)
         try:

@@ -170,23 +170,35 @@ class CacheNodes:
             ),
         )
 
-    async def remove(self, views: Sequence[NodeView], cache: common.CacheRef, fence: int) -> dict[str, str]:
-        """Makes nodes forget the cache. Returns what is left: a reason by node name."""
-        results = await asyncio.gather(*(self._remove(view, cache, fence) for view in views))
-        return {view.target.name: reason for view, reason in zip(views, results, strict=True) if reason}
+    async def remove(
+        self, views: Sequence[NodeView], cache: common.CacheRef, fence: int, *, receipts: bool = False
+    ) -> tuple[dict[str, str], dict[str, int]]:
+        """Makes nodes forget the cache. Returns what is left, a reason by node name, and how many data keys
+        were erased, by node name. receipts: asks nodes that no longer know the cache, too, since the answer
+        of an earlier call may have been lost."""
+        erased: dict[str, int] = {}
+        results = await asyncio.gather(
+            *(self._remove(view, cache, fence, erased if receipts else None) for view in views)
+        )
+        left = {view.target.name: reason for view, reason in zip(views, results, strict=True) if reason}
+        return left, erased
 
-    async def _remove(self, view: NodeView, cache: common.CacheRef, fence: int) -> str:
+    async def _remove(
+        self, view: NodeView, cache: common.CacheRef, fence: int, erased: dict[str, int] | None
+    ) -> str:
         """Asks a node without a Lease too: when a namespace is deleted, Leases go before caches do."""
         try:
             state = await self._deps.agents.get_state(view.target)
-            if not any(held.cache.uid == cache.uid for held in state.caches):
+            if erased is None and not any(held.cache.uid == cache.uid for held in state.caches):
                 return ""
-            await self._deps.agents.remove_cache(
+            answer = await self._deps.agents.remove_cache(
                 view.target,
                 control.RemoveCacheRequest(
                     cache=cache, fence=common.Fence(value=fence, stage="Off"), boot_id=state.boot_id
                 ),
             )
+            if erased is not None:
+                erased[view.target.name] = sum(max(1, len(one.keys)) for one in answer.key_erasures)
         except AgentError as error:
             return "" if error.reason == "CACHE_UNKNOWN" else _short(error)
         except AgentUnreachable as error:

@@ -219,6 +219,7 @@ class FakeAgents:
         self.caches: dict[str, dict[str, list[Any]]] = {}
         self.refs: dict[str, common.CacheRef] = {}
         self.key_secrets: list[str] = []
+        self.erasures: list[control.KeyErasure] = []
         self.down: set[str] = set()
         self.calls: list[str] = []
         self.used: dict[str, int] = {}
@@ -284,7 +285,7 @@ class FakeAgents:
         if request.fence.value < held.get(request.cache.uid, [0])[0]:
             raise AgentError(node.name, "FENCE_STALE", "below", 0.0, {})
         held.pop(request.cache.uid, None)
-        return control.RemoveCacheResponse()
+        return control.RemoveCacheResponse(key_erasures=self.erasures)
 
     async def prove(
         self, node: AgentTarget, request: control.ProveRequest, *, deadline_seconds: float | None = None

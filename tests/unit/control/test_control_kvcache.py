@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.v1 import control_pb2 as control
 from kvtier_operator.ports import CACHE_FINALIZER, Conflict, JsonObject, Kind, ObjectKey, Requeue, add_op
 from kvtier_operator.reconcile.kvcache import REMOVAL_GRACE, KVCacheReconciler
 from kvtier_operator.reconcile.kvcache_refs import resolve
@@ -198,7 +199,11 @@ async def test_a_missing_reference_is_named_and_nothing_is_adopted(drop: ObjectK
 @pytest.mark.parametrize(
     "spec, words",
     [
-        pytest.param({"deletion": {"policy": "retain"}}, "spec.deletion.policy retain", id="retain"),
+        pytest.param(
+            {"deletion": {"policy": "retain"}},
+            "spec.deletion.policy retain cannot be carried out: a cache's blocks are named by its uid",
+            id="retain",
+        ),
         pytest.param({"sessions": {"interruption": "preserve"}}, "interruption preserve", id="preserve"),
     ],
 )
@@ -303,6 +308,24 @@ async def test_deletion_does_not_wait_for_ever_for_a_node_that_is_gone() -> None
     reason, message = bench.api.events[-1]
     assert reason == "RemovedWithoutNodes"
     assert "b (UNAVAILABLE)" in message
+
+
+async def test_a_crypto_erasure_ends_with_every_nodes_receipt_also_after_an_answer_that_was_lost() -> None:
+    spec = {"deletion": {"policy": "delete", "cryptoErase": True}, "keySecretRef": {"name": "chat-keys"}}
+    pool = agent_pool()
+    pool["spec"]["keySecretRefs"] = [{"name": "chat-keys"}]
+    bench = bench_with(kv_cache(**spec))
+    bench.api.add(pool)
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    assert conditions(cache)["Feasible"] == ("True", "FitsEveryNode")
+    bench.agents.erasures = [control.KeyErasure(tier_class="nvme", file="x.keys", keys=["data:1", "data:2"])]
+    bench.api.mark_deleted(KEY, bench.clock.now())
+    # It removed the cache, and its answer did not arrive.
+    bench.agents.caches["a"].pop(UID)
+    await reconciler.reconcile(KEY)
+    assert KEY not in bench.api.objects
+    assert ("KeysErased", "data keys overwritten, durably: a (2), b (2)") in bench.api.events
 
 
 async def test_deletion_waits_as_long_as_a_lease_of_the_cache_may_last() -> None:
