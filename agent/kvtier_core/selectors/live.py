@@ -208,7 +208,10 @@ class LiveIndex:
                     family = self._live.at(scale, doublings)
                     if family is None or (doublings and not family.omits(rows)):
                         return None
-                    return family.select(held.index, query)
+                    chosen = family.select(held.index, query)
+                    # Beyond this the exact path is next, which says of itself that it is exact.
+                    reads_all = all(len(one) == rows for one in chosen.positions)
+                    return None if doublings and reads_all else chosen
 
                 found = judged(self._live.gate, choose, may_widen=may_widen)
                 covered = held.covered
