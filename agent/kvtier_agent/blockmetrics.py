@@ -124,6 +124,7 @@ class StoreCollector(Collector):
         yield from self._credits(hosts)
         yield from self._coalescing(hosts)
         yield from self._tiers(hosts)
+        yield from self._through(hosts)
         yield from self._deletions(hosts)
 
     def _moved(self, hosts: Sequence[BlockHost]) -> Metric:
@@ -219,6 +220,30 @@ class StoreCollector(Collector):
         yield GaugeMetricFamily(
             "kvtier_agent_block_pins", "Pins by id that are held", value=sum(len(host.pins) for host in hosts)
         )
+
+    def _through(self, hosts: Sequence[BlockHost]) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily(
+            "kvtier_agent_block_durable_waiting",
+            "Blocks whose writers wait until they are durable",
+            value=sum(len(host.store.through) for host in hosts),
+        )
+        ended = CounterMetricFamily(
+            "kvtier_agent_block_durable_blocks",
+            "Blocks that were to be durable before their answer, by outcome: durable, or why not",
+            labels=["outcome"],
+        )
+        total: Counter[str] = Counter()
+        for host in hosts:
+            total.update(dict(host.store.through.counts))
+        for outcome, count in total.items():
+            if outcome != "asked":
+                ended.add_metric([outcome], count)
+        yield from (waiting, ended)
+        kept = GaugeMetricFamily("kvtier_agent_block_kept_blocks", "Blocks that may not be lost")
+        limit = GaugeMetricFamily("kvtier_agent_block_kept_limit_blocks", "As many of them as may be stored")
+        kept.add_metric([], sum(host.store.directory.kept for host in hosts))
+        limit.add_metric([], sum(host.store.kept_limit for host in hosts))
+        yield from (kept, limit)
 
     def _deletions(self, hosts: Sequence[BlockHost]) -> Iterator[Metric]:
         now = self._clock()

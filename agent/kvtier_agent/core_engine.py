@@ -211,6 +211,7 @@ class CoreEngine:
                 write_bytes_per_second=stats.write_bytes_per_second,
                 probes=dict(stats.probes),
                 condition=stats.condition,
+                held=stats.bytes,
             )
             for stats in self._engine.stats().tiers
         ]

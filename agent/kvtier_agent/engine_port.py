@@ -23,7 +23,7 @@ from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.receipts import ExactnessClass as ExactnessClass
-from kvtier_core.receipts import SelectionFacts, StepReceipt
+from kvtier_core.receipts import SelectionFacts, StepReceipt, TierBytes
 from kvtier_core.release.leases import GrantTerms
 from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.manifest import RuntimeManifest
@@ -137,7 +137,8 @@ class FrameResult:
 
 @dataclass(frozen=True)
 class TierReport:
-    """One tier as this node sees it. Bandwidths in bytes per second, 0: not measured."""
+    """One tier as this node sees it. Bandwidths in bytes per second, 0: not measured. held: bytes of slots by
+    who has them, `TierBytes`."""
 
     class_name: str
     medium: str
@@ -149,6 +150,7 @@ class TierReport:
     write_bytes_per_second: float = 0.0
     probes: Mapping[str, str] = field(default_factory=dict)
     condition: str = "Ready"
+    held: TierBytes = field(default_factory=TierBytes)
 
 
 @dataclass(frozen=True)

@@ -475,6 +475,7 @@ def _add_report(node: TierReport, engine: TierReport) -> TierReport:
         write_bytes_per_second=max(node.write_bytes_per_second, engine.write_bytes_per_second),
         probes={**engine.probes, **node.probes},
         condition=_worse(node.condition, engine.condition),
+        held=node.held + engine.held,
     )
 
 

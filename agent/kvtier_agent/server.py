@@ -37,7 +37,7 @@ from kvtier_agent.rpc import RpcScope
 from kvtier_agent.statedir import DirectoryLock, StateDir
 from kvtier_agent.telemetry import Metrics, Telemetry, otlp_processor
 from kvtier_agent.tierdirs import NodeTiers
-from kvtier_agent.tiermetrics import WriteBudgetCollector
+from kvtier_agent.tiermetrics import HolderCollector, WriteBudgetCollector
 from kvtier_core.selectors.lifecycle.works import IndexWorks
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class AgentServer:
         self._block_metrics = BlockMetrics(self._metrics.registry)
         StoreCollector(self._metrics.registry, self._block_hosts, time.monotonic)
         WriteBudgetCollector(self._metrics.registry, self.node.tiers)
+        HolderCollector(self._metrics.registry, self.node.tier_reports)
         if indexes is not None:
             IndexCollector(self._metrics.registry, indexes)
         self._metrics_http: MetricsHttp | None = None

@@ -1,19 +1,23 @@
-"""Metrics of what storage may still write: the write budgets of this node's tiers.
+"""Metrics of this node's tiers: who has their slots, and what storage may still write.
 
-Why it exists: a demotion that was put off to spare flash looks like lack of room, and a person must be able
-to tell the two apart. Labels are this node's tier classes. It must not know caches.
+Why it exists: one number for "used" cannot say whether a tier is full of sessions' rows or of shared blocks,
+and a demotion that was put off to spare flash looks like lack of room; a person must be able to tell these
+apart. Labels are this node's tier classes and a closed set of holders. It must not know caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvtier_agent.engine_port import TierReport
 from kvtier_agent.tierdirs import NodeTiers
+
+HOLDERS = ("rows", "blocks", "quarantined", "free")
 
 
 class WriteBudgetCollector(Collector):
@@ -44,3 +48,28 @@ class WriteBudgetCollector(Collector):
                 written.add_metric(name, tier.budget.written_bytes)
                 refused.add_metric(name, tier.budget.refused)
         yield from (free, written, refused)
+
+
+class HolderCollector(Collector):
+    """`reports`: the tiers as they were last asked, all caches of the node added up."""
+
+    def __init__(self, registry: CollectorRegistry, reports: Callable[[], Sequence[TierReport]]) -> None:
+        self._reports = reports
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        held = GaugeMetricFamily(
+            "kvtier_agent_tier_slot_bytes",
+            "Bytes of slots by who has them: rows of sessions, shared blocks, quarantined, free; they add up",
+            labels=["tier_class", "holder"],
+        )
+        read = GaugeMetricFamily(
+            "kvtier_agent_tier_read_block_bytes",
+            "Of the bytes of blocks, those that somebody reads, so that they cannot leave",
+            labels=["tier_class"],
+        )
+        for report in self._reports():
+            for holder in HOLDERS:
+                held.add_metric([report.class_name, holder], getattr(report.held, holder))
+            read.add_metric([report.class_name], report.held.held)
+        yield from (held, read)

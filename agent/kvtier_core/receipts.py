@@ -223,6 +223,15 @@ class TierBytes:
     free: int = 0
     held: int = 0
 
+    def __add__(self, other: TierBytes) -> TierBytes:
+        return TierBytes(
+            self.rows + other.rows,
+            self.blocks + other.blocks,
+            self.quarantined + other.quarantined,
+            self.free + other.free,
+            self.held + other.held,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TierStats:

@@ -129,6 +129,10 @@ def test_a_durable_store_answers_when_its_blocks_are_on_flash(server: BlockServe
     assert tiers == {"dram", "nvme"}
     commits = server.flash.commit.flushes
     assert commits < 40, "blocks share flushes"
+    assert server.metric("kvtier_agent_block_durable_blocks_total", outcome="durable") == 40
+    assert server.metric("kvtier_agent_block_durable_waiting") == 0
+    assert server.metric("kvtier_agent_block_kept_blocks") == 40
+    assert server.metric("kvtier_agent_block_kept_limit_blocks") == server.host.store.kept_limit
     assert [bytes(block.payload) for block in client.load(SOURCE, tokens).blocks] == payloads
 
 
