@@ -80,9 +80,7 @@ def checked(
         if asked is None or Need.SURPRISAL not in asked.needs:
             raise _invalid("surprisal", "was not asked for")
         if surprisal.size > MAX_SURPRISALS:
-            raise _invalid(
-                "surprisal", f"{surprisal.size} numbers, at most {MAX_SURPRISALS} come with a frame"
-            )
+            raise _invalid("surprisal", f"has {surprisal.size} numbers; at most {MAX_SURPRISALS} a frame")
         if surprisal_first < 0:
             raise _invalid("surprisal_first", "must not be negative")
         if not np.isfinite(surprisal).all():
@@ -99,7 +97,9 @@ def _states(
     if layer not in asked.layers:
         raise _invalid("hidden", f"was not asked for in layer {layer}")
     if hidden.size != queries * asked.hidden_size:
-        raise _invalid("hidden", f"{hidden.size} floats, {queries} queries of {asked.hidden_size} were due")
+        raise _invalid(
+            "hidden", f"has {hidden.size} floats; {queries} queries of {asked.hidden_size} were due"
+        )
     if not np.isfinite(hidden).all():
         raise _invalid("hidden", "is not finite")
     return hidden.reshape(queries, asked.hidden_size)

@@ -66,12 +66,16 @@ class GrpcDriver:
 
 
 class LocalDriver:
-    """The local channel. A ring of slots, each as large as a block of 256 queries."""
+    """The local channel. A ring of slots, each as large as a block of 256 queries. hidden_size: floats of a
+    hidden state, as the sessions stated it."""
 
-    def __init__(self, sessions: Sequence[Opened], geometry: attention_pb2.Geometry) -> None:
+    def __init__(
+        self, sessions: Sequence[Opened], geometry: attention_pb2.Geometry, hidden_size: int = 0
+    ) -> None:
         self.several = len(sessions) > 1
         self._sessions = {one.session_id: one for one in sessions}
         self._geometry = geometry
+        self._hidden_size = hidden_size
         self._queries: dict[int, tuple[int, int]] = {}
         self._next = 0
         self.channel = RawChannel(sessions[0].local_channel.socket)
@@ -90,11 +94,16 @@ class LocalDriver:
     def send(self, frames: Sequence[Frame]) -> None:
         records = []
         for frame in frames:
-            size = wire.aligned(len(frame.k) + len(frame.v) + len(frame.q))
+            tensors = len(frame.k) + len(frame.v) + len(frame.q)
+            given = frame.evidence
+            surprisal = wire.evidence_place(tensors, len(given.hidden))
+            evidence = frame.HasField("evidence")
+            size = wire.aligned(surprisal + len(given.surprisal) if evidence else tensors)
             if self._next + size > RING:
                 self._next = 0
             offset, self._next = self._next, self._next + size
-            self.channel.put(offset, frame.k, frame.v, frame.q)
+            self.channel.put(offset, frame.k, frame.v, frame.q, given.hidden)
+            self.channel.put(offset + surprisal, given.surprisal)
             records.append(self._record(frame, offset))
             self._queries[frame.sequence] = (offset, len(frame.q))
         self.channel.send(wire.pack_frames(records, time.monotonic_ns()))
@@ -113,6 +122,13 @@ class LocalDriver:
     def _record(self, frame: Frame, offset: int) -> wire.FrameRecord:
         g = self._geometry
         opened = self._sessions.get(frame.session_id) or next(iter(self._sessions.values()))
+        given = frame.evidence
+        counted = wire.EvidenceRecord(
+            hidden_layer=given.hidden_layer,
+            hidden=-(-len(given.hidden) // (4 * max(1, self._hidden_size))),
+            surprisals=len(given.surprisal) // 8,
+            surprisal_first=given.surprisal_first,
+        )
         return record(
             opened,
             self._attached[opened.session_id],
@@ -127,6 +143,7 @@ class LocalDriver:
             deadline_ms=frame.deadline_ms,
             position_epoch=frame.position_epoch,
             next_layer_follows=frame.next_layer_follows,
+            evidence=counted if frame.HasField("evidence") else None,
             sequence=frame.sequence,
             offset=offset,
             session_tag=wire.tag(frame.session_id),
@@ -138,8 +155,8 @@ Connect = Callable[[Sequence[Opened]], WireDriver]
 WIRES = ("grpc", "grpc-many", "local", "local-many")
 
 
-def connector(kind: str, stub: Any, geometry: attention_pb2.Geometry) -> Connect:
+def connector(kind: str, stub: Any, geometry: attention_pb2.Geometry, hidden_size: int = 0) -> Connect:
     """Opens a driver of that kind for sessions; one session for the kinds that carry one."""
     if kind.startswith("grpc"):
         return lambda sessions: GrpcDriver(stub, kind.endswith("many"))
-    return lambda sessions: LocalDriver(sessions, geometry)
+    return lambda sessions: LocalDriver(sessions, geometry, hidden_size)
