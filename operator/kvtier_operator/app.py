@@ -36,6 +36,7 @@ from kvtier_operator.ports import (
     ObjectKey,
     Reconciler,
 )
+from kvtier_operator.queue import Backoff
 from kvtier_operator.reconcile import build_reconcilers
 from kvtier_operator.store import WatchStore
 from kvtier_operator.telemetry import Telemetry
@@ -46,7 +47,12 @@ from kvtier_operator.watch.triggers import RECONCILED, WATCHED
 _log = logging.getLogger(__name__)
 
 # A reconcile of these waits for agents; one slow agent must not hold up every cache.
-DEFAULT_LIMITS = {Kind.KV_CACHE: Limits(workers=4), Kind.KV_ROLLOUT: Limits(workers=4)}
+# A lease is renewed only while the fences of cache and rollout agree, so a half-written step of a rollout must
+# not wait longer than a third of a common lease.
+DEFAULT_LIMITS = {
+    Kind.KV_CACHE: Limits(workers=4),
+    Kind.KV_ROLLOUT: Limits(workers=4, backoff=Backoff(limit_seconds=10.0)),
+}
 WATCH_DOWN_SECONDS = 60.0
 DRAIN_SECONDS = 3.0
 
@@ -97,6 +103,12 @@ class Operator:
         self._random = random.Random()
         self.election: LeaseElection | None = None
         self.ready = asyncio.Event()
+        self._relist: Relist | None = None
+
+    def relist_soon(self) -> None:
+        """Lists everything within seconds instead of minutes; in the loop's thread only."""
+        if self._relist is not None:
+            self._relist.request()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, or a part fails for good (then it raises, and the process should end)."""
@@ -142,6 +154,7 @@ class Operator:
             external=external,
         )
         relist = Relist(ungated, self.store, clock, self._random.random, self.enqueue_all)
+        self._relist = relist
         self._build(build_reconcilers(deps), relist.request)
         kopf_thread = KopfThread(WatchDeps(self.store, self._from_watch, options.kubeconfig, clock))
         health = Health(

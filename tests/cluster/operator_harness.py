@@ -103,10 +103,15 @@ async def _async(function: Any) -> Any:
     return function()
 
 
-def start_operator(cluster: Cluster, folder: Path, identity: str, timing: Timing = QUICK) -> RunningOperator:
+def start_operator(
+    cluster: Cluster, folder: Path, identity: str, timing: Timing = QUICK, *, server: str = ""
+) -> RunningOperator:
+    """server: URL of something that stands before the API server."""
     kubeconfig = cluster.service_account_kubeconfig(
         SYSTEM, "kvtier-operator", folder / f"{identity}.kubeconfig"
     )
+    if server:
+        _point_to(kubeconfig, server)
     certificate = cluster.issue_certificate(f"operator-{identity}", folder / "operator-tls")
     spans = InMemorySpanExporter()
     telemetry = build_telemetry(
@@ -144,12 +149,18 @@ def start_operator(cluster: Cluster, folder: Path, identity: str, timing: Timing
     return RunningOperator(box["operator"], spans, thread, box["loop"], box["stop"], errors)
 
 
+def _point_to(kubeconfig: Path, server: str) -> None:
+    config = json.loads(kubeconfig.read_text(encoding="utf-8"))
+    config["clusters"][0]["cluster"] = {"server": server}
+    kubeconfig.write_text(json.dumps(config), encoding="utf-8")
+
+
 @contextlib.contextmanager
 def operator(
-    cluster: Cluster, folder: Path, identity: str, timing: Timing = QUICK
+    cluster: Cluster, folder: Path, identity: str, timing: Timing = QUICK, *, server: str = ""
 ) -> Iterator[RunningOperator]:
     """A leading operator; the Lease of one that was killed before is waited for."""
-    running = start_operator(cluster, folder, identity, timing)
+    running = start_operator(cluster, folder, identity, timing, server=server)
     try:
         eventually(running.leading, 30, what=f"{identity} leads")
         yield running

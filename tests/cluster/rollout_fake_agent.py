@@ -58,6 +58,7 @@ class RolloutState(AgentState):
     leases: dict[tuple[str, str], CacheEnforcement] = field(default_factory=dict)
     windows: dict[WindowKey, Window] = field(default_factory=dict)
     stages: list[str] = field(default_factory=list)
+    stages_of_cache: dict[str, list[str]] = field(default_factory=dict)
 
     def enforcement(self, uid: str) -> CacheEnforcement:
         """Of this boot: a lease does not survive a restart."""
@@ -110,6 +111,7 @@ class RolloutControl(FakeControl):
             )
             lease = self.state.enforcement(request.cache.uid).grant(terms, judgement, received)
             self.state.stages.append(token.stage)
+            self.state.stages_of_cache.setdefault(request.cache.uid, []).append(token.stage)
             self._open(request)
             return control.GrantResponse(
                 candidate_digest=request.digest,

@@ -1,0 +1,235 @@
+"""The operator before an API server that goes wrong: storms, throttling, lost answers, stale watches.
+
+Rollouts walk from Off to Full through it, and the same holds as without faults: each agent sees each stage
+once and in order, fences only grow, and the outcome is what the evidence says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from kvtier_operator.ports import Kind
+from tests.cluster.faultproxy import Cut, Delay, Expire, Fault, FaultProxy, Hide, Lose, Refuse, Seen
+from tests.cluster.kvtier_localplane import Cluster, eventually
+from tests.cluster.operator_harness import (
+    RunningOperator,
+    agent_pool,
+    apply,
+    install,
+    kv_cache,
+    operator,
+    tier_class,
+    wait_condition,
+)
+from tests.cluster.rollout_fake_agent import RolloutFakeAgent
+from tests.cluster.test_rollout_end_to_end import PLAN, PROBES, rollout, selector
+
+pytestmark = pytest.mark.timeout(600)
+NAMESPACE = "api-faults"
+STAGES = ["Shadow", "Canary", "Ramp", "Full"]
+
+
+@dataclass
+class World:
+    cluster: Cluster
+    proxy: FaultProxy
+    agent: RolloutFakeAgent
+    operator: RunningOperator
+
+    def begin(self, name: str) -> str:
+        """A cache with its baseline, and a rollout on it; the cache's uid."""
+        made = kv_cache(name, NAMESPACE, NAMESPACE, contract={"exactness": "approximate"})
+        apply(self.cluster, made)
+        wait_condition(self.cluster, f"kvcache/{name}", NAMESPACE, "Ready", "True", timeout=90)
+        made = rollout(name, name)
+        made["metadata"]["namespace"] = NAMESPACE
+        apply(self.cluster, made)
+        return str(self.cluster.get("kvcache", name, "-n", NAMESPACE)["metadata"]["uid"])
+
+    def status(self, name: str) -> dict[str, Any]:
+        return dict(self.cluster.get("kvr", name, "-n", NAMESPACE).get("status") or {})
+
+    def completes(self, name: str, uid: str, seconds: float = 240.0) -> dict[str, Any]:
+        """The status of the completed rollout, having held what holds without faults."""
+
+        def look() -> dict[str, Any] | None:
+            found = self.status(name)
+            return found if found.get("phase") in ("Completed", "RolledBack", "Invalid") else None
+
+        def explain() -> str:
+            """When what was tried for it, and what the server or the proxy said."""
+            mine = [one for one in self.proxy.passed() if f"/{name}" in one.seen.path]
+            tries = [
+                f"{one.at - mine[0].at:7.1f} {one.seen.method} {one.seen.path[-40:]} {one.status}"
+                for one in mine
+            ]
+            return "\n".join([str(self.status(name)), *tries[-60:]])
+
+        found = eventually(look, seconds, what=f"{name} ends", on_failure=explain)
+        assert found is not None and found["phase"] == "Completed", found
+        seen = [stage for stage in self.agent.state.stages_of_cache[uid] if stage]
+        assert list(dict.fromkeys(seen)) == STAGES
+        assert seen == sorted(seen, key=STAGES.index), "a stage came back"
+        cache = self.cluster.get("kvcache", name, "-n", NAMESPACE)["status"]
+        assert cache["approved"]["digest"] == found["candidate"]["digest"]
+        assert cache["fence"] == found["fence"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def world(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("faults")
+    install(control_plane)
+    control_plane.ensure_namespace(NAMESPACE)
+    apply(control_plane, tier_class("gpu-sim", "gpu"), tier_class("cpu-dram", "cpu"))
+    quest = selector("quest-64", 64)
+    quest["metadata"]["namespace"] = NAMESPACE
+    golden = {"name": "golden", "namespace": NAMESPACE}
+    plan = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": golden, "data": {"plan.json": PLAN}}
+    apply(control_plane, quest, plan)
+    with (
+        FaultProxy(control_plane.url, str(control_plane.ca_file)) as proxy,
+        operator(control_plane, folder, "faults", server=proxy.url) as running,
+    ):
+        apply(control_plane, agent_pool(NAMESPACE, NAMESPACE))
+        agent = RolloutFakeAgent(
+            control_plane,
+            folder,
+            "faults-a",
+            namespace=NAMESPACE,
+            pool=NAMESPACE,
+            lease_seconds=1800,
+            probe_digest=PROBES,
+        )
+        try:
+            agent.start()
+            yield World(control_plane, proxy, agent, running)
+        finally:
+            agent.cleanup()
+
+
+def sometimes(share: float, seed: int, when: Callable[[Seen], bool]) -> Callable[[Seen], bool]:
+    """Strikes that share of what `when` takes; the same for the same order of requests."""
+    source = random.Random(seed)
+    return lambda seen: when(seen) and source.random() < share
+
+
+def a_write(seen: Seen) -> bool:
+    """Of anything but the operator's Lease: to lose that is a test of its own."""
+    return seen.write and not seen.of("leases")
+
+
+def a_watch(seen: Seen) -> bool:
+    return seen.watch
+
+
+def a_read(seen: Seen) -> bool:
+    return seen.method == "GET" and not seen.watch and not seen.of("leases")
+
+
+STORMS: dict[str, list[tuple[Callable[[Seen], bool], Any]]] = {
+    "conflicts, failures and lost answers": [
+        (sometimes(0.1, 1, a_write), Refuse(409, "Conflict")),
+        (sometimes(0.05, 2, a_write), Refuse(500, "InternalError")),
+        (sometimes(0.1, 3, a_write), Lose()),
+        (sometimes(0.05, 4, a_read), Refuse(500, "InternalError")),
+    ],
+    "slow answers and watches that break": [
+        (sometimes(0.5, 5, lambda seen: not seen.watch), Delay(0.3)),
+        (a_watch, Cut(0.7)),
+    ],
+    "watches that expire and events that never arrive": [
+        (sometimes(0.3, 6, a_watch), Expire()),
+        (a_watch, Cut(1.5)),
+        (sometimes(0.5, 7, a_watch), Hide(lambda event: event.get("type") == "MODIFIED")),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "storm", list(STORMS), ids=[name.replace(" ", "-").replace(",", "") for name in STORMS]
+)
+def test_a_rollout_walks_through_a_storm(world: World, storm: str) -> None:
+    name = f"storm-{list(STORMS).index(storm)}"
+    uid = world.begin(name)
+    with contextlib.ExitStack() as stack:
+        faults: list[Fault] = [
+            stack.enter_context(world.proxy.fault(when, action)) for when, action in STORMS[storm]
+        ]
+        world.proxy.cut_watches()
+        world.completes(name, uid)
+        assert all(fault.hits for fault in faults), "a fault that never struck shows nothing"
+    assert world.agent.state.candidate(uid)
+
+
+def test_throttling_is_obeyed(world: World) -> None:
+    """429 with Retry-After: nothing more is written for that object until the time has passed."""
+    made = kv_cache("throttled", NAMESPACE, NAMESPACE)
+
+    def ours(seen: Seen) -> bool:
+        return seen.write and seen.path.endswith("/throttled/status")
+
+    began = time.monotonic()
+    with world.proxy.fault(ours, Refuse(429, "TooManyRequests", "2"), times=2) as fault:
+        apply(world.cluster, made)
+        wait_condition(world.cluster, "kvcache/throttled", NAMESPACE, "Ready", "True", timeout=90)
+        assert fault.hits == 2
+    tries = [one.at for one in world.proxy.passed(began) if ours(one.seen)]
+    assert len(tries) > 2
+    for refused, again in pairwise(tries[:3]):
+        assert again - refused > 1.9, "the server asked for two seconds"
+
+
+def test_an_outage_and_an_expired_token_are_waited_out(world: World) -> None:
+    """Everything is refused for longer than the operator's Lease lasts; agents fall back alone meanwhile, and
+    afterwards the rollout goes on by its rules."""
+    world.begin("outage")
+    eventually(lambda: world.status("outage").get("stage") in STAGES, 90, what="the rollout has begun")
+    for refusal in (Refuse(503, "ServiceUnavailable"), Refuse(401, "Unauthorized")):
+        with world.proxy.fault(lambda seen: True, refusal) as fault:
+            world.proxy.cut_watches()
+            eventually(lambda: not world.operator.leading(), 30, what="it stops leading")
+            assert fault.hits
+        eventually(world.operator.leading, 60, what="it leads again")
+    found = world.status("outage")
+    assert found["phase"] in ("Progressing", "Completed"), found
+    eventually(lambda: world.status("outage").get("phase") == "Completed", 240, what="outage completes")
+
+
+def test_a_deletion_that_no_watch_told_is_found_by_the_relist(world: World) -> None:
+    made = kv_cache("vanishes", NAMESPACE, NAMESPACE, deletion={"policy": "delete"})
+    apply(world.cluster, made)
+    wait_condition(world.cluster, "kvcache/vanishes", NAMESPACE, "Ready", "True", timeout=90)
+
+    def of_it(event: dict[str, Any]) -> bool:
+        return bool(event["object"].get("metadata", {}).get("name") == "vanishes")
+
+    def known() -> bool:
+        held = world.operator.operator.store.list_all(Kind.KV_CACHE, NAMESPACE)
+        return "vanishes" in [one["metadata"]["name"] for one in held]
+
+    with world.proxy.fault(a_watch, Hide(of_it)):
+        world.proxy.cut_watches()
+        # Its finalizer is the operator's to remove; without it no operator would be asked.
+        patch = json.dumps({"metadata": {"finalizers": None}})
+        world.cluster.kubectl("patch", "kvcache", "vanishes", "-n", NAMESPACE, "--type=merge", "-p", patch)
+        world.cluster.kubectl("delete", "kvcache", "vanishes", "-n", NAMESPACE, "--wait=false")
+        eventually(
+            lambda: (
+                world.cluster.kubectl("get", "kvcache", "vanishes", "-n", NAMESPACE, check=False).returncode
+            ),
+            30,
+            what="it is gone from the server",
+        )
+        assert known()
+        world.operator.loop.call_soon_threadsafe(world.operator.operator.relist_soon)
+        eventually(lambda: not known(), 30, what="the relist has told")
