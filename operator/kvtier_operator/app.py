@@ -47,8 +47,8 @@ from kvtier_operator.watch.triggers import RECONCILED, WATCHED
 _log = logging.getLogger(__name__)
 
 # A reconcile of these waits for agents; one slow agent must not hold up every cache.
-# A lease is renewed only while the fences of cache and rollout agree, so a half-written step of a rollout must
-# not wait longer than a third of a common lease.
+# Leases are renewed only while the fences of cache and rollout agree, so a half-written step must not wait
+# longer than a third of a common lease.
 DEFAULT_LIMITS = {
     Kind.KV_CACHE: Limits(workers=4),
     Kind.KV_ROLLOUT: Limits(workers=4, backoff=Backoff(limit_seconds=10.0)),
