@@ -6,7 +6,8 @@ Why it exists: the candidate must be measured where it runs. It must not know pl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,8 +26,16 @@ _APPROXIMATE = "APPROXIMATE"
 class AgentTarget:
     """Implements probing.Target. The model is attached as long as this is open."""
 
-    def __init__(self, client: AttentionClient, model: Any, namespace: str, name: str) -> None:
+    def __init__(
+        self,
+        client: AttentionClient,
+        model: Any,
+        namespace: str,
+        name: str,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._client = client
+        self._sleep = sleep
         self._model = model
         self._namespace, self._name = namespace, name
         # What it states proves nothing: the digest of the weights is the plan's to name.
@@ -55,15 +64,16 @@ class AgentTarget:
             deadline_seconds=FRAME_SECONDS,
         )
         with cache:
-            yield _Session(self._model, cache)
+            yield _Session(self._model, cache, self._sleep)
 
 
 class _Session:
     """Implements probing.ProbeSession."""
 
-    def __init__(self, model: Any, cache: KvtierCache) -> None:
+    def __init__(self, model: Any, cache: KvtierCache, sleep: Callable[[float], None]) -> None:
         self._model = model
         self._cache = cache
+        self._sleep = sleep
 
     @property
     def attempt(self) -> Attempt | None:
@@ -74,7 +84,7 @@ class _Session:
         return Attempt(window.rollout_uid, window.attempt, window.candidate_digest)
 
     @torch.no_grad()
-    def answer(self, prompt: ProbePrompt) -> Answer:
+    def answer(self, prompt: ProbePrompt, pause: float = 0.0) -> Answer:
         """Greedy, up to the first wrong token."""
         approximate = 0
         fallbacks: list[str] = []
@@ -86,6 +96,8 @@ class _Session:
                 self._model(torch.tensor([ids]), cache=self._cache, use_cache=True, logits_to_keep=1)
             # What a prefill says of itself is not a step of an answer.
             lost = _lost([one.fallback for one in self._cache.take_receipts()])
+            if pause:
+                self._sleep(pause)
             step = torch.tensor([last])
             for wanted in prompt.gold[: prompt.needed]:
                 logits = self._model(step, cache=self._cache, use_cache=True, logits_to_keep=1).logits

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kvtier_eval.models import Loaded, load
-from kvtier_eval.probing import Attempt, Lost, Scored, Totals, prompts_of, run_probes
+from kvtier_eval.probing import Attempt, Lost, Patience, Scored, Totals, prompts_of, run_probes
 from kvtier_eval.tasks import Material
 from kvtier_eval.texts import stdlib_corpus
 from kvtier_evidence.probeplan import PlanError, ProbePlan, parse_plan
@@ -44,6 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--attempt", type=int, default=0)
     add("--candidate", default="", metavar="DIGEST")
     add("--wait", type=float, default=120.0, metavar="SECONDS", help="for the agent to hold the candidate")
+    add("--index-wait", type=float, default=60.0, metavar="SECONDS", help="most, for a prompt's index")
     add("--threads", type=int, default=1)
 
 
@@ -75,7 +76,7 @@ def main(
         filler = tuple(loaded.codec.encode(corpus.text)) if plan.cells else ()
         prompts = list(prompts_of(plan, Material(loaded.codec, filler)))
         with AttentionClient(parsed.socket) as client:
-            target = AgentTarget(client, loaded.model, parsed.namespace, parsed.cache)
+            target = AgentTarget(client, loaded.model, parsed.namespace, parsed.cache, sleep)
             _wait(target.attempt, expected, parsed.wait, clock, sleep)
 
             def told(one: Scored) -> None:
@@ -83,7 +84,13 @@ def main(
                 out.flush()
 
             found = run_probes(
-                prompts, target, probe_set=plan.digest, gates=parsed.gate, expected=expected, told=told
+                prompts,
+                target,
+                probe_set=plan.digest,
+                gates=parsed.gate,
+                expected=expected,
+                told=told,
+                patience=Patience(parsed.index_wait),
             )
     except (PlanError, OSError, ValueError) as error:
         err.write(f"kvtier-eval probe: {error}\n")

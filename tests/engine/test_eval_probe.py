@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.v1 import common_pb2, control_pb2, evidence_pb2
 from kvtier_client.hf import geometry_of
-from kvtier_crds.manifest import RuntimeManifest
+from kvtier_crds.manifest import RuntimeManifest, Selector
 from kvtier_eval import probecli
 from kvtier_eval.cli import build_parser
 from kvtier_eval.models import SMOLLM2, load
@@ -44,8 +44,12 @@ class Served:
     agent: Agent
     baseline: RuntimeManifest
 
-    def granted(self, tokens: int, rollout: str) -> control_pb2.GrantRequest:
+    def granted(
+        self, tokens: int, rollout: str, selector: Selector | None = None
+    ) -> control_pb2.GrantRequest:
         candidate = quest_candidate(self.baseline, tokens, sink=0, recent=0)
+        if selector is not None:
+            candidate = candidate.model_copy(update={"selector": selector})
         return self.agent.grant(
             self.baseline,
             candidate,
@@ -126,6 +130,24 @@ def test_a_ruinous_budget_loses_prompts_that_a_wide_one_keeps(served: Served, pl
     assert {name: round(pairs[prompt_digest(name)].difference, 4) for name in NAMES} == {
         name: round(value, 4) for name, value in told.items()
     }
+
+
+@pytest.mark.slow
+def test_an_index_that_is_built_beside_the_steps_is_waited_for(served: Served, tmp_path: Path) -> None:
+    """Clusters are made of the whole prompt, and an answer of five tokens does not take long."""
+    body = {
+        "family": "clusterKv",
+        "parameters": {"tokensPerCluster": 16, "sealTokens": 64, "clustersPerSeal": 4},
+        "budget": {"tokens": 96, "capPolicy": "truncate"},
+        "persistentRows": {"sink": 4, "recent": 16},
+    }
+    grant = served.granted(96, "clusters", Selector.model_validate_json(json.dumps(body)))
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**PLAN, "tasks": ["passkey"]}))
+    status, rows, err = probe(served, path, *expecting(grant))
+    assert (status, err) == (0, "")
+    assert rows[0]["approximateSteps"] > 0
+    assert set(served.pairs(grant)) == {prompt_digest(NAMES[0])}
 
 
 @pytest.mark.parametrize(

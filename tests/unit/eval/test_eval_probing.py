@@ -15,6 +15,7 @@ from kvtier_eval.probing import (
     Arm,
     Attempt,
     Lost,
+    Patience,
     ProbePrompt,
     Scored,
     Totals,
@@ -46,6 +47,9 @@ class Table:
     refuses: str = ""
     reports: list[tuple[str, str, str, float]] = field(default_factory=list)
     opened: int = 0
+    builds: float = 0.0
+    """Seconds that an index takes; a shorter pause finds none."""
+    pauses: list[float] = field(default_factory=list)
 
     @contextlib.contextmanager
     def open(self, arm: Arm, tokens: int) -> Iterator[_Session]:
@@ -61,9 +65,15 @@ class _Session:
     arm: Arm
     attempt: Attempt | None
 
-    def answer(self, prompt: ProbePrompt) -> Answer:
+    def answer(self, prompt: ProbePrompt, pause: float = 0.0) -> Answer:
         at = int(prompt.name[1:])
-        return Answer(self.table.exact[at]) if self.arm is Arm.BASELINE else self.table.candidate[at]
+        if self.arm is Arm.BASELINE:
+            assert pause == 0.0, "the exact arm has no index"
+            return Answer(self.table.exact[at])
+        self.table.pauses.append(pause)
+        if pause < self.table.builds:
+            return Answer(4, 1, ("DEPENDENCY_UNPUBLISHED",))
+        return self.table.candidate[at]
 
     def report(self, gate: str, probe_set: str, prompt: str, difference: float) -> str:
         assert self.arm is Arm.CANDIDATE
@@ -106,7 +116,36 @@ def test_a_candidate_that_fell_back_at_every_step_is_no_evidence() -> None:
     found = go(table, 2)
     assert [row[2] for row in table.reports] == ["digest1"]
     assert not found.complete
-    assert found.not_measured == ("p0: every step fell back: SELECTOR_STALE",)
+    assert found.not_measured == ("p0: steps fell back: SELECTOR_STALE",)
+
+
+def test_a_candidate_that_its_own_gate_keeps_exact_is_measured_so() -> None:
+    table = Table([4], [Answer(4, 0, ("GATE_FAILED",))])
+    assert go(table, 1).complete
+    assert table.reports == [("quality", "sha256:p", "digest0", 0.0)]
+
+
+def test_a_prompt_waits_for_its_index_and_the_next_one_as_long() -> None:
+    table = Table([4, 4, 4], [Answer(1, 3)] * 3, builds=0.9)
+    assert go(table, 3).complete
+    assert table.pauses == [0.0, 0.25, 0.5, 1.0, 1.0, 1.0]
+    assert [row[3] for row in table.reports] == [0.75] * 3, "never what was answered without an index"
+
+
+def test_an_index_that_is_not_there_in_time_makes_no_pair() -> None:
+    table = Table([4], [Answer(4, 1)], builds=5.0)
+    found = run_probes(
+        prompts(1),
+        table,
+        probe_set="sha256:p",
+        gates=("quality",),
+        expected=ATTEMPT,
+        told=lambda _: None,
+        patience=Patience(limit=2.0),
+    )
+    assert (found.complete, table.reports) == (False, [])
+    assert table.pauses == [0.0, 0.25, 0.5, 1.0, 2.0]
+    assert found.not_measured == ("p0: steps fell back: DEPENDENCY_UNPUBLISHED",)
 
 
 def test_a_candidate_that_reads_all_rows_of_a_short_prompt_is_measured_and_told() -> None:
