@@ -210,11 +210,13 @@ PLACES = [
     pytest.param({"queries": (1 << 32) - 1}, id="endless-queries"),
     pytest.param({"rows": 0, "queries": 0}, id="nothing"),
     pytest.param({"attachment": 1}, id="attachment-of-nobody"),
+    pytest.param({"evidence": wire.EvidenceRecord(0, 0, (1 << 32) - 1, 0)}, id="endless-surprisals"),
+    pytest.param({"evidence": wire.EvidenceRecord(0, 0, RING // 8, 0)}, id="surprisals-across-the-end"),
 ]
 
 
 @pytest.mark.parametrize("change", PLACES)
-def test_a_frame_whose_place_is_none_ends_the_channel(rig: ChannelRig, change: dict[str, int]) -> None:
+def test_a_frame_whose_place_is_none_ends_the_channel(rig: ChannelRig, change: dict[str, object]) -> None:
     with rig.channel(rig.opened()) as channel:
         frame = channel.frame()
         for name, value in change.items():
@@ -261,7 +263,8 @@ BROKEN: list[tuple[str, Callable[[bytes], bytes]]] = [
     ("count-none", altered(lambda m: struct.pack_into("<I", m, 12, 0))),
     ("count-too-many", altered(lambda m: struct.pack_into("<I", m, 12, 2))),
     ("count-endless", altered(lambda m: struct.pack_into("<I", m, 12, (1 << 32) - 1))),
-    ("flags", altered(lambda m: struct.pack_into("<H", m, wire.HEADER.size + 2, 2))),
+    ("flags", altered(lambda m: struct.pack_into("<H", m, wire.HEADER.size + 2, 4))),
+    ("evidence-without-a-record", altered(lambda m: struct.pack_into("<H", m, wire.HEADER.size + 2, 2))),
     ("extra-beyond", altered(lambda m: struct.pack_into("<I", m, wire.HEADER.size + 4, 1 << 31))),
     ("truncated", lambda m: m[:-1]),
     ("longer", lambda m: m + b"\0"),
@@ -357,6 +360,14 @@ def test_whatever_comes_is_answered_or_ends_its_channel_typed(rig: ChannelRig, d
                     if data.draw(st.booleans()):
                         setattr(frame, name, data.draw(number))
                 frame.rows = data.draw(st.integers(0, (1 << 32) - 1) | st.integers(0, 3))
+                counts = st.integers(0, (1 << 32) - 1) | st.integers(0, 3)
+                if data.draw(st.booleans()):
+                    frame.evidence = wire.EvidenceRecord(
+                        data.draw(st.integers(-2, 3)),
+                        data.draw(counts),
+                        data.draw(counts),
+                        data.draw(number),
+                    )
                 message = bytearray(packed(frame))
             if not message:
                 continue
