@@ -1,9 +1,6 @@
 """The parameter block of each selector family: typed and bounded, so that a spec means one thing.
 
-Agents run certifiedScan, clusterKv, magicPig, pqcache, quest and sparq. The others need what engines do not
-send to agents yet, or a context that never grows; the operator answers them Accepted=False. Values follow
-section D of the retrieval specification;
-settings reported by papers are never defaults.
+Values follow section D of the retrieval specification; settings reported by papers are never defaults.
 """
 
 from __future__ import annotations
