@@ -151,12 +151,8 @@ def estimates(
         if sums is None or not sums.blocks:
             continue
         sessions = closed.blocks.get(gate.name + SESSION_BLOCKS, sums)
-        effects = (
-            (design_effect_pair(sums, fraction), design_effect_pair(sessions, fraction))
-            if gate.metric.two_arm
-            else (design_effect(sums), design_effect(sessions))
-        )
-        out[gate.name] = Estimate(max(effects), sums.blocks, max(sums.mean_block, sessions.mean_block))
+        k_hat = _k_hat(gate, sums, sessions, fraction)
+        out[gate.name] = Estimate(k_hat, sums.blocks, max(sums.mean_block, sessions.mean_block))
     return out
 
 
@@ -174,16 +170,31 @@ def pair_thresholds(gates: Sequence[GateSpec], closed: WindowCounts) -> dict[str
 
 def _effect(gate: GateSpec, merged: WindowCounts, n: int, at: Setting) -> tuple[float | None, Effect]:
     """k for Pass (None: not known) and the effect to compute with."""
-    return _effect_of(gate, merged.blocks.get(gate.name), n, at)
+    sessions = merged.blocks.get(gate.name + SESSION_BLOCKS)
+    return _effect_of(gate, merged.blocks.get(gate.name), n, at, sessions)
 
 
-def _effect_of(gate: GateSpec, sums: BlockSums | None, n: int, at: Setting) -> tuple[float | None, Effect]:
+def _k_hat(gate: GateSpec, cohorts: BlockSums, sessions: BlockSums, fraction: float) -> float:
+    """The larger design effect of the two kinds of blocks."""
+    if gate.metric.two_arm:
+        return max(design_effect_pair(cohorts, fraction), design_effect_pair(sessions, fraction))
+    return max(design_effect(cohorts), design_effect(sessions))
+
+
+def _effect_of(
+    gate: GateSpec, sums: BlockSums | None, n: int, at: Setting, sessions: BlockSums | None = None
+) -> tuple[float | None, Effect]:
     if gate.design_effect is not None:
         k = float(gate.design_effect)
         return k, Effect(k, k)
     if at.estimate is not None:
-        used = used_effect(at.estimate)
-        return used.k_pass, Effect(used.k_pass or used.k_fail, used.k_fail)
+        used, here = used_effect(at.estimate), 1.0
+        if sums is not None:
+            # The open window may only make k larger: an earlier one may not have met what is shared now.
+            here = _k_hat(gate, sums, sums if sessions is None else sessions, at.fraction)
+        k_fail = max(used.k_fail, here)
+        known = None if used.k_pass is None else max(used.k_pass, here)
+        return known, Effect(known or k_fail, k_fail)
     # No block was counted: all units may be one.
     whole = max(1.0, sums.mean_block if sums is not None and sums.blocks else float(n))
     return None, Effect(whole, whole)

@@ -336,6 +336,24 @@ def _blocks(blocks: int, size: int) -> BlockSums:
     return out
 
 
+def test_what_the_open_window_shows_may_only_make_k_larger() -> None:
+    """An earlier window met no shared stall; this one does, so its evidence of harm is worth less."""
+
+    def judged(bad_blocks: int) -> GateResult:
+        agent = Counts().output(4000, 10 * bad_blocks + 40)
+        sums = agent.counts.blocks["output"] = BlockSums()
+        for i in range(200):
+            sums.add_one_arm(20, 10 if i < bad_blocks else float(i % 5 == 0))
+        calm = replace(terms(0.5), estimates={"output": Estimate(1.0, 300, 20.0)})
+        spec = gate("output", metrics.OUTPUT_RELATIVE_ERROR, "0.05", "99", k=None)
+        return judge([spec], evidence(agent, window=key()), calm, Carry()).results[0]
+
+    assert judged(0).k == 1.0
+    shared = judged(4)
+    assert shared.k is not None and shared.k > 3.0
+    assert shared.reason is Reason.BOUND_STRADDLES_LIMIT, "80 of 4000 with k = 1 would be a Fail"
+
+
 def test_estimates_of_a_closed_window_serve_the_next() -> None:
     closed = Counts().tpot(FAST, SAME).counts
     for i in range(300):
