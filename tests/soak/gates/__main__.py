@@ -21,6 +21,11 @@ from tests.soak.gates.ledger import CHUNK, Row, append, contrast_chunk, contrast
 from tests.soak.gates.scenarios import ALL, BY_NAME
 from tests.soak.gates.table import markdown
 
+SINGLES = ("detect", "power")
+MOST_OF_SINGLES = 2000
+"""Quantiles of units, and other rules beside ours, need no more."""
+FIRST = 500
+"""So many of each row come before more of any."""
 BUILD = Path(__file__).resolve().parents[3] / "build"
 
 
@@ -40,13 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
     shares = {contrast_name(share): share for share in contrast.SHARES}
     names = [name for name in (*(one.name for one in ALL), *shares) if options.only in name]
     chunks = -(-options.rollouts // CHUNK)
+    few = -(-min(options.rollouts, MOST_OF_SINGLES) // CHUNK)
+    target = {name: few if name in shares or BY_NAME[name].group in SINGLES else chunks for name in names}
     until = time.monotonic() + options.seconds
     while time.monotonic() < until:
-        open_ = [name for name in names if len(rows.setdefault(name, Row()).chunks) < chunks]
+        open_ = [name for name in names if len(rows.setdefault(name, Row()).chunks) < target[name]]
         if not open_:
             break
-        name = min(open_, key=lambda one: rows[one].seconds)
-        chunk = next(i for i in range(chunks) if i not in rows[name].chunks)
+        name = min(open_, key=lambda one: (len(rows[one].chunks) * CHUNK >= FIRST, rows[one].seconds))
+        chunk = next(i for i in range(target[name]) if i not in rows[name].chunks)
         begun = time.process_time()
         if name in shares:
             line = contrast_chunk(shares[name], options.seed, chunk)

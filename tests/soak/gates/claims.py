@@ -44,6 +44,8 @@ def claims(rows: Mapping[str, Row]) -> list[Claim]:
         if scenario is None or row.rollouts < ENOUGH:
             continue
         n = row.rollouts
+        # Even none in so few would not show it.
+        too_few = upper(0, n) > ALPHA_F
         if scenario.group not in ("detect", "power"):
             promoted = row.ends[End.PROMOTED]
             high = upper(promoted, n)
@@ -52,7 +54,7 @@ def claims(rows: Mapping[str, Row]) -> list[Claim]:
                     f"{name}: false promotion", high <= ALPHA_P, f"{promoted} of {n}, 99 % bound {high:.3%}"
                 )
             )
-            if not scenario.harms:
+            if not scenario.harms and not (too_few and row.ends[End.ROLLED_BACK] <= 0.5 * ALPHA_F * n):
                 back = row.ends[End.ROLLED_BACK]
                 high = upper(back, n)
                 out.append(

@@ -30,8 +30,10 @@ STALL_LIMIT = 0.02
 class Counter:
     """One window's units as increments per look and agent."""
 
-    def __init__(self, window: Window, agents: int) -> None:
+    def __init__(self, window: Window, agents: int, *, sessions: bool = True) -> None:
+        """sessions: whether those are counted as blocks, too."""
         step = window.step
+        self.sessions = sessions
         shape = (step.looks, agents)
         self.window, self.agents = window, agents
         out, served = window.compared, window.served
@@ -49,6 +51,9 @@ class Counter:
         self._candidates = _table(shape, served.look[fresh], served.agent[fresh])
         self._starts = np.searchsorted(served.look, np.arange(step.looks + 1))
         self.stall_unit = window.truth.stall / STALL_MEAN
+        self._over = (served.stall * self.stall_unit > STALL_LIMIT).astype(np.int64)
+        self._stalled = _table(shape, served.look[picked], served.agent[picked], self._over[picked])
+        self._lines: dict[tuple[float, float], tuple[Ints, tuple[Ints, ...]]] = {}
 
     def increments(self, look: int, agent: int, *, tails: bool) -> WindowCounts:
         """What one agent counted in one look; `tails`: with its histograms of times."""
@@ -100,37 +105,52 @@ class Counter:
         """Sums of the first looks' blocks, as collectors keep them. lines: of each ratio gate the baseline's
         earlier quantile and the limit."""
         out: dict[str, BlockSums] = {}
-        compared, above = self.compared[:looks], self.above[:looks]
-        if compared.any():
-            out[OUTPUT] = one_arm(compared, above)
-            units = self.window.compared
-            seen = units.look < looks
-            out[OUTPUT + SESSION_BLOCKS] = one_arm(*_by_session(units.session[seen], units.value[seen]))
+        if self.compared[:looks].any():
+            out[OUTPUT] = one_arm(self.compared[:looks], self.above[:looks])
+            if self.sessions:
+                units = self.window.compared
+                seen = units.look < looks
+                out[OUTPUT + SESSION_BLOCKS] = one_arm(*_by_session(units.session[seen], units.value[seen]))
         if not self.window.step.served:
             return out
         served = self.window.served
-        shape, early = (looks, self.agents), served.look < looks
-        mine = served.candidate & early
-        over = (served.stall * self.stall_unit > STALL_LIMIT).astype(np.int64)
-        stalled = _table(shape, served.look[mine], served.agent[mine], over[mine])
-        out[STALL] = one_arm(self.served[1][:looks], stalled)
-        out[STALL + SESSION_BLOCKS] = one_arm(*_by_session(served.session[mine], over[mine]))
-        for gate, (threshold, limit) in lines.items():
-            line = np.where(served.candidate, _bin(threshold * limit), _bin(threshold))
-            slow = (served.value > line).astype(np.int64)
-            cohorts: list[Ints] = []
-            sessions: list[Ints] = []
-            for keep in (mine, ~served.candidate & early):
-                cells = (shape, served.look[keep], served.agent[keep])
-                cohorts += [_table(*cells).ravel(), _table(*cells, slow[keep]).ravel()]
-                sessions += _by_session(served.session[keep], slow[keep])
-            out[gate] = two_arm(*cohorts)
-            # A session has one arm.
-            nc, xc, nb, xb = sessions
-            zc, zb = np.zeros_like(nc), np.zeros_like(nb)
-            pairs = ((nc, zb), (xc, zb), (zc, nb), (zc, xb))
-            out[gate + SESSION_BLOCKS] = two_arm(*(np.concatenate(pair) for pair in pairs))
+        early = slice(0, self._starts[looks])
+        out[STALL] = one_arm(self.served[1][:looks], self._stalled[:looks])
+        if self.sessions:
+            mine = served.candidate[early]
+            over = self._over[early][mine]
+            out[STALL + SESSION_BLOCKS] = one_arm(*_by_session(served.session[early][mine], over))
+        for gate, line in lines.items():
+            slow, tables = self._pairs(line)
+            out[gate] = two_arm(*(table[:looks].ravel() for table in tables))
+            if self.sessions:
+                out[gate + SESSION_BLOCKS] = self._session_pairs(slow[early], early)
         return out
+
+    def _pairs(self, line: tuple[float, float]) -> tuple[Ints, tuple[Ints, ...]]:
+        """Which units are slow, and (n_c, x_c, n_b, x_b) by look and agent."""
+        if line not in self._lines:
+            served, shape = self.window.served, (self.window.step.looks, self.agents)
+            threshold, limit = line
+            above = np.where(served.candidate, _bin(threshold * limit), _bin(threshold))
+            slow = (served.value > above).astype(np.int64)
+            tables: list[Ints] = []
+            for a in (1, 0):
+                keep = served.candidate == bool(a)
+                tables += [self.served[a], _table(shape, served.look[keep], served.agent[keep], slow[keep])]
+            self._lines[line] = (slow, tuple(tables))
+        return self._lines[line]
+
+    def _session_pairs(self, slow: Ints, early: slice) -> BlockSums:
+        """A session has one arm."""
+        parts: list[Ints] = []
+        candidate, session = self.window.served.candidate[early], self.window.served.session[early]
+        for keep in (candidate, ~candidate):
+            parts += _by_session(session[keep], slow[keep])
+        nc, xc, nb, xb = parts
+        zc, zb = np.zeros_like(nc), np.zeros_like(nb)
+        pairs = ((nc, zb), (xc, zb), (zc, nb), (zc, xb))
+        return two_arm(*(np.concatenate(pair) for pair in pairs))
 
 
 def one_arm(n: Ints, x: Ints) -> BlockSums:

@@ -57,6 +57,12 @@ LIMIT_ROWS = (
     _whole("at limit: output, blocks .05", _at(output=True), traffic=Traffic(block=0.05), effect=""),
     _whole("at limit: output, blocks .25", _at(output=True), traffic=Traffic(block=0.25), effect=""),
     _whole(
+        "at limit: output, rare blocks .25",
+        _at(output=True),
+        traffic=Traffic(block=0.25, rare=True),
+        effect="",
+    ),
+    _whole(
         "at limit: tail, heavy, blocks .05",
         SAFE,
         _at(tail=True),

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri
+from scipy.stats import multivariate_normal
 
 from kvtier_evidence.grid import SUB, edge
 from kvtier_evidence.metrics import Stage
@@ -59,7 +61,8 @@ class Truth:
 
 @dataclass(frozen=True)
 class Traffic:
-    """sigma: of the lognormal time. block, session: correlation of two units of one (agent, look) or session.
+    """sigma: of the lognormal time. block, session: correlation of two units of one (agent, look) or session
+    among the worst 1 %; rare: half of a block or more is hit at once, and seldom.
     shock: sd of an AR(.7) factor on the time of both arms. drift: log amplitude of the day on both arms'
     times and on their number. swing: the one-arm values go from 1 + swing to 1 - swing times the truth and
     never have a running average under it; negative: never one over it. restarts: chance per look that an
@@ -70,6 +73,7 @@ class Traffic:
     heavy: bool = False
     agents: int = 5
     block: float = 0.0
+    rare: bool = False
     session: float = 0.0
     shock: float = 0.0
     drift: float = 0.0
@@ -170,12 +174,41 @@ def _uniforms(rng: np.random.Generator, traffic: Traffic, step: Step, units: Uni
     n = len(units.look)
     u = rng.random(n)
     if traffic.block > 0.0:
-        common = rng.random(step.looks * traffic.agents)[units.look * traffic.agents + units.agent]
-        u = np.where(rng.random(n) < math.sqrt(traffic.block), common, u)
+        place = units.look * traffic.agents + units.agent
+        common = rng.random(step.looks * traffic.agents)[place]
+        if traffic.rare:
+            u = np.where(rng.random(n) < math.sqrt(traffic.block), common, u)
+        else:
+            u = _mixed(u, common, traffic.block)
     if traffic.session > 0.0 and n:
         common = rng.random(int(units.session.max()) + 1)[units.session]
         u = np.where(rng.random(n) < math.sqrt(traffic.session), common, u)
     return u
+
+
+def _mixed(own: Floats, common: Floats, correlation: float) -> Floats:
+    """Uniform numbers of normal ones that share a part, such that being among the worst 1 % has the wanted
+    correlation."""
+    rho = _normal_correlation(correlation)
+    z = math.sqrt(rho) * ndtri(np.clip(common, 1e-12, 1.0 - 1e-12))
+    z += math.sqrt(1.0 - rho) * ndtri(np.clip(own, 1e-12, 1.0 - 1e-12))
+    return np.asarray(ndtr(z), np.float64)
+
+
+@cache
+def _normal_correlation(wanted: float) -> float:
+    """Of two normal numbers whose exceedances of their 99 % quantiles have correlation `wanted`."""
+    z = float(ndtri(0.99))
+
+    def both(rho: float) -> float:
+        return float(multivariate_normal.cdf([-z, -z], cov=[[1.0, rho], [rho, 1.0]]))
+
+    low, high = 0.0, 0.999
+    for _ in range(40):
+        middle = (low + high) / 2.0
+        reached = (both(middle) - 1e-4) / (0.01 * 0.99)
+        low, high = (middle, high) if reached < wanted else (low, middle)
+    return high
 
 
 def _times(rng: np.random.Generator, traffic: Traffic, step: Step, truth: Truth, units: Units) -> Floats:

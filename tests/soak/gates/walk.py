@@ -159,17 +159,22 @@ class Rollout:
 
     def _measure(self, step: Step, truth: Truth) -> None:
         """An earlier window of the same kind that is only measured in."""
-        counter = Counter(
-            draw_window(self._rng, self._scenario.traffic, step, truth), self._scenario.traffic.agents
-        )
+        counter = self._counter(step, truth)
         source = DirectSource(_key(-1, step), counter)
         for look in range(step.looks):
             source.look(look)
         self._close(step, counter, source, step.looks)
 
+    def _counter(self, step: Step, truth: Truth) -> Counter:
+        traffic = self._scenario.traffic
+        # Without what sessions share, each request is a session of its own.
+        return Counter(
+            draw_window(self._rng, traffic, step, truth), traffic.agents, sessions=traffic.session > 0.0
+        )
+
     def _window(self, number: int, step: Step, truth: Truth) -> tuple[Judgement, bool]:
         scenario, gates = self._scenario, gates_of(self._scenario, step)
-        counter = Counter(draw_window(self._rng, scenario.traffic, step, truth), scenario.traffic.agents)
+        counter = self._counter(step, truth)
         source: Source = DirectSource(_key(number, step), counter)
         if scenario.traffic.restarts > 0.0:
             source = ReaderSource(_key(number, step), counter, scenario.traffic, self._rng)
@@ -188,6 +193,9 @@ class Rollout:
             self._served += mine
             self._units += judged
             self._in_step += judged
+            if not scenario.effect:
+                blocks = counter.blocks(look + 1, self._lines(gates))
+                evidence = replace(evidence, merged=replace(evidence.merged, blocks=blocks))
             judgement = judge(gates, evidence, terms, self._carry, display=False)
             self._carry = judgement.carry
             passed = all(r.verdict is Verdict.PASS for r in judgement.results if r.required)
@@ -202,16 +210,19 @@ class Rollout:
     def _close(self, step: Step, counter: Counter, source: Source, looks: int) -> None:
         """What the window that closes says to the next, by the production's rules."""
         gates = gates_of(self._scenario, step)
-        lines = {
-            g.name: (self._thresholds[g.name], float(g.limit)) for g in gates if g.name in self._thresholds
-        }
-        closed = closing(counter, looks, source.merged, lines)
+        closed = closing(counter, looks, source.merged, self._lines(gates))
         for name, one in estimates(gates, closed, step.fraction).items():
             known = self._effects.get(name)
             if known is None or one.blocks >= min(MIN_BLOCKS, known.blocks):
                 self._effects[name] = one
         if step.served:
             self._thresholds |= pair_thresholds(gates, closed)
+
+    def _lines(self, gates: tuple[GateSpec, ...]) -> dict[str, tuple[float, float]]:
+        """Where blocks of ratio gates are counted above: an earlier window's quantile, and the limit."""
+        return {
+            g.name: (self._thresholds[g.name], float(g.limit)) for g in gates if g.name in self._thresholds
+        }
 
     def _result(self, end: End, gate: str, step: int) -> Result:
         return Result(end, gate, step, self._units, self._served, self._in_step)
