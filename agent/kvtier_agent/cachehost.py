@@ -5,6 +5,7 @@ Everything here runs on the event loop except what is handed to the engine's thr
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ from kvtier_core.release.enforcement import (
     StepPlan,
 )
 from kvtier_core.selectors.lifecycle.works import IndexState
+from kvtier_crds.beside import needs_own_engine
 from kvtier_crds.manifest import RuntimeManifest, model_fingerprint
 from kvtier_evidence.metrics import (
     ALLOCATION_FAILURES,
@@ -53,6 +55,8 @@ from kvtier_evidence.metrics import (
 from kvtier_evidence.window import WindowKey
 
 _MAX_CLOSED = 4096
+PROBE_WAIT_SECONDS = 30.0
+"""How long a probe's step waits for its indexes."""
 _EXACT_PLAN = StepPlan(ServedArm.BASELINE, False, None, "")
 _BASELINE, _CANDIDATE = ServedArm.BASELINE, ServedArm.CANDIDATE
 
@@ -100,6 +104,18 @@ class CacheHost:
         self._closed: OrderedDict[str, Session] = OrderedDict()
         self._clock = clock
 
+    def may_become(self, manifest: RuntimeManifest, key_secret: str) -> bool:
+        """Whether another baseline can run here without a new engine."""
+        return (
+            manifest != self.manifest
+            and key_secret == self.key_secret
+            and not needs_own_engine(self.manifest, manifest)
+        )
+
+    def become(self, manifest: RuntimeManifest) -> None:
+        """The engine runs it now."""
+        self.manifest, self.baseline_digest = manifest, manifest.digest()
+
     async def open_session(
         self,
         facts: SessionFacts,
@@ -124,7 +140,8 @@ class CacheHost:
             )
         window = self.window if assignment.terms is not None else None
         candidate = assignment.terms if self._may_need_candidate(assignment) else None
-        terms = SessionTerms(facts.tenant, score_scale, max_tokens, candidate, gives)
+        serves = assignment.arm is ServedArm.CANDIDATE
+        terms = SessionTerms(facts.tenant, score_scale, max_tokens, candidate, gives, serves)
         try:
             handle = await self.runner.call(lambda: self.runner.engine.open_session(terms))
         except CoreError as error:
@@ -248,6 +265,8 @@ class CacheHost:
     async def _attend(self, one: PreparedFrame) -> FrameAnswer:
         engine, frame, session = self.runner.engine, one.frame, one.session
         try:
+            if one.waits:
+                await asyncio.to_thread(self._catch_up, one)
             if one.candidates:
                 running = ExitStack()
                 running.enter_context(self.enforcement.candidate_step())
@@ -265,6 +284,8 @@ class CacheHost:
         return self._settle(one, result, self.evidence)
 
     def _attend_now(self, one: PreparedFrame, evidence: FrameEvidence) -> FrameAnswer | CoreError:
+        if one.waits:
+            self._catch_up(one)
         with self.enforcement.candidate_step():
             result = self._computed(one)
             published = isinstance(result, FrameResult) and result.from_candidate
@@ -275,6 +296,12 @@ class CacheHost:
                     repeated = replace(repeated, comparison=result.comparison)
                 result = repeated
         return self._settled(one, result, evidence)
+
+    def _catch_up(self, one: PreparedFrame) -> None:
+        """A probe is of the candidate: what it scores must be the candidate's answer, not the exact one that
+        is served while an index is built."""
+        handle = one.session.handle
+        self.runner.engine.indexes_caught_up(handle.session_id, handle.generation, PROBE_WAIT_SECONDS)
 
     def _computed(self, one: PreparedFrame) -> FrameResult | CoreError:
         try:

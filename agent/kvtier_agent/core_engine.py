@@ -140,11 +140,13 @@ class CoreEngine:
             max_tokens=terms.max_tokens,
             selector=selector,
             candidate_digest=None if candidate is None else candidate.candidate_digest,
+            audit=0.0 if candidate is None else float(candidate.sample_fraction),
             given=gives.needs | ONLY_QUERIES,
             fixed_context=gives.fixed_context,
+            lane=candidate.lane if candidate is not None and terms.serves else "",
         )
         handle = self._engine.open_session(spec)
-        asked = None if selector is None else asked_of(self._engine.wanted(selector), gives)
+        asked = None if selector is None else asked_of(self._engine.selectors.wanted(selector), gives)
         self._evidence.opened(handle.session_id, asked)
         return SessionHandle(handle.session_id, handle.generation, asked)
 
@@ -163,12 +165,20 @@ class CoreEngine:
 
     def check_candidate(self, terms: GrantTerms) -> None:
         if terms.selector is not None:
-            self._engine.check_selector(terms.selector)
+            self._engine.selectors.check(terms.selector)
+        if terms.placement is not None:
+            preference = self._plans.placed(terms.placement).preference(self._engine.stats().tiers)
+            self._engine.prepare_lane(terms.lane, preference)
+
+    def adopt(self, manifest: RuntimeManifest) -> None:
+        plans = self._plans.placed(manifest.placement)
+        self._engine.adopt(manifest, plans.preference(self._engine.stats().tiers))
+        self._plans = plans
 
     def lacks(self, terms: GrantTerms, gives: EngineGives) -> CoreError | None:
         if terms.selector is None:
             return None
-        wanted = self._engine.wanted(terms.selector)
+        wanted = self._engine.selectors.wanted(terms.selector)
         return wanted.refused(gives.needs, gives.fixed_context is not None)
 
     def bind_weights(self, session_id: str, generation: int, layer: int, weights: GivenWeights) -> None:
@@ -220,10 +230,13 @@ class CoreEngine:
         return self._plans.of(self._engine.stats().tiers)
 
     def indexes(self) -> Sequence[IndexState]:
-        return self._engine.index_states()
+        return self._engine.selectors.indexes()
+
+    def indexes_caught_up(self, session_id: str, generation: int, seconds: float) -> bool:
+        return self._engine.indexes_caught_up(session_id, generation, seconds)
 
     def selector_digest(self, terms: GrantTerms) -> str:
-        return "" if terms.selector is None else self._engine.selector_digest(terms.selector)
+        return "" if terms.selector is None else self._engine.selectors.digest(terms.selector)
 
     def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]:
         return [block_facts(info) for info in self._engine.list_chunks(session_id, generation)]
@@ -291,6 +304,7 @@ def step_mode(mode: FrameMode) -> StepMode:
         candidate_digest=mode.candidate.candidate_digest,
         may_publish=mode.may_publish,
         allowed=mode.candidate.fallbacks,
+        lane=mode.candidate.lane,
     )
 
 

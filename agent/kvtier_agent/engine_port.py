@@ -37,13 +37,14 @@ Payload = bytes | NDArray[np.float32]
 @dataclass(frozen=True)
 class SessionTerms:
     """A new session; its model, geometry and tenant were checked. `candidate` prepares indexes for it, of
-    what the engine `gives`."""
+    what the engine `gives`; serves: that candidate is its arm."""
 
     tenant: str
     score_scale: float
     max_tokens: int
     candidate: GrantTerms | None
     gives: EngineGives = GIVES_NOTHING
+    serves: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ class EnginePort(Protocol):
     def open_session(self, terms: SessionTerms) -> SessionHandle: ...
 
     def check_candidate(self, terms: GrantTerms) -> None:
-        """Whether this engine can run the candidate's selector at all; raises CoreError."""
+        """Whether this engine can run the candidate's selector and placement at all, and makes ready for the
+        latter; raises CoreError."""
 
     def lacks(self, terms: GrantTerms, gives: EngineGives) -> CoreError | None:
         """Why the candidate cannot answer a session whose engine gives just this: UNSUPPORTED with the fact
@@ -197,6 +199,10 @@ class EnginePort(Protocol):
         """Frames of different sessions that no candidate answers: each one's result or refusal, in their
         order, with the bits of `step`."""
 
+    def adopt(self, manifest: RuntimeManifest) -> None:
+        """Runs another baseline, which differs in placement or contract only; sessions go on. UNSUPPORTED,
+        MANIFEST_INVALID."""
+
     def live_manifest(self) -> RuntimeManifest:
         """Rebuilt from the live objects, not from stored bytes."""
 
@@ -207,6 +213,10 @@ class EnginePort(Protocol):
 
     def indexes(self) -> Sequence[IndexState]:
         """Of each selector's indexes; waits for no step."""
+
+    def indexes_caught_up(self, session_id: str, generation: int, seconds: float) -> bool:
+        """Waits, at most for `seconds`, until a session's indexes are those of its rows; whether they are.
+        Holds up no step."""
 
     def selector_digest(self, terms: GrantTerms) -> str:
         """What names the candidate's selector among `indexes`; empty without one. Waits for no step."""

@@ -5,11 +5,13 @@ change. Pure; it must not know fences, leases or engines.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 from kvtier_agent.cachesession import CacheName
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.placements.policy import check_policy
 from kvtier_core.release.leases import GrantTerms
+from kvtier_crds.beside import BESIDE, needs_own_engine
 from kvtier_crds.manifest import (
     NUMERICS_VERSION,
     Exactness,
@@ -37,16 +39,16 @@ def parse_manifest(encoded: bytes, digest: str) -> RuntimeManifest:
 def check_candidate(
     running: RuntimeManifest, candidate: RuntimeManifest, terms: GrantTerms, window: WindowKey
 ) -> str:
-    """A candidate may differ from the running baseline in selector and contract only; returns the digest
-    recomputed from what would run. Raises MANIFEST_MISMATCH, UNSUPPORTED, CANDIDATE_REFUSED, BAD_ARGUMENT."""
+    """A candidate may differ from the running baseline in what each session may have of its own; returns the
+    digest recomputed from what would run. Raises MANIFEST_MISMATCH, MANIFEST_INVALID, UNSUPPORTED,
+    CANDIDATE_REFUSED, BAD_ARGUMENT."""
     if running.digest() != terms.baseline_digest:
         message = f"baseline_digest {terms.baseline_digest} is not the running {running.digest()}"
         raise CoreError(Reason.MANIFEST_MISMATCH, message)
-    would_run = running.model_copy(update={"selector": candidate.selector, "contract": candidate.contract})
+    would_run = running.model_copy(update={name: getattr(candidate, name) for name in BESIDE})
     if would_run.digest() != terms.candidate_digest:
-        raise CoreError(
-            Reason.UNSUPPORTED, "a candidate may change selector and contract only; other fields differ"
-        )
+        raise CoreError(Reason.UNSUPPORTED, needs_own_engine(running, candidate))
+    check_policy(candidate.placement, candidate.model.geometry)
     if candidate.contract.exactness is Exactness.EXACT and candidate.selector is not None:
         raise CoreError(Reason.CANDIDATE_REFUSED, "contract.exactness exact forbids a selector")
     gate = None if candidate.selector is None else candidate.selector.gate
@@ -59,6 +61,14 @@ def check_candidate(
     if named != (terms.candidate_digest, terms.baseline_digest):
         raise CoreError(Reason.BAD_ARGUMENT, "window names other digests than the grant")
     return would_run.digest()
+
+
+def placed_terms(running: RuntimeManifest, candidate: RuntimeManifest, terms: GrantTerms) -> GrantTerms:
+    """With the candidate's placement, where it has one of its own."""
+    if candidate.placement == running.placement:
+        return terms
+    name = hashlib.sha256(candidate.placement.model_dump_json(by_alias=True).encode()).hexdigest()[:16]
+    return replace(terms, placement=candidate.placement, lane=name)
 
 
 def check_baseline(manifest: RuntimeManifest, cache: CacheName, device_kind: str) -> None:

@@ -26,7 +26,7 @@ from kvtier_agent.endings import BlockingEnd
 from kvtier_agent.engine_port import EnginePort, EngineRunner, TierReport
 from kvtier_agent.evidence_port import EvidencePort, WindowTerms
 from kvtier_agent.keyedlocks import KeyedLocks
-from kvtier_agent.manifests import check_baseline, check_candidate, parse_manifest
+from kvtier_agent.manifests import check_baseline, check_candidate, parse_manifest, placed_terms
 from kvtier_agent.nodeends import CacheEnds
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import PACED, READY, NodeTier, NodeTiers
@@ -167,7 +167,8 @@ class Node:
     ) -> str:
         """Runs the manifest as exact baseline; returns the digest recomputed from what runs.
 
-        What can be refused is refused before the fence is spent. Then a held candidate ends at once, also
+        What can be refused is refused before the fence is spent. Where only placement or contract are others,
+        the sessions go on under them. Then a held candidate ends at once, also
         under the digest that runs: its permission was of a lower fence. A build that fails after the fence
         was spent is repeated by the same command.
         """
@@ -187,7 +188,11 @@ class Node:
                     self.changed.set()
                 await self._in_thread(lambda: self._state.save_manifest(digest, encoded))
                 await self._commit(command, CommandKind.APPLY, digest, key_secret)
-            if fresh:
+            if host is not None and host.may_become(manifest, key_secret):
+                adopting = host.runner.engine
+                await self._in_thread(lambda: adopting.adopt(manifest))
+                host.become(manifest)
+            elif fresh:
                 await self._end(uid)
                 try:
                     host = await self._build(command.cache, manifest, None, key_secret)
@@ -239,6 +244,7 @@ class Node:
                 raise CoreError(Reason.DRAINING, "the agent is draining and takes no candidate")
             running = await self._in_thread(host.runner.engine.live_manifest)
             recomputed = check_candidate(running, candidate, terms, window.key)
+            terms = placed_terms(running, candidate, terms)
             await self._in_thread(lambda: host.runner.engine.check_candidate(terms))
             host.evidence.check(window)
             if judgement is Judgement.ADVANCE:

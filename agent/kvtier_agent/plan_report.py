@@ -20,7 +20,7 @@ from kvtier_core.receipts import TierStats
 from kvtier_core.tiers.base import slot_stride, slots_for
 from kvtier_core.tiers.staging import block_bytes
 from kvtier_core.units import BytesPerSecond
-from kvtier_crds.manifest import Medium, RuntimeManifest, TierRole
+from kvtier_crds.manifest import Medium, Placement, RuntimeManifest, TierRole
 
 
 class PlanReporter:
@@ -28,12 +28,17 @@ class PlanReporter:
     question, and the plan is made anew when one of them is another."""
 
     def __init__(self, manifest: RuntimeManifest, compute: ComputeFigures) -> None:
+        self._manifest = manifest
         self._geometry = geometry = manifest.model.geometry
         self._layout = ChunkLayout(geometry.kv_heads, manifest.chunk_tokens, geometry.head_dim)
         self._roles = {tier.tier_class_name: tier.role for tier in manifest.tiers}
         self._policy = policy_of(manifest.placement)
         self._compute = compute
         self._known: tuple[Sequence[TierFigures], NodePlan | None] | None = None
+
+    def placed(self, placement: Placement) -> PlanReporter:
+        """For the same manifest placed otherwise, by the same figures of the processor."""
+        return PlanReporter(self._manifest.model_copy(update={"placement": placement}), self._compute)
 
     def of(self, tiers: Sequence[TierStats]) -> NodePlan | None:
         """The plan of the manifest's policy over the engine's tiers, in the manifest's order. None: nothing

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,7 @@ from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.edits.runner import Edits
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import SourceBinding, source_binding
+from kvtier_core.lanes import Lanes, in_candidates_name
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.measure import measure
 from kvtier_core.placement import Placement
@@ -29,6 +31,7 @@ from kvtier_core.placements.preference import PlacementPreference
 from kvtier_core.planner import PlanTerms
 from kvtier_core.planning.choice import Decision
 from kvtier_core.planning.facts import Rates
+from kvtier_core.prefixes import Prefixes
 from kvtier_core.ragged import answer_many
 from kvtier_core.receipts import (
     ChunkInfo,
@@ -42,9 +45,8 @@ from kvtier_core.receipts import (
 )
 from kvtier_core.resident import ResidentDecode, ResidentFrame
 from kvtier_core.selectors.base import LayerIndex
-from kvtier_core.selectors.families_of import ANYTHING, Families
-from kvtier_core.selectors.lifecycle.works import IndexState, IndexWorks
-from kvtier_core.selectors.wanted import Wanted, wanted_by
+from kvtier_core.selectors.desk import SelectorDesk
+from kvtier_core.selectors.lifecycle.works import IndexWorks
 from kvtier_core.sessionchunks import SessionChunks
 from kvtier_core.sessions import LayerState, RowStore, Session
 from kvtier_core.sharing import SharedBlocks, directory_of, ledger_of, let_go, recoveries
@@ -57,7 +59,8 @@ from kvtier_core.streaming import READ_TIMEOUT_SECONDS
 from kvtier_core.tiers.base import TierMount
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme.crypto import KeyProvider
-from kvtier_crds.manifest import RuntimeManifest, Selector
+from kvtier_crds.beside import needs_own_engine
+from kvtier_crds.manifest import RuntimeManifest
 
 STAGING_BUFFERS = WINDOW
 MAX_SESSIONS = 1 << 27
@@ -106,9 +109,8 @@ class CacheEngine:
             placement=manifest.placement,
             contract=manifest.contract,
         )
-        self._indexes = indexes or IndexWorks(clock)
-        self._cache = manifest.tenancy.cache_uid
-        self._families = Families(geometry, manifest.page_tokens, self._indexes, self._cache)
+        works, cache = indexes or IndexWorks(clock), manifest.tenancy.cache_uid
+        self.selectors = SelectorDesk(geometry, manifest.page_tokens, works, cache)
         self._sessions: dict[str, Session] = {}
         self._contexts: dict[str, StepContext] = {}
         self._opened = 0
@@ -181,6 +183,7 @@ class CacheEngine:
             rates=rates,
             terms=contract_terms(self._manifest.contract, plan_terms),
         )
+        self._lanes = Lanes(self._plans, placement)
         self._runner = StepRunner(self._store, self._plans, self._manifest.digest())
         self._chunks = SessionChunks(self._store, self._runner.digest_of)
         self._resident = ResidentDecode(
@@ -191,6 +194,7 @@ class CacheEngine:
             self._runner.digest_of,
             self._plans.of_decode,
         )
+        self.prefixes = Prefixes(self._store, self._lock, self._sessions, self._contexts)
         self._edits = Edits(
             self._store,
             self._manifest.model,
@@ -213,6 +217,27 @@ class CacheEngine:
                 context.forget_views()
             self._store.placement.prefer(preference)
 
+    def adopt(self, manifest: RuntimeManifest, preference: PlacementPreference) -> None:
+        """Runs another exact manifest over the same tiers: its placement and contract, and its name, from the
+        next frame on; sessions go on. UNSUPPORTED when anything else differs, MANIFEST_INVALID."""
+        check_manifest(manifest)
+        refused = needs_own_engine(self.live_manifest(), manifest)
+        if refused:
+            raise CoreError(Reason.UNSUPPORTED, refused)
+        with self._lock:
+            self._manifest = manifest
+            self._live = replace(self._live, placement=manifest.placement, contract=manifest.contract)
+            self._plans.adopt(manifest.contract)
+            self._runner.baseline_digest = manifest.digest()
+            self._resident.rename(self._runner.baseline_digest)
+            self.prefer(preference)
+
+    def prepare_lane(self, lane: str, preference: PlacementPreference) -> None:
+        """Lets sessions be opened, and steps be answered, by a placement of their own beside the running
+        one."""
+        with self._lock:
+            self._lanes.prepare(lane, preference)
+
     def open_session(self, spec: SessionSpec) -> SessionHandle:
         """Reserves one open chunk per layer. NO_DESTINATION_CAPACITY with numbers, BAD_ARGUMENT."""
         with self._lock:
@@ -225,8 +250,8 @@ class CacheEngine:
             session_id = spec.session_id or self._name(number)
             if session_id in self._sessions or number >= MAX_SESSIONS:
                 raise CoreError(Reason.BAD_ARGUMENT, f"session {session_id} exists already")
-            family = None if spec.selector is None else self._families.of(spec.selector, spec.given)
-            homes, grant = self._store.placement.reserve_session(number, layers, slots)
+            family = None if spec.selector is None else self.selectors.family(spec.selector, spec.given)
+            homes, grant = self._lanes.reserve(number, session_id, spec.lane, layers, slots)
             self._opened = number
             source = self._source(spec.tenant, session_id, number)
             session = Session(
@@ -270,6 +295,7 @@ class CacheEngine:
             del self._sessions[session_id]
             self._contexts.pop(session_id).close()
             self._plans.forget(session_id)
+            self._lanes.leave(session.number, session_id)
             return self._store.drop(session)
 
     # Edits.
@@ -316,18 +342,13 @@ class CacheEngine:
         if self._stopped:
             raise CoreError(Reason.DRAINING, "the engine has stopped")
 
-    def check_selector(self, selector: Selector) -> None:
-        """Whether this engine can run a candidate's selector at all, for sessions that give what it needs;
-        waits for no step. MANIFEST_INVALID."""
-        self._families.of(selector, ANYTHING)
-
-    def selector_digest(self, selector: Selector) -> str:
-        """What names the selector in receipts and of its indexes; waits for no step. MANIFEST_INVALID."""
-        return self._families.of(selector, ANYTHING).digest
-
-    def wanted(self, selector: Selector) -> Wanted:
-        """What the selector asks of a session's engine; waits for no step. MANIFEST_INVALID."""
-        return wanted_by(self._families.of(selector, ANYTHING), self._manifest.model.geometry.layers)
+    def indexes_caught_up(self, session_id: str, generation: int, seconds: float) -> bool:
+        """Waits, at most for `seconds`, until the indexes of a session are those of its rows, as a decode
+        step would find them; whether they are. Holds up no step."""
+        context = self._contexts.get(session_id)
+        if context is None or context.session.generation != generation:
+            return False
+        return all(one.caught_up(seconds) for one in context.indexes if one is not None)
 
     # Steps.
 
@@ -341,19 +362,28 @@ class CacheEngine:
         # Small tensors: what autograd would track of them costs as much as a tenth of a decode frame.
         with self._lock, torch.inference_mode():
             frame = self._prepared(request, mode)
-            return self._general(request, mode) if frame is None else self._resident.answer(frame)
+            if frame is None:
+                return self._general(request, mode)
+            return in_candidates_name(self._resident.answer(frame), mode)
 
     def _prepared(self, request: StepRequest, mode: StepMode) -> ResidentFrame | None:
         """The frame on the short way; None when it is not for that."""
         self._check_running()
         session = self._session(request.session_id, request.generation)
-        if mode.publish is not PublishArm.EXACT or mode.compare or mode.plan is not None:
-            return None
         context = self._contexts[session.session_id]
+        if not self._lanes.short(session.session_id, mode):
+            if mode.publish is not PublishArm.EXACT or mode.compare or mode.plan is not None:
+                return None
+            if self._lanes.leave(session.number, session.session_id):
+                context.forget_views()
         frame = self._resident.prepare(context, request)
         if frame is not None and request.next_layer_follows:
             self._runner.promise_next(context, request)
         return frame
+
+    def _prepared_exactly(self, request: StepRequest, mode: StepMode) -> ResidentFrame | None:
+        """As `_prepared`, of a frame that the baseline answers."""
+        return self._prepared(request, mode) if mode.publish is PublishArm.EXACT else None
 
     def _general(self, request: StepRequest, mode: StepMode) -> StepAnswer:
         geometry = self._manifest.model.geometry
@@ -366,7 +396,7 @@ class CacheEngine:
         )
         request = placed(session, request)
         repeat = check_order(session, request)
-        family = None if mode.selector is None else self._families.of(mode.selector, ANYTHING)
+        family = None if mode.selector is None else self.selectors.family(mode.selector)
         return self._runner.run(self._contexts[session.session_id], request, mode, family, repeat)
 
     def step_many(
@@ -381,7 +411,7 @@ class CacheEngine:
             raise CoreError(Reason.BAD_ARGUMENT, f"{len(wanted)} modes for {len(requests)} frames")
         frames = [(request, mode or StepMode()) for request, mode in zip(requests, wanted, strict=True)]
         with self._lock, torch.inference_mode():
-            return answer_many(frames, self._resident, self._prepared, self._general)
+            return answer_many(frames, self._resident, self._prepared_exactly, self._general)
 
     def inspect_plan(self, session_id: str, generation: int, layer: int) -> Decision:
         """How a decode step of the layer would be attended as its rows lie now: every plan with its price, or
@@ -395,17 +425,13 @@ class CacheEngine:
     # What runs.
 
     def live_manifest(self) -> RuntimeManifest:
-        """The exact manifest that the live objects amount to. They never change, so a proof waits for no
+        """The exact manifest that the live objects amount to. They change as a whole, so a proof waits for no
         step."""
         return self._live.manifest()
 
     def stats(self) -> EngineStats:
         """Bytes by tier as they are now; waits for no step."""
         return self._statistics.read(len(self._sessions))
-
-    def index_states(self) -> list[IndexState]:
-        """Of each selector's indexes in this cache; waits for no step."""
-        return self._indexes.states(self._cache)
 
     @property
     def blocks(self) -> SharedBlocks:
@@ -450,7 +476,7 @@ class CacheEngine:
                 self._plans.close()
                 for session in list(self._sessions.values()):
                     self.close_session(session.session_id, session.generation)
-                self._indexes.forget(self._cache)
+                self.selectors.forget()
                 if self._shared is not None:
                     self._shared.close()
                 with self._store.lock:

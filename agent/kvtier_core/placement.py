@@ -19,7 +19,7 @@ from kvtier_core.credits import CreditLedger, slots
 from kvtier_core.directory import Directory
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import ChunkLayout
-from kvtier_core.placements.homes import ByRecency, Homes, homes_of
+from kvtier_core.placements.homes import ByLane, ByRecency, Homes, homes_of
 from kvtier_core.placements.preference import PlacementPreference
 from kvtier_core.tiers.arena import ArenaSlots
 from kvtier_core.tiers.base import SlotRef, Tier
@@ -76,12 +76,16 @@ class Placement:
         able = [index for index in self.homes if tiers[index].capability.appendable]
         resident = [index for index in able if roles[index] is TierRole.RESIDENT]
         self.open_homes: list[int] = resident or able
-        self.rule: Homes = ByRecency()
-        """A placement policy's; set before the first session is opened."""
+        self.rule = ByLane(ByRecency())
+        """A placement policy's, and a candidate's for its own sessions."""
 
     def prefer(self, preference: PlacementPreference) -> None:
+        self.rule.base = self.homes_by(preference)
+
+    def homes_by(self, preference: PlacementPreference) -> Homes:
+        """The rule that a preference asks for over these tiers."""
         sides = {tier: self._ledger.capacity(tier) for tier in self.open_homes}
-        self.rule = homes_of(preference, sides)
+        return homes_of(preference, sides)
 
     def check_fits(self, max_tokens: int, layers: int, layout: ChunkLayout) -> int:
         """Slots of a session at its longest. NO_DESTINATION_CAPACITY when all tiers together hold fewer."""

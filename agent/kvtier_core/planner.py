@@ -201,6 +201,16 @@ class StepPlanner:
         """Whether plans have predicted times at all."""
         self.decided = 0
 
+    def beside(self) -> StepPlanner:
+        """Another one over the same rows and tiers, which may prefer otherwise."""
+        return StepPlanner(
+            self._store,
+            query_heads=self._query_heads,
+            credits=self._held,
+            rates=self._rates,
+            terms=self.terms,
+        )
+
     def prefer(self, preference: PlacementPreference) -> None:
         """From the next decision on; what was decided is forgotten."""
         self.terms = replace(self.terms, preference=preference)

@@ -39,7 +39,9 @@ class SessionSpec:
     """What opens a session. `candidate_digest` and `selector`: of the grant it is opened under, else None;
     indexes are built for such sessions only. `session_id` empty: the engine names it. given: what the engine
     will send with its frames. fixed_context: rows [0, n) are a context that does not change, 0: those of the
-    first step are; None: the engine says nothing of the kind."""
+    first step are; None: the engine says nothing of the kind. audit: the share of sessions of which some
+    selections are graded, [0, 1]. lane: whose homes and plans it has; empty: the
+    baseline's."""
 
     tenant: str
     score_scale: float
@@ -49,6 +51,8 @@ class SessionSpec:
     session_id: str = ""
     given: frozenset[Need] = ONLY_QUERIES
     fixed_context: int | None = None
+    audit: float = 0.0
+    lane: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,8 @@ class StepMode:
     digest are needed for either; a candidate without a selector computes exactly. may_publish is asked when a
     candidate's answer is ready; when it says no, the exact answer is published and the rows are exact's.
     plan: the name of the only exact plan that may run, for tests; None: the planner's choice. allowed: what
-    the candidate's contract lists besides the exact fetch. audit: the share of the candidate's decode steps
-    of which a layer is graded afterwards, [0, 1]."""
+    the candidate's contract lists besides the exact fetch. lane: of an exact candidate whose placement is its
+    own."""
 
     publish: PublishArm = PublishArm.EXACT
     compare: bool = False
@@ -101,7 +105,7 @@ class StepMode:
     may_publish: Callable[[], bool] | None = None
     plan: str | None = None
     allowed: frozenset[Fallback] = frozenset()
-    audit: float = 0.0
+    lane: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepAnswer, StepReceipt, StepRequest
 from kvtier_core.selectors.base import LayerIndex
 from kvtier_core.sessions import RowStore
-from kvtier_kernels.ops.chunk_attention.decode import Reading, reads_in_place
-from kvtier_kernels.ops.chunk_attention.outputs import outputs, parts
+from kvtier_kernels.ops.chunk_attention.decode import Reading, attend_into, no_rows, reads_in_place
+from kvtier_kernels.ops.chunk_attention.outputs import outputs
 from kvtier_kernels.ops.chunk_attention.runs import ChunkRun, chunk_runs
 
 _GROUP = 64
@@ -100,6 +100,10 @@ class ResidentDecode:
         self._able = reads_in_place(layout.chunk_tokens, layout.head_dim)
         self._rows_of = store.directory.cells("rows")
         self._producer_of = store.directory.cells("producer")
+
+    def rename(self, baseline_digest: str) -> None:
+        """Receipts are in the name of this baseline from now on."""
+        self._baseline = baseline_digest
 
     def prepare(self, context: Kept, request: StepRequest) -> ResidentFrame | None:
         """Writes the frame's row where nobody looks, if the frame is of the common kind; else None, and
@@ -211,7 +215,7 @@ class ResidentDecode:
         groups of chunks. Chunks that several of them share are read once."""
         late: dict[int, CoreError] = {}
         scaled = self._scaled(frames)
-        found = []
+        totals = no_rows(*scaled.shape)
         for group in groups_of(shared_readings(frames, self._size)):
             for index, frame in enumerate(frames):
                 if index not in late and self._is_late(frame):
@@ -220,8 +224,8 @@ class ResidentDecode:
                     )
             if len(late) == len(frames):
                 return [late[index] for index in range(len(frames))]
-            found.append(parts(scaled, group))
-        out = outputs(found, len(frames), self._row[2])
+            attend_into(totals, scaled, group)
+        out = outputs(totals)
         return [late.get(index, out[index : index + 1]) for index in range(len(frames))]
 
     def _scaled(self, frames: Sequence[ResidentFrame]) -> Tensor:

@@ -128,7 +128,11 @@ class StepRunner:
         chosen = ALL_ROWS
         if mode.publish is PublishArm.EXACT or mode.compare or not wants_candidate:
             exact = self._exact(append, query, visible, request, mode)
-        if wants_candidate:
+        if wants_candidate and mode.lane:
+            candidate, chosen = self._placed(append, query, visible, request, mode)
+            if candidate is None and exact is None:
+                exact = self._exact(append, query, visible, request, mode)
+        elif wants_candidate:
             chosen = selecting.ask(context, request, family, append, query, visible, mode)
             if chosen.selection is not None and not chosen.fallback:
                 candidate = selecting.attend(chosen.selection, append, query, visible)
@@ -151,6 +155,7 @@ class StepRunner:
         receipt = self._receipt(session, published, arm, digest, fallback, visible)
         told = facts_of(chosen.selection, None if candidate is None else candidate.attended.read, visible)
         receipt = dataclasses.replace(receipt, selection=told)
+        self._grade(context, request, candidate, query.frame.scale, visible)
         view = context.session.positions
         check_step(
             receipt,
@@ -160,6 +165,29 @@ class StepRunner:
             support=_view_digest(view, visible) if view.edited else None,
         )
         return StepAnswer(published.attended.out, receipt, comparison), approximate
+
+    def _placed(
+        self, append: Append, query: Query, visible: int, request: StepRequest, mode: StepMode
+    ) -> tuple[ArmAnswer | None, Selected]:
+        """An exact candidate's answer, by the plans of its own placement; None, with the reason of the
+        baseline's answer in its place, when none of those is legal or ends in time."""
+        try:
+            return self._exact(append, query, visible, request, mode, lane=mode.lane), ALL_ROWS
+        except CoreError as error:
+            return None, Selected(fallback=error.reason.value)
+
+    @staticmethod
+    def _grade(
+        context: StepContext, request: StepRequest, candidate: ArmAnswer | None, scale: float, visible: int
+    ) -> None:
+        """Has a sample of selections graded behind their answers."""
+        audit = context.audit
+        if audit is None or candidate is None or candidate.selection is None:
+            return
+        if audit.wants(request.step, request.layer):
+            selection = candidate.selection
+            read = None if selection.log_weight is not None else candidate.attended.read
+            audit.grade(request.layer, request.q, scale, visible, selection.positions, read)
 
     def _instead(
         self,
@@ -192,7 +220,13 @@ class StepRunner:
                 self._plans.promise(context.session, request.step, layer)
 
     def _exact(
-        self, append: Append, query: Query, visible: int, request: StepRequest, mode: StepMode
+        self,
+        append: Append,
+        query: Query,
+        visible: int,
+        request: StepRequest,
+        mode: StepMode,
+        lane: str = "",
     ) -> ArmAnswer:
         session = append.session
         view = session.positions
@@ -208,6 +242,7 @@ class StepRunner:
             step=request.step,
             forced=plan_named(mode.plan),
             next_layer_follows=request.next_layer_follows,
+            lane=lane,
         )
         digest = full_support_digest(visible)
         return ArmAnswer(planned.attended, planned.plan, digest, visible, None, planned.failed)
@@ -215,8 +250,12 @@ class StepRunner:
     @staticmethod
     def _compare(session: Session, exact: ArmAnswer, candidate: ArmAnswer, visible: int) -> Comparison:
         difference = candidate.attended.out - exact.attended.out
+        norm = float(torch.linalg.vector_norm(difference))
+        if norm == 0.0 and not torch.equal(candidate.attended.out, exact.attended.out):
+            # Squares that underflow must not make two answers the same.
+            norm = float(torch.finfo(torch.float32).tiny)
         return Comparison(
-            diff_norm=float(torch.linalg.vector_norm(difference)),
+            diff_norm=norm,
             exact_norm=float(torch.linalg.vector_norm(exact.attended.out)),
             frontier=visible,
             snapshot_generation=session.snapshot_generation,

@@ -22,7 +22,7 @@ from kvtier_core.computeprobe import measure_compute
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Query
 from kvtier_core.layout import ChunkLayout
-from kvtier_core.placements.preference import PlanKind
+from kvtier_core.placements.preference import PlacementPreference, PlanKind
 from kvtier_core.planner import STREAMED, Plan, PlanTerms, StepPlanner
 from kvtier_core.planning.choice import Decision, fallback_of
 from kvtier_core.planning.facts import Credits, Rates, Terms
@@ -153,7 +153,42 @@ class StepPlans:
             rates=rates,
             terms=terms,
         )
+        self._lanes: dict[str, StepPlanner] = {}
+        self._lane_of: dict[str, str] = {}
         self._promises = Promises(store, pool, clock, executor, reserve=WINDOW)
+
+    def adopt(self, contract: Contract) -> None:
+        """Another contract from the next decision on."""
+        self._terms = contract_terms(contract, self._terms)
+        self.planner.terms = contract_terms(contract, self.planner.terms)
+
+    def open_lane(self, lane: str, preference: PlacementPreference) -> None:
+        """A planner of its own for sessions of a candidate that is placed otherwise."""
+        planner = self.planner.beside()
+        planner.prefer(preference)
+        self._lanes[lane] = planner
+
+    def close_lane(self, lane: str) -> None:
+        """Its sessions are planned as the baseline's from now on."""
+        self._lanes.pop(lane, None)
+
+    def join(self, session_id: str, lane: str) -> None:
+        self._lane_of[session_id] = lane
+
+    def leave(self, session_id: str) -> bool:
+        """Whether the session was in a lane."""
+        if self._lane_of.pop(session_id, None) is None:
+            return False
+        self._promises.forget(session_id)
+        return True
+
+    def lane_of(self, session_id: str) -> str:
+        """Empty: the baseline's."""
+        lane = self._lane_of.get(session_id, "")
+        return lane if lane in self._lanes else ""
+
+    def _planner_of(self, session_id: str) -> StepPlanner:
+        return self._lanes.get(self._lane_of.get(session_id, ""), self.planner)
 
     def exact(
         self,
@@ -164,16 +199,18 @@ class StepPlans:
         step: int,
         forced: PlanKind | None = None,
         next_layer_follows: bool = False,
+        lane: str = "",
     ) -> Planned:
-        """Every row [0, visible). The first plan's own refusal when no other is left, with the contract's
-        fallback (`fallback`) and the plans that were tried (`attempted`) among its facts."""
-        session = append.session
+        """Every row [0, visible), by the plans of `lane` (empty: the baseline's). The first plan's own
+        refusal when no other is left, with the contract's fallback (`fallback`) and the plans that were tried
+        (`attempted`) among its facts."""
+        session, planner = append.session, self._lanes.get(lane, self.planner)
         promise = self._promises.take(session.session_id, step, append.layer)
         failed: dict[PlanKind, Reason] = {}
         first: CoreError | None = None
         while True:
             try:
-                plan = self.planner.plan(
+                plan = planner.plan(
                     append,
                     visible,
                     queries=int(query.q.shape[0]),
@@ -212,7 +249,7 @@ class StepPlans:
 
     def of_decode(self, append: Append, visible: int) -> Plan:
         """What one query over rows [0, visible) runs by without a deadline. NO_LEGAL_PATH, NOT_VISIBLE."""
-        return self.planner.plan(append, visible, queries=1)
+        return self._planner_of(append.session.session_id).plan(append, visible, queries=1)
 
     def promise(self, session: Session, step: int, layer: int) -> int:
         """Starts what a frame of `layer` will stream, as its rows lie now; returns the number of blocks.
@@ -226,7 +263,7 @@ class StepPlans:
         empty = _no_rows(none.kv_heads, none.head_dim)
         append = Append(session, layer, state.frontier, empty, empty)
         try:
-            plan = self.planner.plan(append, state.frontier, queries=1)
+            plan = self._planner_of(session.session_id).plan(append, state.frontier, queries=1)
         except CoreError:
             return 0
         return self._promises.begin(session.session_id, step, layer, plan.reads)

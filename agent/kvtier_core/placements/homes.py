@@ -93,6 +93,33 @@ class WholeHomes:
             self._left[side[0]] += side[1]
 
 
+class ByLane(ByRecency):
+    """The baseline's rule for all sessions but those that were given one of their own."""
+
+    def __init__(self, base: Homes) -> None:
+        self.base = base
+        self._own: dict[int, Homes] = {}
+
+    def give(self, session: int, homes: Homes) -> None:
+        """Before the session is opened."""
+        self._own[session] = homes
+
+    def take_back(self, session: int) -> None:
+        """From now on the baseline's; chunks that have a home keep it."""
+        own = self._own.pop(session, None)
+        if own is not None:
+            own.closed(session)
+
+    def opened(self, session: int, slots: int) -> int | None:
+        return self._own.get(session, self.base).opened(session, slots)
+
+    def home(self, session: int, chunk: int) -> int | None:
+        return self._own.get(session, self.base).home(session, chunk)
+
+    def closed(self, session: int) -> None:
+        self._own.pop(session, self.base).closed(session)
+
+
 def homes_of(preference: PlacementPreference, sides: Mapping[int, int]) -> Homes:
     """The rule that a preference asks for. sides: slots of the tiers that open chunks may lie in."""
     if preference.whole:

@@ -41,8 +41,9 @@ class BlastRadius:
 
 @dataclass(frozen=True)
 class GrantTerms:
-    """What one grant permits. `selector` and `fallbacks` are the candidate's (of its contract), opaque here;
-    fractions lie in [0, 1]."""
+    """What one grant permits. `selector` and `fallbacks` are the candidate's (of its contract), `placement`
+    too where it is another than the running one; all are opaque here. lane: names that placement, empty: the
+    running one. Fractions lie in [0, 1]."""
 
     fence: FenceToken
     candidate_digest: str
@@ -54,6 +55,8 @@ class GrantTerms:
     selector: Any
     approved: bool = False
     fallbacks: frozenset[Any] = frozenset()
+    placement: Any = None
+    lane: str = ""
 
     def check(self) -> None:
         """Raises BAD_ARGUMENT naming the field that is out of range."""

@@ -147,6 +147,11 @@ class FakeEngine:
                 results.append(error)
         return results
 
+    def adopt(self, manifest: RuntimeManifest) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.manifest = manifest
+
     def live_manifest(self) -> RuntimeManifest:
         return self.manifest
 
@@ -158,6 +163,9 @@ class FakeEngine:
 
     def indexes(self) -> Sequence[IndexState]:
         return self.indexed
+
+    def indexes_caught_up(self, session_id: str, generation: int, seconds: float) -> bool:
+        return True
 
     def selector_digest(self, terms: GrantTerms) -> str:
         return "" if terms.selector is None else "sha256:selector"
