@@ -128,7 +128,7 @@ async def test_another_operator_judges_by_the_design_effects_of_the_status() -> 
     measured = {one.gate: one for one in first.effects}
     assert measured["output"].blocks == 300
     later = replace(state, window=replace(state.window, opening_fence=99, effects=first.effects))
-    second = await look(errors(blocks=2), from_status(to_status(later)))
+    second = await look(errors(blocks=0), from_status(to_status(later)))
     assert float(k_of(second)[0]) == pytest.approx(1.5 * float(measured["output"].k), rel=1e-3)
     assert k_of(second)[1] != "DesignEffectUnknown"
 
