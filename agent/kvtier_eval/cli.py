@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from kvtier_eval import probecli
 from kvtier_eval.journal import Journal, WrongJournal, read
 from kvtier_eval.models import SMOLLM2, Loaded, load
-from kvtier_eval.plan import FAMILIES, Plan, Settings, make_plan
+from kvtier_eval.plan import CHOICES, Plan, Settings, make_plan
+from kvtier_eval.provenance import code_digest
 from kvtier_eval.replay import Regime
 from kvtier_eval.report import QUICK, as_html, as_json
 from kvtier_eval.summary import summarise
@@ -53,7 +54,7 @@ def _choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", type=_list, help=", ".join(Task))
     parser.add_argument("--lengths", type=_list, help="tokens of context (default 1024)")
     parser.add_argument("--budgets", type=_list, help="rows of a KV head (default 64,256)")
-    parser.add_argument("--families", type=_list, help=", ".join(FAMILIES))
+    parser.add_argument("--families", type=_list, help="with variants: " + ", ".join(CHOICES))
     parser.add_argument("--prompts", type=int, help="of a cell (default 50)")
     parser.add_argument("--steps", type=int, default=16, help="tokens asked for in copySpan and perplexity")
     parser.add_argument("--seed", type=int, default=20250101)
@@ -71,6 +72,7 @@ def main(
     *,
     clock: Callable[[], float] = time.monotonic,
     loader: Callable[[str], Loaded] = load,
+    coder: Callable[[], str] = code_digest,
     stderr: TextIO | None = None,
 ) -> int:
     """0: done. 2: refused, with the reason on stderr. 3: stopped before the end; the same command goes on."""
@@ -84,7 +86,7 @@ def main(
             plan = _read_plan(parsed.out)
             _write_report(parsed.out, plan, err)
             return _OK
-        return _measure(parsed, started, clock, loader, err)
+        return _measure(parsed, started, clock, loader, coder, err)
     except (FileNotFoundError, WrongJournal, ValidationError, ValueError) as error:
         err.write(f"kvtier-eval: {error}\n")
         return _WRONG
@@ -95,6 +97,7 @@ def _measure(
     started: float,
     clock: Callable[[], float],
     loader: Callable[[str], Loaded],
+    coder: Callable[[], str],
     err: TextIO,
 ) -> int:
     import torch
@@ -105,11 +108,15 @@ def _measure(
     torch.set_num_threads(parsed.threads)
     loaded = loader(parsed.model)
     decoder = Decoder(loaded.model)
-    corpus = stdlib_corpus()
+    corpus, code = stdlib_corpus(), coder()
     parsed.out.mkdir(parents=True, exist_ok=True)
     path = parsed.out / "plan.json"
     if path.exists():
         plan = _read_plan(parsed.out)
+        if plan.code_digest != code:
+            raise ValueError(
+                f"{path} was made with other code or libraries; go on from the commit of its plan"
+            )
         if (plan.model_digest, plan.corpus_digest) != (loaded.digest, corpus.digest):
             raise ValueError(f"{path} was made for another model or another Python's text")
     else:
@@ -117,6 +124,7 @@ def _measure(
             model=loaded.name,
             model_digest=loaded.digest,
             corpus=corpus,
+            code_digest=code,
             shape=decoder.shape,
             settings=_settings(parsed),
             tasks=[
@@ -125,7 +133,7 @@ def _measure(
             ],
             lengths=_numbers(parsed.lengths, [512] if parsed.quick else [1024]),
             budgets=_numbers(parsed.budgets, [128] if parsed.quick else [64, 256]),
-            families=_families(parsed.families),
+            names=_families(parsed.families),
             quick=parsed.quick,
         )
         path.write_text(plan.model_dump_json(indent=1) + "\n")
@@ -165,10 +173,10 @@ def _settings(parsed: argparse.Namespace) -> Settings:
 
 
 def _families(given: list[str] | None) -> list[str]:
-    unknown = sorted(set(given or []) - set(FAMILIES))
+    unknown = sorted(set(given or []) - set(CHOICES))
     if unknown:
-        raise ValueError(f"no family {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
-    return list(FAMILIES) if given is None else given
+        raise ValueError(f"no family {', '.join(unknown)}; there are {', '.join(CHOICES)}")
+    return list(CHOICES) if given is None else given
 
 
 def _numbers(given: list[str] | None, default: list[int]) -> list[int]:

@@ -14,9 +14,9 @@ rows read, M the persistent rows (the same for every selector), o the dense answ
     certified  the selector's sound bound on mass, where it states one
 
 `excess` leaves out heads with less than 1e-6 beyond M, `support` those without such a row. `bytes` are of K
-and V rows beyond M in float32 and of the index; `fetched` are the rows' bytes when each layer and KV head
-keeps the latest rows in a buffer of `hot` rows. `stability` is the Jaccard index of rows beyond M in steps
-that follow.
+and V rows beyond M in float32 (of their whole pages, for a family that reads those) and of the index;
+`fetched` are the rows' bytes when each layer and KV head keeps the latest rows in a buffer of `hot` rows.
+`stability` is the Jaccard index of rows beyond M in steps that follow.
 """
 
 from __future__ import annotations
@@ -114,10 +114,11 @@ def head_metrics(
 @dataclass(slots=True)
 class Traffic:
     """Bytes of one layer over the steps, and what a buffer of `hot` rows a KV head would have had to
-    fetch."""
+    fetch. page: rows of a page, for a family that reads whole pages of flash."""
 
     shape: Shape
     hot: int
+    page: int = 1
     index: int = 0
     rows: int = 0
     fetched: int = 0
@@ -132,7 +133,11 @@ class Traffic:
         sets = []
         for head in range(heads):
             rows = selection.rows_of_kv_head(head, self.shape)
-            sets.append(set(rows[~persistent[rows]].tolist()))
+            beyond = rows[~persistent[rows]]
+            if "pagesRead" in selection.receipt.detail:
+                pages = np.unique(beyond // self.page)[:, None] * self.page + np.arange(self.page)
+                beyond = pages[pages < len(persistent)]
+            sets.append(set(beyond.tolist()))
         self.index += selection.receipt.index_bytes
         self.rows += sum(map(len, sets)) * one_row
         self._stamp = self._stamp or [{} for _ in range(heads)]
@@ -160,6 +165,7 @@ class Collector:
         evidence: Sequence[tuple[int, int]],
         *,
         hot: int,
+        page: int = 1,
     ) -> None:
         self._shape = shape
         self._sum = {name: np.zeros((layers, shape.query_heads)) for name in NAMES}
@@ -168,7 +174,7 @@ class Collector:
         self._evidence = tuple(evidence)
         self._needle: dict[tuple[int, int], list[float]] = {}
         self._wo: list[float] = []
-        self._traffic = [Traffic(shape, hot) for _ in range(layers)]
+        self._traffic = [Traffic(shape, hot, page) for _ in range(layers)]
         self.violations = 0
         """Heads whose certified mass was above the true one."""
 

@@ -34,20 +34,48 @@ STOP_RULE = (
 BASELINES = (Kind.FULL, Kind.ORACLE_ROW, Kind.ORACLE_PAGE, Kind.RANDOM, Kind.RECENT, Kind.PERSISTENT_ONLY)
 _UNBUDGETED = (Kind.FULL, Kind.PERSISTENT_ONLY)
 
-FAMILIES: dict[str, dict[str, object]] = {
-    "certifiedScan": {"maxOmittedMass": "0.01"},
-    "clusterKv": {"tokensPerCluster": 16, "sealTokens": 320, "clustersPerSeal": 4},
-    "emLlm": {"window": 128, "gamma": "1", "minEventTokens": 4, "maxEventTokens": 64},
-    "infLlm": {"unitTokens": 32, "representatives": 4},
-    "infinigen": {"partialDimensions": 19, "alpha": "4"},
-    "magicPig": {"hashBits": 8, "tables": 75, "minTables": 2},
-    "pqcache": {"subspaces": 2, "bits": 6},
-    "quest": {"pageTokens": 16},
-    "retrievalAttention": {"buildNeighbours": 16, "searchWidth": 128, "outDegree": 32},
-    "sparq": {"dimensions": 16},
-    "squeezedAttention": {"clusters": 64, "threshold": "0"},
+CHOICES: dict[str, tuple[str, dict[str, object]]] = {
+    "certifiedScan": ("certifiedScan", {"maxOmittedMass": "0.01"}),
+    "clusterKv": ("clusterKv", {"tokensPerCluster": 16, "sealTokens": 320, "clustersPerSeal": 20}),
+    "emLlm": (
+        "emLlm",
+        {
+            "window": 128,
+            "gamma": "1",
+            "minEventTokens": 8,
+            "maxEventTokens": 32,
+            "representatives": 4,
+            "contiguityRadius": 1,
+            "contiguityShare": "0.3",
+        },
+    ),
+    "infLlm": ("infLlm", {"unitTokens": 32, "representatives": 4}),
+    "infinigen": ("infinigen", {"partialDimensions": 19, "alpha": "4"}),
+    "magicPig": ("magicPig", {"hashBits": 8, "tables": 75, "minTables": 2}),
+    "pqcache": ("pqcache", {"subspaces": 2, "bits": 6}),
+    "quest": ("quest", {"pageTokens": 16}),
+    "quest-evaluation": ("quest", {"pageTokens": 16, "variant": "evaluation"}),
+    "retrievalAttention": (
+        "retrievalAttention",
+        {"buildNeighbours": 16, "searchWidth": 128, "outDegree": 32},
+    ),
+    "retrievalAttention-retroInfer": (
+        "retrievalAttention",
+        {
+            "variant": "retroInfer",
+            "tokensPerCluster": 16,
+            "segmentTokens": 8192,
+            "estimatedClusters": 15,
+        },
+    ),
+    "sparq": ("sparq", {"dimensions": 16}),
+    "sparq-llamaCpp": ("sparq", {"dimensions": 16, "variant": "llamaCpp"}),
+    "sparq-sparF": ("sparq", {"dimensions": 16, "variant": "sparF"}),
+    "squeezedAttention": ("squeezedAttention", {"clusters": 51, "threshold": "0"}),
 }
-"""Parameters for heads of 64 channels and about 1,000 rows, chosen before any result; see the guide."""
+"""Family and parameters by the name of a selector: every family, and variants that are methods of their own.
+For heads of 64 channels and about 1,000 rows, chosen before any result; see the guide for what differs from
+published settings and why."""
 
 
 class _Part(BaseModel):
@@ -116,13 +144,14 @@ class Settings(_Part):
 
 
 class Plan(_Part):
-    """model_digest: of its weights. corpus_digest: of the filler, which comes with that Python. quick: gives
-    no verdict, whatever it finds."""
+    """model_digest: of its weights. corpus_digest: of the filler, which comes with that Python. code_digest:
+    of what computes results. quick: gives no verdict, whatever it finds."""
 
     schema_name: str = SCHEMA
     model: str
     model_digest: str
     corpus_digest: str
+    code_digest: str
     python: str
     quick: bool
     settings: Settings
@@ -179,20 +208,21 @@ def make_plan(
     model: str,
     model_digest: str,
     corpus: Corpus,
+    code_digest: str,
     shape: Shape,
     settings: Settings,
     tasks: Sequence[Task],
     lengths: Sequence[int],
     budgets: Sequence[int],
-    families: Sequence[str],
+    names: Sequence[str],
     quick: bool,
 ) -> Plan:
-    """The whole grid, with every baseline. Cells whose family refuses are named as not run, with its
-    words."""
+    """The whole grid, with every baseline. names: of `CHOICES`. Cells whose family refuses are named as not
+    run, with its words."""
     selectors = [SelectorPlan(name=kind.value, baseline=kind) for kind in BASELINES]
-    selectors += [
-        SelectorPlan(name=family, family=family, parameters=FAMILIES.get(family, {})) for family in families
-    ]
+    for name in names:
+        family, parameters = CHOICES.get(name, (name, {}))
+        selectors.append(SelectorPlan(name=name, family=family, parameters=parameters))
     cells: list[CellPlan] = []
     missing: list[NotRun] = []
     for task, length, selector in product(tasks, lengths, selectors):
@@ -210,6 +240,7 @@ def make_plan(
         model=model,
         model_digest=model_digest,
         corpus_digest=corpus.digest,
+        code_digest=code_digest,
         python=corpus.python,
         quick=quick,
         settings=settings,

@@ -7,9 +7,10 @@ up. Leading tokens that match are the tokens that free decoding would give. It m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,8 +81,32 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, selection: Selection, shape: Sh
     return AttentionState(m[None], weights.sum(-1)[None], u[None], LogitFrame(shape.scale))
 
 
+class Indexes:
+    """Those of one prompt, each built once for all budgets and replays of a selector: no build depends on a
+    budget, and no handle ever changes. Holds one selector's at a time."""
+
+    def __init__(self) -> None:
+        self._selector: object = None
+        self._made: dict[int, Index] = {}
+
+    def of(self, selector: object, layer: int, family: Family, build: Callable[[], Index]) -> Index:
+        """selector: names family and parameters, not the budget."""
+        if selector != self._selector:
+            self._selector, self._made = selector, {}
+        if layer not in self._made:
+            self._made[layer] = build()
+        return rebound(self._made[layer], family)
+
+
+def rebound(index: Index, family: Family) -> Index:
+    """The same index for a family that differs in the budget alone."""
+    made: Any = index
+    other: Index = replace(made, facts=replace(index.facts, selector_digest=family.digest))
+    return other
+
+
 class Replay:
-    """An attention function that reads what `family` selects. Builds an index a layer as it comes to it."""
+    """An attention function that reads what `family` selects. indexes: that were built already."""
 
     def __init__(
         self,
@@ -93,7 +118,12 @@ class Replay:
         *,
         seed: int,
         collector: Collector | None,
+        indexes: Indexes | None = None,
+        selector: object = None,
     ) -> None:
+        """selector: what `indexes` knows this family by, whatever its budget."""
+        self._indexes = Indexes() if indexes is None else indexes
+        self._selector = selector
         self._decoder = decoder
         self._family = family
         self._prepared = prepared
@@ -123,7 +153,7 @@ class Replay:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, before: Tensor | None
     ) -> Tensor:
         mark, family, setup = self._prepared.mark, self._family, self._setup
-        index = self._index(layer)
+        index = self._indexes.of(self._selector, layer, family, lambda: self._index(layer))
         answers = []
         for step in range(len(q)):
             count = mark + step + 1

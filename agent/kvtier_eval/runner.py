@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from kvtier_core.errors import CoreError
 from kvtier_core.selectors.contract import Family
 from kvtier_eval.forward import Decoder
 from kvtier_eval.journal import Journal
 from kvtier_eval.metrics import Collector, token_metrics
 from kvtier_eval.plan import CellPlan, Plan, family_of
-from kvtier_eval.prepare import Prepared, prepare
-from kvtier_eval.replay import Replay, needs_of
+from kvtier_eval.prepare import Forced, Prepared, matched, prepare
+from kvtier_eval.replay import Indexes, Replay, needs_of
 from kvtier_eval.tasks import Material, PromptTooShort, Task, make_prompt
 
 _LONG_RANGE_NATS = 0.5
@@ -82,10 +84,11 @@ def run(
                 done.add((cell.id, index))
             continue
         prepared = prepare(decoder, prompt, needs_of(list(families.values())))
+        indexes = Indexes()
         for cell in cells:
             if not go_on():
                 return Outcome(len(done), total, stopped=True)
-            journal.write(_result(plan, decoder, cell, index, families[cell.id], prepared))
+            journal.write(_result(plan, decoder, cell, index, families[cell.id], prepared, indexes))
             done.add((cell.id, index))
             progress(len(done), total, f"{cell.id} prompt {index}")
     return Outcome(len(done), total, stopped=False)
@@ -103,7 +106,13 @@ def _order(plan: Plan) -> Iterator[tuple[_Group, int]]:
 
 
 def _result(
-    plan: Plan, decoder: Decoder, cell: CellPlan, index: int, family: Family, prepared: Prepared
+    plan: Plan,
+    decoder: Decoder,
+    cell: CellPlan,
+    index: int,
+    family: Family,
+    prepared: Prepared,
+    indexes: Indexes,
 ) -> dict[str, Any]:
     settings = plan.settings
     collector = Collector(
@@ -112,18 +121,31 @@ def _result(
         prepared.needle_heads,
         prepared.evidence,
         hot=settings.hot * max(1, cell.budget),
+        page=settings.page_tokens,
     )
     seed = _seed(settings.seed, cell.id, index)
+
+    def logs(along: Forced, noted: Collector | None) -> Tensor:
+        replay = Replay(
+            decoder,
+            family,
+            prepared,
+            along,
+            settings.setup,
+            seed=seed,
+            collector=noted,
+            indexes=indexes,
+            selector=cell.selector,
+        )
+        return replay.logs()
+
     own = prepared.own
     try:
-        logs = Replay(decoder, family, prepared, own, settings.setup, seed=seed, collector=collector).logs()
-        tokens = token_metrics(own.logs, logs, own.targets)
-        hits = tokens.matched
-        if prepared.gold is not own:
-            right = Replay(
-                decoder, family, prepared, prepared.gold, settings.setup, seed=seed, collector=None
-            ).logs()
-            hits = token_metrics(prepared.gold.logs, right, prepared.gold.targets).matched
+        given = logs(own, collector)
+        tokens = token_metrics(own.logs, given, own.targets)
+        hits = leading(given, prepared)
+        if hits is None:
+            hits = matched(logs(prepared.gold, None), prepared.gold.targets)
     except CoreError as error:
         return _refusal(cell, index, error.reason.value, error.message)
     asks, size = prepared.prompt.task.asks, len(prepared.prompt.gold)
@@ -156,6 +178,19 @@ def _result(
     if prepared.reprefill is not None:
         made["reprefillMatched"] = round(prepared.reprefill / size, 4)
     return made
+
+
+def leading(given: Tensor, prepared: Prepared) -> int | None:
+    """Leading tokens of the right answer that the selector gives, from its ln P `given` along full
+    attention's own tokens. None: these do not tell, since it names the right one where full attention slips,
+    and what stands behind the slip is another text."""
+    right = prepared.gold.targets
+    if prepared.gold is prepared.own:
+        return matched(given, right)
+    pairs = zip(right, prepared.own.targets, strict=True)
+    known = 1 + next(at for at, (one, other) in enumerate(pairs) if one != other)
+    hits = matched(given[:known], right[:known])
+    return None if hits == known else hits
 
 
 def _refusal(cell: CellPlan, index: int, reason: str, message: str) -> dict[str, Any]:

@@ -80,17 +80,19 @@ def small_plan(
     tasks: tuple[Task, ...] = (Task.COPY_SPAN,),
     length: int = 160,
     families: tuple[str, ...] = ("certifiedScan",),
+    budgets: tuple[int, ...] = (16,),
     quick: bool = False,
 ) -> Plan:
     return make_plan(
         model="tiny",
         model_digest="sha256:" + "11" * 32,
         corpus=CORPUS,
+        code_digest="sha256:" + "22" * 32,
         shape=SHAPE,
         settings=settings,
         tasks=tasks,
         lengths=[length],
-        budgets=[16],
-        families=families,
+        budgets=budgets,
+        names=families,
         quick=quick,
     )

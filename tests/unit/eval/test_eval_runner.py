@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier_core.errors import CoreError
-from kvtier_eval import cli
+from kvtier_eval import cli, provenance
 from kvtier_eval.journal import Journal, WrongJournal, read
 from kvtier_eval.models import Loaded
 from kvtier_eval.plan import BASELINES, Missing, Plan, Settings, family_of
@@ -213,10 +214,12 @@ class Clock:
         return self.now
 
 
-def command(*words: str, step: float = 0.0, digest: str = "sha256:aa") -> tuple[int, str]:
+def command(
+    *words: str, step: float = 0.0, digest: str = "sha256:aa", code: str = "sha256:cc"
+) -> tuple[int, str]:
     err = io.StringIO()
     loaded = Loaded("tiny", digest, tiny_model(), ByteCodec())
-    status = cli.main(list(words), clock=Clock(step), loader=lambda _: loaded, stderr=err)
+    status = cli.main(list(words), clock=Clock(step), loader=lambda _: loaded, coder=lambda: code, stderr=err)
     return status, err.getvalue()
 
 
@@ -253,6 +256,27 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
     command("plan", *SMALLEST, *out)
     status, said = command("run", *SMALLEST, *out, digest="sha256:bb")
     assert status == 2 and "another model" in said
+
+
+def test_a_run_does_not_go_on_with_other_code(tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path))
+    command("plan", *SMALLEST, *out)
+    status, said = command("run", *SMALLEST, *out, code="sha256:dd")
+    assert status == 2 and "other code" in said and not (tmp_path / "results.jsonl").exists()
+
+
+def test_the_digest_of_the_code_is_of_what_computes_and_not_of_what_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = provenance.code_digest()
+    copy = tmp_path / "kvtier_eval"
+    shutil.copytree(Path(cli.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(provenance.kvtier_eval, "__path__", [str(copy)])
+    assert provenance.code_digest() == before
+    (copy / "report.py").write_text("")
+    assert provenance.code_digest() == before
+    (copy / "metrics.py").write_text("")
+    assert provenance.code_digest() != before
 
 
 def test_a_family_that_does_not_exist_is_named(tmp_path: Path) -> None:

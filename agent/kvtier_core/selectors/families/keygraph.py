@@ -60,6 +60,11 @@ class KeyGraph:
             if not both.all():
                 raise CoreError(Reason.INDEX_BUILD_CONTRACT, "an edge joins keys that its query did not rank")
 
+    @property
+    def unranked(self) -> int:
+        """Keys in no query's list."""
+        return self.size - int(np.count_nonzero(np.bincount(self.lists.reshape(-1), minlength=self.size)))
+
     def neighbours(self, node: int) -> Ids:
         return self.targets[self.starts[node] : self.starts[node + 1]]
 
@@ -141,12 +146,20 @@ def search(graph: KeyGraph, k: NDArray[np.float32], q: Matrix, width: int) -> Fo
     fresh = np.unique(graph.entries)
     while True:
         seen[fresh] = True
-        scores[fresh] = k[fresh].astype(np.float64) @ q
-        for node, score in zip(fresh.tolist(), scores[fresh].tolist(), strict=True):
+        found = k[fresh].astype(np.float64) @ q
+        scores[fresh] = found
+        if len(pool) >= width:
+            # A key worse than a full pool's worst would end the search instead of being expanded.
+            able = ~(found < pool[0][0])
+            fresh, found = fresh[able], found[able]
+        for node, score in zip(fresh.tolist(), found.tolist(), strict=True):
+            if len(pool) < width:
+                heapq.heappush(pool, (score, -node))
+            elif (score, -node) < pool[0]:
+                continue
+            else:
+                heapq.heapreplace(pool, (score, -node))
             heapq.heappush(waiting, (-score, node))
-            heapq.heappush(pool, (score, -node))
-            if len(pool) > width:
-                heapq.heappop(pool)
         if not waiting:
             break
         negative, node = heapq.heappop(waiting)

@@ -226,7 +226,7 @@ class RetrievalAttention:
             free = ~persistent.mask[ids]
             picked[head] = best(found.scores[free], ids[free], self.allowed)
             scanned[head], expanded[head] = len(ids), found.expanded
-            unreached[head] = graph.size - len(np.unique(graph.lists))
+            unreached[head] = graph.unranked
         counts = tuple(len(one.ids) for one in picked)
         edges = sum(expanded) * self.out_degree
         receipt = SelectionReceipt(
