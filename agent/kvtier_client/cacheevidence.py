@@ -112,6 +112,8 @@ class CacheEvidence:
         self._sessions = list(sessions)
         self._tokens = [_Tokens() for _ in sessions]
         self._ids: Tensor | None = None
+        # Padding at the left of the pass that runs.
+        self._skips = [0] * len(self._sessions)
         self.needs = frozenset().union(*(session.asked for session in sessions))
 
     def start(self, watcher: object, fingerprint: str) -> None:
@@ -136,7 +138,7 @@ class CacheEvidence:
 
     def pass_ends(self, states: Tensor) -> None:
         for index, tokens in enumerate(self._tokens):
-            tokens.states(states[index])
+            tokens.states(states[index, self._skips[index] :])
 
     def pass_logits(self, logits: Tensor) -> None:
         for index, tokens in enumerate(self._tokens):
@@ -149,6 +151,7 @@ class CacheEvidence:
         late = None
         if layer == 0 and Need.SURPRISAL in session.asked:
             tokens = self._tokens[index]
+            self._skips[index] = skip
             ids = None if self._ids is None else self._ids[index, skip:]
             if queries:
                 tokens.begin(self._source, ids, rows)

@@ -46,7 +46,8 @@ Misbehave = Callable[[attention_pb2.AttendFrame, attention_pb2.AttendAnswer], at
 
 class FakeAgent(attention_pb2_grpc.AttentionServicer):
     """`misbehave` may change, delay or refuse each answer; `block` is the query block it asks for; of the
-    frames numbered in `lost` (from 1, over all streams) the rows are taken and the stream is cut."""
+    frames numbered in `lost` (from 1, over all streams) the rows are taken and the stream is cut. `wanted`:
+    the evidence that sessions are asked for; `weights`: what came of it, by layer."""
 
     def __init__(self, block: int = 256) -> None:
         self.block = block
@@ -58,6 +59,8 @@ class FakeAgent(attention_pb2_grpc.AttentionServicer):
         self.streams = 0
         self.received = 0
         self.misbehave: Misbehave = lambda frame, answer: answer
+        self.wanted: attention_pb2.EvidenceWanted | None = None
+        self.weights: dict[int, tuple[attention_pb2.LayerWeightsHeader, bytes]] = {}
 
     def DescribeCache(self, request: Any, context: Any) -> attention_pb2.DescribeCacheResponse:
         return attention_pb2.DescribeCacheResponse(cache=request.cache, model_fingerprint=FINGERPRINT)
@@ -71,8 +74,28 @@ class FakeAgent(attention_pb2_grpc.AttentionServicer):
         self.sessions[key] = Session(request, empty[: g.layers], empty[g.layers :])
         arm = request.forced_arm or attention_pb2.ARM_BASELINE
         return attention_pb2.OpenSessionResponse(
-            session_id=key, generation=1, boot_id="boot", arm=arm, query_block_tokens=self.block
+            session_id=key,
+            generation=1,
+            boot_id="boot",
+            arm=arm,
+            query_block_tokens=self.block,
+            evidence=self.wanted,
         )
+
+    def GiveWeights(self, parts: Iterator[Any], context: Any) -> attention_pb2.GiveWeightsResponse:
+        answer = attention_pb2.GiveWeightsResponse()
+        for part in parts:
+            if part.HasField("header"):
+                header = part.header
+                if not header.size_bytes:
+                    known = header.layer in self.weights
+                    (answer.bound if known else answer.missing).append(header.layer)
+                    continue
+                self.weights[header.layer] = header, b""
+            else:
+                held, data = self.weights[header.layer]
+                self.weights[header.layer] = held, data + part.data
+        return answer
 
     def Attend(self, frames: Iterator[Any], context: Any) -> Iterator[attention_pb2.AttendAnswer]:
         self.streams += 1
