@@ -302,7 +302,9 @@ class KillHarness:
         """A cache on its baseline, and nobody at work."""
         self._count += 1
         name = f"{scenario.name}-{self._count}"
-        life = self._now or self._lives.begin()
+        life = self._now
+        if life is None or life.dead.is_set():
+            life = self._lives.begin()
         apply(
             self._cluster,
             kv_cache(name, self._namespace, self._pool, contract={"exactness": "approximate"}),
