@@ -117,5 +117,11 @@ class PreparedFrame:
         """Whether a candidate's answer is computed."""
         return self.mode is not EXACT_MODE and (self.mode.publish_candidate or self.mode.compare)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the session's indexes must have caught up before: a probe scores the candidate's
+        answers."""
+        return self.decode and self.candidates and self.session.assignment.probe
+
     def exact(self) -> FrameMode:
         return FrameMode(False, False, None, self.mode.may_publish)

@@ -12,9 +12,11 @@ from kvtier_core.appends import Append, Session
 from kvtier_core.receipts import StepRequest
 from kvtier_core.resident import ResidentLayer
 from kvtier_core.rowevidence import Need
+from kvtier_core.selectors.audit import SessionAudit
 from kvtier_core.selectors.base import LayerIndex, SelectorFamily, close_indexes
 from kvtier_core.selectors.fixedcontext import FixedContext
 from kvtier_core.selectors.lateevidence import LateEvidence
+from kvtier_core.selectors.live import LiveFamily
 from kvtier_core.selectors.wanted import wanted_by
 
 
@@ -22,7 +24,7 @@ from kvtier_core.selectors.wanted import wanted_by
 class StepContext:
     """What a session's steps need besides its rows. indexes: per layer, None where there is none. resident:
     what frames on the short way keep, per layer. late: for a family that needs surprisals; fixed: for one
-    whose index takes no rows behind its context."""
+    whose index takes no rows behind its context. audit: grades some of its selections."""
 
     session: Session
     source_digest: bytes
@@ -31,6 +33,7 @@ class StepContext:
     resident: list[ResidentLayer | None] = field(default_factory=list)
     late: LateEvidence | None = None
     fixed: FixedContext | None = None
+    audit: SessionAudit | None = None
 
     def __post_init__(self) -> None:
         self.forget_views()
@@ -50,6 +53,10 @@ class StepContext:
             made.late = LateEvidence(len(session.layers)) if Need.SURPRISAL in wanted.needs else None
             context = session.spec.fixed_context or 0
             made.fixed = FixedContext(context, len(session.layers)) if wanted.fixed else None
+        if isinstance(family, LiveFamily):
+            spec, layers = session.spec, len(session.layers)
+            digest = spec.candidate_digest or ""
+            made.audit = family.audit(session.session_id, source_digest, layers, digest, spec.audit)
         return made
 
     def forked(self, child: Session, source_digest: bytes, indexes: list[LayerIndex | None]) -> StepContext:
@@ -92,6 +99,8 @@ class StepContext:
     def take(self, append: Append, request: StepRequest) -> None:
         """Hands rows that were committed to the layer's index."""
         index = self.indexes[append.layer]
+        if self.audit is not None and append.k.shape[0]:
+            self.audit.append(append.layer, append.first, append.k)
         k, v, evidence = append.k, append.v, request.evidence
         if self.fixed is not None:
             # Of layers without an index, too: a context is complete when it is in all of them.
@@ -108,6 +117,13 @@ class StepContext:
     def close(self) -> None:
         """Ends its indexes."""
         close_indexes(self.indexes)
+        self.end_audit()
+
+    def end_audit(self) -> None:
+        """Its scans are of rows that are others now, or will never be read."""
+        if self.audit is not None:
+            self.audit.close()
+            self.audit = None
 
 
 def decodes(session: Session, request: StepRequest) -> bool:

@@ -45,6 +45,9 @@ class Context(Protocol):
     def forget_views(self) -> None:
         """Lets go of what frames keep of where rows lie."""
 
+    def end_audit(self) -> None:
+        """Grades none of its selections from now on."""
+
 
 class Edits:
     """Edits the sessions of one store; the engine's lock is held. issue: a number that no session has had,
@@ -151,6 +154,7 @@ class Edits:
         # What comes next begins a step, of any number; what was sent before is no repeat of it.
         session.step = -1
         context.source_digest = source.digest()
+        context.end_audit()
         close_indexes(context.indexes)
         context.indexes[:] = indexes
         if context.late is not None:

@@ -98,6 +98,10 @@ class LayerIndex(Protocol):
     def decode(self) -> None:
         """A decode step asks of the session: what came until now is its prompt."""
 
+    def caught_up(self, seconds: float) -> bool:
+        """As if a decode step asked; then waits, at most for `seconds`, until the whole session's indexes are
+        those of the rows that came. Whether they are."""
+
     def close(self) -> None:
         """Ends the whole session's indexes. Idempotent."""
 

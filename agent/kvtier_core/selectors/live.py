@@ -16,9 +16,11 @@ from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, LayerWeights, Need
+from kvtier_core.selectors.audit import SessionAudit, audited
 from kvtier_core.selectors.base import Selection
 from kvtier_core.selectors.contract import Family, Query, Scope, Shape, Source
 from kvtier_core.selectors.contract import Selection as Chosen
+from kvtier_core.selectors.families.certified_scan import CertifiedScan
 from kvtier_core.selectors.families.registry import make_family
 from kvtier_core.selectors.gates import NO_LIMITS, GateFailed, Judged, gate_of, judged
 from kvtier_core.selectors.lifecycle.life import Block, LayerLife
@@ -55,6 +57,7 @@ class LiveFamily:
         family needs and the engine does not send."""
         self._selector = selector
         self._page_tokens = page_tokens
+        self._block = min(page_tokens, APPEND_ROWS)
         self._made: dict[tuple[float, int], Family | None] = {}
         self.family = make_family(selector, shape, page_tokens)
         missing = sorted(self.family.facts.needs - given)
@@ -92,10 +95,20 @@ class LiveFamily:
         return found
 
     def _opened(self, source_digest: bytes, layers: Sequence[int]) -> list[LiveIndex]:
-        block = min(self._page_tokens, APPEND_ROWS)
-        lives = [LayerLife(self.family, Source(source_digest, layer), block) for layer in layers]
+        lives = [LayerLife(self.family, Source(source_digest, layer), self._block) for layer in layers]
         session = self.works.open(self.name, lives)
         return [LiveIndex(self, session, life) for life in lives]
+
+    def audit(
+        self, session_id: str, source_digest: bytes, layers: int, candidate_digest: str, share: float
+    ) -> SessionAudit | None:
+        """What grades selections of a new session; None for those that are not in the sample, and for a
+        family that certifies its own. share: of sessions, [0, 1]."""
+        if isinstance(self.family, CertifiedScan) or not audited(candidate_digest, session_id, share):
+            return None
+        own = [layer for layer in range(layers) if layer not in self.dense_layers]
+        shape, block = self.family.shape, self._block
+        return SessionAudit(self.works, self.name, shape, session_id, source_digest, own, block)
 
     def at(self, scale: float, doublings: int = 0) -> Family | None:
         """The family for attention with that factor on q.k and its budget doubled so often; None when the
@@ -169,6 +182,12 @@ class LiveIndex:
         """A decode step asks of this session: what came until now is its prompt."""
         if not self.life.decoding:
             self._live.works.decode(self._session.lives)
+
+    def caught_up(self, seconds: float) -> bool:
+        """As if a decode step asked; then waits, at most for `seconds`, until the whole session's indexes are
+        those of the rows that came. Whether they are."""
+        self.decode()
+        return self._live.works.caught_up(self._session.lives, seconds)
 
     def close(self) -> None:
         """Ends the whole session's indexes. Idempotent."""

@@ -71,7 +71,7 @@ def test_proofs_and_grants_wait_for_no_step(tmp_path: Path) -> None:
         try:
             assert begun.wait(10)
             assert pool.submit(built.live_manifest).result(timeout=5) == manifest([gpu(64)])
-            pool.submit(built.check_selector, quest()).result(timeout=5)
+            pool.submit(built.selectors.check, quest()).result(timeout=5)
             assert not stepping.done()
         finally:
             release.set()

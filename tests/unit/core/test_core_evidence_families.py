@@ -157,7 +157,7 @@ def _named(driver: Driver) -> tuple[str, int]:
 def test_what_an_engine_cannot_give_is_named_when_the_session_is_opened(tmp_path: Path, family: str) -> None:
     chosen = FAMILIES[family]
     with engine(tmp_path, TIERS) as built:
-        wanted = built.wanted(chosen)
+        wanted = built.selectors.wanted(chosen)
         assert wanted.layers == SELECTING[family]
         assert wanted.refused(EVERYTHING, True) is None
         refused = wanted.refused(frozenset([Need.QUERY]), False)

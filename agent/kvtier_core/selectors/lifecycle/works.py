@@ -6,16 +6,15 @@ is built next, when, and within which memory; a job itself runs outside of the l
 must not know sessions of an engine, tiers or what a family computes.
 
 Order: appends, which are short and keep indexes fresh, before builds, but no more than a few in a row; each
-kind first come, first served. A job that fails leaves what was published and is tried again from the rows
-that it had; one that its family refuses, or that fails too often, ends its session's indexes for good: the
-session is answered exactly, and says why.
-"""
+kind first come, first served. Other work of little weight comes when nothing is due. A job that fails leaves
+what was published and is tried again from the rows that it had; one that its family refuses, or that fails
+too often, ends its session's indexes for good: the session is answered exactly, and says why."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,8 +25,10 @@ from torch import Tensor
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.rowevidence import LayerWeights
 from kvtier_core.selectors.contract import Index
+from kvtier_core.selectors.lifecycle.grades import AuditBook
 from kvtier_core.selectors.lifecycle.life import Block, Job, Kind, LayerLife, Published, Stage
 from kvtier_core.selectors.lifecycle.memory import IndexMemory, buffers
+from kvtier_core.selectors.lifecycle.names import Name as Name
 
 APPENDS_IN_A_ROW = 16
 MOST_WAITING = 8192
@@ -74,21 +75,14 @@ class Counted:
     refusals: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
-    """Whose indexes these are. cache: what tells one cache's from another's."""
-
-    cache: str
-    family: str
-    selector_digest: str
-
-
 @dataclass(slots=True, eq=False)
 class SessionLives:
-    """The layers of one session. taken: bytes that they hold of the memory, by layer."""
+    """The layers of one session. spare: it gives way to others. taken: bytes that they hold of the memory, by
+    layer."""
 
     name: Name
     lives: list[LayerLife]
+    spare: bool = False
     taken: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -141,6 +135,7 @@ class IndexWorks:
         self._most_waiting = most_waiting
         self._at = at or (lambda point: None)
         self._lock = threading.Lock()
+        self._ran = threading.Condition(self._lock)
         self._queues: dict[Kind, deque[LayerLife]] = {kind: deque() for kind in Kind}
         self._queued: set[int] = set()
         self._sessions: dict[int, SessionLives] = {}
@@ -149,12 +144,15 @@ class IndexWorks:
         self._not_before = float("-inf")
         self._in_a_row = 0
         self._passed_over = False
+        self._others: deque[Callable[[], None]] = deque()
+        self.audits = AuditBook()
 
     # Sessions.
 
-    def open(self, name: Name, lives: list[LayerLife]) -> SessionLives:
-        """Takes the layers of a session under its care."""
-        session = SessionLives(name, lives)
+    def open(self, name: Name, lives: list[LayerLife], *, spare: bool = False) -> SessionLives:
+        """Takes the layers of a session under its care. spare: it gives way, and takes memory only as long as
+        half of it is free."""
+        session = SessionLives(name, lives, spare)
         with self._lock:
             self._sessions[id(session)] = session
             self._counted.setdefault(name, Counted())
@@ -180,6 +178,7 @@ class IndexWorks:
             gone = [name for name in self._counted if name.cache == cache and name not in there]
             for name in gone:
                 del self._counted[name]
+        self.audits.forget(cache)
 
     # What happens to a layer.
 
@@ -247,6 +246,24 @@ class IndexWorks:
             self._note(life)
         self._runner.wake(self)
 
+    def caught_up(self, lives: Sequence[LayerLife], seconds: float) -> bool:
+        """Waits, at most for `seconds`, until nothing more is due of a session; whether it is so."""
+        until = self._clock() + seconds
+        with self._lock:
+            while any(life.running is not None or life.due() is not None for life in lives):
+                left = until - self._clock()
+                if left <= 0.0:
+                    return False
+                self._ran.wait(left)
+        return True
+
+    def offer(self, work: Callable[[], None]) -> None:
+        """Something else to run when nothing is due, within the same share. Who offers bounds how much
+        waits."""
+        with self._lock:
+            self._others.append(work)
+        self._runner.wake(self)
+
     # Running.
 
     def run_next(self, *, unpaced: bool = False) -> float | None:
@@ -258,10 +275,24 @@ class IndexWorks:
             if not unpaced and began < self._not_before:
                 return self._not_before - began
             life = self._next()
-            if life is None:
+            if life is None and not self._others:
                 return None
-            job = life.start()
+            job = None if life is None else life.start()
+            other = self._others.popleft() if job is None else None
         spent = self._spent()
+        try:
+            if job is not None:
+                self._run(job, began, exposed=unpaced)
+            elif other is not None:
+                other()
+        finally:
+            used = max(0.0, self._spent() - spent)
+            with self._lock:
+                self._not_before = self._clock() + used * self._rest
+                self._ran.notify_all()
+        return 0.0 if unpaced else max(0.0, self._not_before - self._clock())
+
+    def _run(self, job: Job, began: float, *, exposed: bool) -> None:
         try:
             self._at(Point.TAKEN)
             index = job.run()
@@ -269,20 +300,12 @@ class IndexWorks:
             made = Published(index, buffers(index))
             self._at(Point.MEASURED)
             with self._lock:
-                self._publish(job, made, began, exposed=unpaced)
-        except Exception as error:
+                self._publish(job, made, began, exposed=exposed)
+        except BaseException as error:
             with self._lock:
                 self._failed(job, error)
-        except BaseException:
-            with self._lock:
-                job.life.failed(job)
-                self._note(job.life)
-            raise
-        finally:
-            used = max(0.0, self._spent() - spent)
-            with self._lock:
-                self._not_before = self._clock() + used * self._rest
-        return 0.0 if unpaced else max(0.0, self._not_before - self._clock())
+            if not isinstance(error, Exception):
+                raise
 
     def _next(self) -> LayerLife | None:
         """The layer whose turn it is; one whose job was done or dropped meanwhile loses its turn."""
@@ -345,7 +368,7 @@ class IndexWorks:
         counted.hidden_seconds += max(0.0, min(now, asked) - began)
         life.wanted_at = None
 
-    def _failed(self, job: Job, error: Exception) -> None:
+    def _failed(self, job: Job, error: BaseException) -> None:
         """Again, or never: what a family refuses it would refuse again."""
         life = job.life
         session = self._of.get(id(life))
@@ -366,8 +389,12 @@ class IndexWorks:
     def _fits(self, session: SessionLives, life: LayerLife) -> bool:
         """Takes what the layer holds now; False when that is more than there is."""
         want, has = _held(life), session.taken.get(id(life), 0)
-        if want > has and not self.memory.take(want - has):
-            return False
+        if want > has:
+            half = self.memory.limit // 2
+            if session.spare and self.memory.used + want - has > half:
+                return False
+            if not self.memory.take(want - has):
+                return False
         if want < has:
             self.memory.give(has - want)
         session.taken[id(life)] = want
