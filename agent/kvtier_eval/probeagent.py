@@ -24,7 +24,8 @@ _APPROXIMATE = "APPROXIMATE"
 
 
 class AgentTarget:
-    """Implements probing.Target. The model is attached as long as this is open."""
+    """Implements probing.Target; a context manager, in which the model attends through the agent and tells
+    selectors what they need of it."""
 
     def __init__(
         self,
@@ -40,6 +41,13 @@ class AgentTarget:
         self._namespace, self._name = namespace, name
         # What it states proves nothing: the digest of the weights is the plan's to name.
         self._fingerprint = declared_fingerprint(client, namespace, name)
+        self._attachment = attach(model)
+
+    def __enter__(self) -> AgentTarget:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._attachment.detach()
 
     def attempt(self) -> Attempt | None:
         """Of the candidate that the agent holds now."""
@@ -57,6 +65,7 @@ class AgentTarget:
             name=self._name,
             model_fingerprint=self._fingerprint,
             config=self._model.config,
+            evidence=self._attachment.evidence,
             tenant=TENANT,
             probe=True,
             forced_arm="candidate" if arm is Arm.CANDIDATE else "baseline",
@@ -86,31 +95,28 @@ class _Session:
     @torch.no_grad()
     def answer(self, prompt: ProbePrompt, pause: float = 0.0) -> Answer:
         """Greedy, up to the first wrong token."""
-        approximate = 0
-        fallbacks: list[str] = []
-        lost = ""
-        matched = 0
-        with attach(self._model):
-            *context, last = prompt.passes
-            for ids in context:
-                self._model(torch.tensor([ids]), cache=self._cache, use_cache=True, logits_to_keep=1)
-            # What a prefill says of itself is not a step of an answer.
-            lost = _lost([one.fallback for one in self._cache.take_receipts()])
-            if pause:
-                self._sleep(pause)
-            step = torch.tensor([last])
-            for wanted in prompt.gold[: prompt.needed]:
-                logits = self._model(step, cache=self._cache, use_cache=True, logits_to_keep=1).logits
-                receipts = self._cache.take_receipts()
-                approximate += any(one.exactness == _APPROXIMATE for one in receipts)
-                reasons = [one.fallback for one in receipts if one.fallback]
-                lost = lost or _lost(reasons)
-                fallbacks += reasons
-                if int(logits[0, -1].argmax()) != wanted:
-                    break
-                matched += 1
-                step = torch.tensor([[wanted]])
-        return Answer(matched, approximate, tuple(sorted(set(fallbacks))), lost)
+        *context, last = prompt.passes
+        for ids in context:
+            self._model(torch.tensor([ids]), cache=self._cache, use_cache=True, logits_to_keep=1)
+        # What a prefill says of itself is not a step of an answer.
+        lost = _lost([one.fallback for one in self._cache.take_receipts()])
+        if pause:
+            self._sleep(pause)
+        approximate = matched = 0
+        fallbacks: set[str] = set()
+        step = torch.tensor([last])
+        for wanted in prompt.gold[: prompt.needed]:
+            logits = self._model(step, cache=self._cache, use_cache=True, logits_to_keep=1).logits
+            receipts = self._cache.take_receipts()
+            approximate += any(one.exactness == _APPROXIMATE for one in receipts)
+            reasons = [one.fallback for one in receipts if one.fallback]
+            lost = lost or _lost(reasons)
+            fallbacks.update(reasons)
+            if int(logits[0, -1].argmax()) != wanted:
+                break
+            matched += 1
+            step = torch.tensor([[wanted]])
+        return Answer(matched, approximate, tuple(sorted(fallbacks)), lost)
 
     def report(self, gate: str, probe_set: str, prompt: str, difference: float) -> str:
         answer = self._cache.report_outcome(

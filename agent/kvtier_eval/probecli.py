@@ -75,8 +75,10 @@ def main(
         corpus = stdlib_corpus()
         filler = tuple(loaded.codec.encode(corpus.text)) if plan.cells else ()
         prompts = list(prompts_of(plan, Material(loaded.codec, filler)))
-        with AttentionClient(parsed.socket) as client:
-            target = AgentTarget(client, loaded.model, parsed.namespace, parsed.cache, sleep)
+        with (
+            AttentionClient(parsed.socket) as client,
+            AgentTarget(client, loaded.model, parsed.namespace, parsed.cache, sleep) as target,
+        ):
             _wait(target.attempt, expected, parsed.wait, clock, sleep)
 
             def told(one: Scored) -> None:

@@ -132,16 +132,27 @@ def test_a_ruinous_budget_loses_prompts_that_a_wide_one_keeps(served: Served, pl
     }
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "clusterKv": {"tokensPerCluster": 16, "sealTokens": 64, "clustersPerSeal": 4},
+    "infinigen": {"partialDimensions": 19, "alpha": "4"},
+}
+
+
 @pytest.mark.slow
-def test_an_index_that_is_built_beside_the_steps_is_waited_for(served: Served, tmp_path: Path) -> None:
-    """Clusters are made of the whole prompt, and an answer of five tokens does not take long."""
+@pytest.mark.parametrize("family", sorted(OTHERS))
+def test_an_index_that_is_built_beside_the_steps_is_waited_for(
+    served: Served, tmp_path: Path, family: str
+) -> None:
+    """Clusters and bases are made of the whole prompt, and an answer of five tokens does not take long;
+    infinigen needs the model's weights and hidden states besides."""
     body = {
-        "family": "clusterKv",
-        "parameters": {"tokensPerCluster": 16, "sealTokens": 64, "clustersPerSeal": 4},
+        "family": family,
+        "parameters": OTHERS[family],
         "budget": {"tokens": 96, "capPolicy": "truncate"},
         "persistentRows": {"sink": 4, "recent": 16},
+        "denseLayers": [0],
     }
-    grant = served.granted(96, "clusters", Selector.model_validate_json(json.dumps(body)))
+    grant = served.granted(96, family, Selector.model_validate_json(json.dumps(body)))
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({**PLAN, "tasks": ["passkey"]}))
     status, rows, err = probe(served, path, *expecting(grant))
