@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtier_client.pipe import Part
 from kvtier_client.rowevidence import RowEvidence
 from kvtier_client.session import AttentionSession
 from kvtier_core.identity import selected_support_digest
@@ -79,10 +80,11 @@ class Layer:
 
 @dataclass
 class Recorder:
-    """One session's frames. surprisals: by row."""
+    """One session's frames and outputs. surprisal: by row. outs: by step and layer."""
 
     layers: dict[int, Layer] = field(default_factory=dict)
     surprisal: np.ndarray[Any, np.dtype[np.float64]] = field(default_factory=lambda: np.empty(0))
+    outs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         kept = self.layers[layer]
@@ -126,8 +128,15 @@ def recording() -> Iterator[Recorder]:
         recorder.note(layer, position, q, k, v, evidence)
         return plain(self, step, layer, position, q, k, v, committed, next_layer_follows, evidence)
 
+    attended = AttentionSession.attend_part
+
+    def attend_part(self: AttentionSession, asked: Part) -> Tensor:
+        recorder.outs[asked.step, asked.layer] = out = attended(self, asked)
+        return out
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AttentionSession, "part", part)
+        patch.setattr(AttentionSession, "attend_part", attend_part)
         yield recorder
 
 
