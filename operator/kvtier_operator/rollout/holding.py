@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvtier_operator.rollout.adopting import adopt
 from kvtier_operator.rollout.agentwatch import agents_against, exclude, holds, watch_agents
+from kvtier_operator.rollout.calibrating import newly_measured
 from kvtier_operator.rollout.evaluation import (
     all_pass,
     describe,
@@ -91,6 +92,9 @@ def _plan_on(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     if _to_take_back(state, inputs):
         return refence(state, inputs, "an agent left the blast radius")
     if state.phase is Phase.PROGRESSING and _ready(state, inputs):
+        measured = newly_measured(state, inputs, spec)
+        if measured:
+            return _calibrated(state, inputs, spec, measured)
         onward = _onward(state, inputs, spec)
         if onward is not None:
             return onward
@@ -250,6 +254,19 @@ def _reopen(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
         "spec edited; the open step starts again",
         spend_share=True,
         phase=state.phase,
+    )
+
+
+def _calibrated(state: RolloutState, inputs: Inputs, spec: RolloutSpec, measured: tuple[str, ...]) -> Plan:
+    """The same step, judged from now on by what it measured. Nothing is spent: it could not have passed."""
+    return enter_step(
+        state,
+        inputs,
+        spec,
+        current_step(state, spec),
+        f"measured what {', '.join(measured[:4])} are judged by; counting begins",
+        resumes=state.window.resumes if state.window else 0,
+        overridden=state.overridden,
     )
 
 
