@@ -56,6 +56,7 @@ class RowStore:
         self.directory = directory
         self.identities: dict[int, BlockIdentity] = {}
         self._owners: dict[int, tuple[Session, ...]] = {}
+        self._borrowed: dict[int, tuple[int, int]] = {}
         self._epochs = 0
         self.transactions = Transactions(directory, ledger, tiers, self.identity_of, self._published)
         self.placement: Placement
@@ -355,6 +356,37 @@ class RowStore:
         paid by the credit that it has. The metadata lock is held."""
         self._owners[line] = (*self._owners[line], session)
 
+    def borrow(self, session: Session, layer: int, chunk: int, block: int, tier: int, ref: SlotRef) -> None:
+        """A sealed line of the session's own over the slot where a block's copy lies: leased until the line
+        goes, so that it neither leaves nor moves; the block pays for it. The caller holds the copy meanwhile.
+        The metadata lock is held."""
+        directory, size = self.directory, self.layout.chunk_tokens
+        directory.lease(block, tier)
+        generation = directory.replica(block, tier).generation
+        try:
+            line = self.insert(session, layer, chunk, tier, ref, generation)
+        except BaseException:
+            directory.unlease(block, tier)
+            raise
+        self._borrowed[line] = (block, tier)
+        directory.state[line] = ChunkState.SEALED
+        directory.rows[line] = size
+        directory.checksum[line] = directory.checksum[block]
+        directory.recency[line] = recency_key(session.epoch, chunk)
+        directory.producer[line] = session.producer_at(0)
+        # For the line's whole life: a placement that moved it would free a slot that is the block's.
+        directory.readers[line] += 1
+        self.identities[line] = BlockIdentity(
+            chunk_digest=chunk_digest(
+                session.source, layer, self.layout.kv_heads, chunk * size, (chunk + 1) * size
+            ),
+            logical=logical_id(session.number, layer, chunk),
+            replica_generation=generation,
+            rows=size,
+            length=self.layout.payload_bytes,
+            checksum=int(directory.checksum[block]),
+        )
+
     def let_go(self, session: Session, line: int) -> None:
         """The session's hold of a line ends, and the line with its last owner; NO_LINE is held by nobody. The
         metadata lock is held."""
@@ -369,7 +401,12 @@ class RowStore:
     def _drop_line(self, line: int) -> None:
         self.directory.state[line] = ChunkState.TOMBSTONED
         self.transactions.cancel_line(line)
-        self.tiers[int(self.directory.tier[line])].release(self.ref(line))
+        lent = self._borrowed.pop(line, None)
+        if lent is None:
+            self.tiers[int(self.directory.tier[line])].release(self.ref(line))
+        else:
+            self.directory.readers[line] -= 1
+            self.directory.unlease(*lent)
         credit = int(self.directory.credit[line])
         if credit:
             self.ledger.release(credit)

@@ -97,6 +97,10 @@ class Fetch:
         """The copy that serves a ready block: what its bytes must hash to, and its generation."""
         return self._reads.found(self._ticket, index)
 
+    def place(self, index: int) -> tuple[int, int, SlotRef]:
+        """(directory line, tier, slot) of a ready block, for who takes a lease of its own on it."""
+        return self._reads._pin(self._ticket, index)
+
     def close(self) -> None:
         """Lets every pin and wait of this scope go. A second call has no effect."""
         if self._finalizer.detach() is not None:

@@ -274,8 +274,8 @@ class Directory(StoringTable):
         return scans.evictable(self._lines, self.replicas, tier, first, limit)
 
     def sealed_in(self, tier: int) -> NDArray[np.int64]:
-        """Lines of sessions' sealed chunks whose authority is in a tier and which no transaction holds, least
-        recent first."""
+        """Lines of sessions' sealed chunks whose authority is in a tier and which neither a reader nor a
+        transaction holds, least recent first."""
         return scans.sealed_in(self._lines, tier)
 
     def check(self) -> None:

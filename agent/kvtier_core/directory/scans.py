@@ -53,6 +53,7 @@ def sealed_in(lines: LineColumns, tier: int) -> NDArray[np.int64]:
         (lines.tier.array[part] == tier)
         & (lines.state.array[part] == ChunkState.SEALED)
         & (lines.chunk.array[part] != 0)
+        & (lines.readers.array[part] == 0)
         & (lines.write_txn.array[part] == 0)
     )
     return found[np.argsort(lines.recency.array[found], kind="stable")]

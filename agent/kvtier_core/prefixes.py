@@ -1,0 +1,96 @@
+"""Sessions that start from published blocks, and blocks that are published from sessions.
+
+Why it exists: a prompt's first rows are often there already, of the same tenant and source, computed exactly.
+A session that starts from them attends the very bytes in the slots where they lie: nothing is computed,
+copied or moved. Each chunk that it borrows holds the block's copy in its place until the last session over it
+ends. It must not know keys, tokens or who asks; what a block is, its key has said.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from kvtier_core.appends import NO_LINE, Session
+from kvtier_core.blockstore.reads import Fetch
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.receipts import ExactnessClass
+from kvtier_core.sessions import RowStore
+from kvtier_core.stepcontext import StepContext
+from kvtier_core.tiers.base import tensor_bytes
+
+
+class Prefixes:
+    """Of one engine. sessions, contexts: the engine's own, by session id; lock: the engine's."""
+
+    def __init__(
+        self,
+        store: RowStore,
+        lock: threading.RLock,
+        sessions: Mapping[str, Session],
+        contexts: Mapping[str, StepContext],
+    ) -> None:
+        self._store = store
+        self._lock = lock
+        self._sessions = sessions
+        self._contexts = contexts
+
+    def start(self, session_id: str, generation: int, fetch: Fetch) -> int:
+        """Lets a session that has no rows start from the ready blocks of `fetch`, which are in the order of
+        chunks and, of each, of layers, one layer each. Returns how many rows it starts with: those of whole
+        chunks that are there in all layers. The scope may be left afterwards. SESSION_UNKNOWN,
+        GENERATION_STALE, STEP_ORDER once it has rows, UNSUPPORTED for one with a selector, whose index would
+        lack them, BAD_ARGUMENT beyond max_tokens; nothing has changed then."""
+        with self._lock:
+            session, store = self._session(session_id, generation), self._store
+            layers, size = len(session.layers), store.layout.chunk_tokens
+            if session.step >= 0 or session.layers[0].frontier or session.edits:
+                raise CoreError(Reason.STEP_ORDER, "a session starts from blocks before its first frame")
+            if self._contexts[session_id].family is not None:
+                raise CoreError(Reason.UNSUPPORTED, "a session with a selector computes all of its rows")
+            chunks = fetch.ready // layers
+            most = session.spec.max_tokens
+            if most and chunks * size > most:
+                raise CoreError(
+                    Reason.BAD_ARGUMENT, f"{chunks * size} rows pass the session's max_tokens {most}"
+                )
+            store.start_step(session)
+            for layer, state in enumerate(session.layers):
+                # A layer at a time, as everywhere: nobody may hold the lock for a long prefix.
+                with store.lock:
+                    for chunk in range(chunks):
+                        store.borrow(session, layer, chunk, *fetch.place(chunk * layers + layer))
+                state.frontier = chunks * size
+            session.committed = chunks * size
+            session.snapshot_generation += 1
+            return chunks * size
+
+    def payload(self, session_id: str, generation: int, layer: int, chunk: int) -> bytes:
+        """A verified copy of a sealed chunk's payload, as a block holds it. NOT_VISIBLE when it is not there,
+        sealed and committed; UNCOMMITTED_ROWS when the session's rows are those of its own history only:
+        after approximate answers or edits nobody else may start from them."""
+        with self._lock:
+            session, store = self._session(session_id, generation), self._store
+            if session.history is not ExactnessClass.EXACT or session.positions.edited:
+                raise CoreError(
+                    Reason.UNCOMMITTED_ROWS,
+                    "rows after an approximate answer or an edit are the session's own",
+                )
+            size = store.layout.chunk_tokens
+            if not 0 <= layer < len(session.layers) or not 0 <= (chunk + 1) * size <= session.committed:
+                raise CoreError(Reason.NOT_VISIBLE, f"layer {layer} has no committed chunk {chunk}")
+            state = session.layers[layer]
+            line = state.lines[chunk] if chunk < len(state.lines) else NO_LINE
+            if line in (NO_LINE, state.open_line):
+                raise CoreError(Reason.NOT_VISIBLE, f"chunk {chunk} of layer {layer} is not sealed")
+            return bytes(tensor_bytes(store.read_rows(line)))
+
+    def _session(self, session_id: str, generation: int) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise CoreError(Reason.SESSION_UNKNOWN, f"no session {session_id} here")
+        if session.generation != generation:
+            raise CoreError(
+                Reason.GENERATION_STALE, f"session {session_id} is of generation {session.generation}"
+            )
+        return session

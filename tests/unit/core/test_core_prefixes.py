@@ -1,0 +1,302 @@
+"""Sessions that start from published blocks: the same bits as if they had computed the rows, in place, and
+everything given back."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier_core.blockstore.outcomes import PutOutcome
+from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Truncate
+from kvtier_core.engine import CacheEngine
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.receipts import ExactnessClass, StepMode
+from kvtier_core.transactions import MoveReason
+from kvtier_core.transactions.deletion import DeletionState
+from tests.unit.core.blockpump import LATER, NAMESPACE, until
+from tests.unit.core.builders import CHUNK, LAYERS, SLOT, Driver, Rows, cpu, engine, nvme, quest
+
+CHUNKS = 3
+PREFIX = CHUNKS * CHUNK
+TAIL = 30
+
+
+def key(layer: int, chunk: int) -> bytes:
+    return hashlib.sha256(f"{layer}/{chunk}".encode()).digest()
+
+
+def keys(chunks: int = CHUNKS) -> list[bytes]:
+    """In the order of chunks and, of each, of layers."""
+    return [key(layer, chunk) for chunk in range(chunks) for layer in range(LAYERS)]
+
+
+def publish(built: CacheEngine, driver: Driver, chunks: int = CHUNKS, **more: Any) -> None:
+    handle = driver.handle
+    for chunk in range(chunks):
+        for layer in range(LAYERS):
+            payload = built.prefixes.payload(handle.session_id, handle.generation, layer, chunk)
+
+            def attempt(payload: bytes = payload, layer: int = layer, chunk: int = chunk) -> bool:
+                (stored,) = built.blocks.store.put(
+                    [key(layer, chunk)], [payload], namespace=NAMESPACE, deadline=LATER, **more
+                )
+                assert stored.reason in (MoveReason.READY, MoveReason.CREDIT_PRESSURE), stored
+                return stored.outcome in (PutOutcome.STORED, PutOutcome.EXISTED)
+
+            until(built, attempt)
+
+
+def computed(built: CacheEngine) -> Driver:
+    """A session whose first chunks are committed."""
+    driver = Driver.open(built, ROWS)
+    driver.forward(PREFIX)
+    driver.forward(1)
+    return driver
+
+
+def start(built: CacheEngine, driver: Driver, chunks: int = CHUNKS) -> int:
+    store = built.blocks.store
+    with store.fetch(keys(chunks), namespace=NAMESPACE, deadline=LATER) as fetch:
+        until(built, lambda: fetch.over)
+        rows = built.prefixes.start(driver.handle.session_id, driver.handle.generation, fetch)
+    driver.position = rows
+    return rows
+
+
+def tail(driver: Driver, tokens: int = TAIL, mode: StepMode | None = None) -> torch.Tensor:
+    """A prefill of the rest, then token by token."""
+    parts = [driver.forward(tokens - 4, mode, committed_frontier=driver.position)]
+    parts += [driver.forward(1, mode) for _ in range(4)]
+    return torch.cat(parts, dim=1)
+
+
+def leases(built: CacheEngine) -> list[int]:
+    return [int(part.leases.array.sum()) for part in built.blocks.store.directory.replicas.tiers]
+
+
+ROWS = Rows.random(PREFIX + TAIL + 8, seed=5)
+
+
+def own(folder: Path, tiers: list[Any]) -> torch.Tensor:
+    """What a session that computed everything itself answers."""
+    with engine(folder, tiers) as built:
+        driver = Driver.open(built, ROWS)
+        driver.forward(PREFIX)
+        return tail(driver)
+
+
+@pytest.mark.parametrize("down", [False, True], ids=["in-memory", "on-flash"])
+def test_a_session_that_starts_from_blocks_answers_the_same_bits(tmp_path: Path, down: bool) -> None:
+    tiers = [cpu(24), nvme(32)]
+    want = own(tmp_path / "a", tiers)
+    with engine(tmp_path / "b", tiers) as built:
+        first = computed(built)
+        publish(built, first)
+        first.close()
+        if down:
+            built.blocks.store.reclaim.make_room(0, 24)
+            until(built, lambda: not built.blocks.store.moves.open_moves())
+            assert built.stats().tiers[0].bytes.blocks == 0
+        second = Driver.open(built, ROWS)
+        used = built.stats().tiers[0].bytes
+        assert start(built, second) == PREFIX
+        assert built.stats().tiers[0].bytes.rows == used.rows, "not a slot is the session's"
+        assert torch.equal(tail(second), want)
+        assert {answer.receipt.exactness for answer in second.answers} == {ExactnessClass.EXACT}
+        assert second.answers[-1].receipt.frontier == PREFIX + TAIL
+        second.close()
+        assert leases(built) == [0, 0]
+
+
+def test_a_borrowed_block_stays_where_it_is_until_the_last_session_over_it_ends(tmp_path: Path) -> None:
+    tiers = [cpu(16), nvme(32)]
+    want = own(tmp_path / "a", tiers)
+    with engine(tmp_path / "b", tiers) as built:
+        first = computed(built)
+        publish(built, first, droppable=True)
+        first.close()
+        session = Driver.open(built, ROWS)
+        start(built, session)
+        handle = built.fork_session(ForkRequest(session.handle.session_id, session.handle.generation))
+        forked = Driver(built, ROWS, handle, session.position)
+        assert torch.equal(tail(session), want)
+        session.close()
+        store = built.blocks.store
+        store.reclaim.make_room(0, 16)
+        until(built, lambda: not store.moves.open_moves())
+        assert built.stats().tiers[0].bytes.held == CHUNKS * LAYERS * SLOT, "the fork holds them"
+        (order,) = store.delete(keys())
+        store.pump()
+        assert order.state is not DeletionState.DONE, "somebody attends them"
+        assert torch.equal(tail(forked), want)
+        forked.close()
+        until(built, lambda: order.state is DeletionState.DONE)
+        assert leases(built) == [0, 0]
+        assert built.stats().tiers[0].bytes.blocks == 0
+
+
+def test_only_whole_chunks_of_all_layers_are_started_from(tmp_path: Path) -> None:
+    with engine(tmp_path, [cpu(24), nvme(32)]) as built:
+        first = computed(built)
+        publish(built, first)
+        built.blocks.store.delete([key(1, 1)])
+        until(built, lambda: not built.blocks.store.deletions.open())
+        second = Driver.open(built, ROWS)
+        assert start(built, second) == CHUNK
+        third = Driver.open(built, ROWS)
+        assert start(built, third, chunks=0) == 0
+        assert leases(built)[0] == LAYERS
+        for driver in (first, second, third):
+            driver.close()
+
+
+def test_a_cut_inside_a_borrowed_chunk_goes_on_in_a_copy(tmp_path: Path) -> None:
+    with engine(tmp_path, [cpu(24), nvme(32)]) as built:
+        first = computed(built)
+        publish(built, first)
+        second = Driver.open(built, ROWS)
+        start(built, second)
+        second.forward(2, committed_frontier=PREFIX)
+        for driver in (first, second):
+            handle = driver.handle
+            built.edit_session(EditRequest(handle.session_id, handle.generation, Truncate(PREFIX - 10)))
+            driver.position = PREFIX - 10
+        answers = [driver.forward(5, committed_frontier=PREFIX - 10) for driver in (first, second)]
+        assert torch.equal(*answers)
+        first.close()
+        second.close()
+        assert leases(built) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        pytest.param("rows", Reason.STEP_ORDER, id="it-has-rows"),
+        pytest.param("selector", Reason.UNSUPPORTED, id="it-has-a-selector"),
+        pytest.param("short", Reason.BAD_ARGUMENT, id="it-may-not-be-so-long"),
+        pytest.param("stale", Reason.GENERATION_STALE, id="another-generation"),
+        pytest.param("unknown", Reason.SESSION_UNKNOWN, id="no-such-session"),
+    ],
+)
+def test_who_may_not_start_from_blocks_has_none_afterwards(tmp_path: Path, case: str, reason: Reason) -> None:
+    with engine(tmp_path, [cpu(32), nvme(32)]) as built:
+        first = computed(built)
+        publish(built, first)
+        rows = Rows.random(CHUNK, seed=1) if case == "short" else ROWS
+        driver = Driver.open(built, rows, quest() if case == "selector" else None)
+        if case == "rows":
+            driver.forward(3)
+        handle = driver.handle
+        session_id = "nobody" if case == "unknown" else handle.session_id
+        generation = handle.generation + (case == "stale")
+        fetch = built.blocks.store.fetch(keys(), namespace=NAMESPACE, deadline=LATER)
+        with fetch, pytest.raises(CoreError) as refused:
+            built.prefixes.start(session_id, generation, fetch)
+        assert refused.value.reason is reason
+        assert leases(built) == [0, 0]
+        first.close()
+        driver.close()
+
+
+def test_rows_of_an_own_history_are_not_published(tmp_path: Path) -> None:
+    with engine(tmp_path, [cpu(24), nvme(32)]) as built:
+        driver = computed(built)
+        handle = driver.handle
+        for layer, chunk in ((0, CHUNKS), (LAYERS, 0), (0, -1)):
+            with pytest.raises(CoreError) as refused:
+                built.prefixes.payload(handle.session_id, handle.generation, layer, chunk)
+            assert refused.value.reason is Reason.NOT_VISIBLE
+        assert built.prefixes.payload(handle.session_id, handle.generation, 0, 0)
+        built.edit_session(EditRequest(handle.session_id, handle.generation, Drop(((5, 9),))))
+        with pytest.raises(CoreError) as edited:
+            built.prefixes.payload(handle.session_id, handle.generation, 0, 0)
+        assert edited.value.reason is Reason.UNCOMMITTED_ROWS
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Sessions that start from what is published, among evictions and deletions: each answers as one that
+    computed all of it, and when all have ended nothing is held."""
+
+    folder: Path
+    want: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = engine(self.folder, [cpu(48)])
+        self.built = self.context.__enter__()
+        self.source = computed(self.built)
+        self.open: list[Driver] = []
+
+    @rule(chunks=st.integers(1, CHUNKS))
+    def publish(self, chunks: int) -> None:
+        for chunk in range(chunks):
+            for layer in range(LAYERS):
+                handle = self.source.handle
+                payload = self.built.prefixes.payload(handle.session_id, handle.generation, layer, chunk)
+                self.built.blocks.store.put(
+                    [key(layer, chunk)], [payload], namespace=NAMESPACE, deadline=LATER, droppable=True
+                )
+
+    @precondition(lambda self: len(self.open) < 3)
+    @rule()
+    def begin(self) -> None:
+        driver = Driver.open(self.built, ROWS)
+        self.open.append(driver)
+        if rows := start(self.built, driver):
+            assert rows % CHUNK == 0
+        if driver.position < PREFIX:
+            driver.forward(PREFIX - driver.position, committed_frontier=driver.position)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        driver = data.draw(st.sampled_from(self.open))
+        if driver.position == PREFIX:
+            assert torch.equal(tail(driver), self.want)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        driver = data.draw(st.sampled_from(self.open))
+        self.open.remove(driver)
+        driver.close()
+
+    @rule(count=st.integers(1, 8))
+    def make_room(self, count: int) -> None:
+        self.built.blocks.store.reclaim.make_room(0, count)
+
+    @rule(layer=st.integers(0, LAYERS - 1), chunk=st.integers(0, CHUNKS - 1))
+    def delete(self, layer: int, chunk: int) -> None:
+        self.built.blocks.store.delete([key(layer, chunk)])
+        self.built.blocks.store.pump()
+
+    @rule()
+    def pump(self) -> None:
+        self.built.blocks.store.pump()
+
+    @invariant()
+    def books_add_up(self) -> None:
+        self.built.blocks.store.check()
+
+    def teardown(self) -> None:
+        for driver in (*self.open, self.source):
+            driver.close()
+        until(self.built, lambda: not self.built.blocks.store.deletions.open())
+        assert leases(self.built) == [0]
+        self.built.blocks.store.reclaim.make_room(0, 48)
+        assert self.built.stats().tiers[0].bytes.free == self.built.stats().tiers[0].capacity_bytes
+        self.context.__exit__(None, None, None)
+
+
+def test_any_order_of_sessions_evictions_and_deletions_keeps_bits_and_books(tmp_path: Path) -> None:
+    PrefixMachine.folder, PrefixMachine.want = tmp_path, own(tmp_path / "own", [cpu(48)])
+    case = PrefixMachine.TestCase()
+    case.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+    case.runTest()
