@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kvtier_evidence.probeplan import PlanError, given_digest, parse_plan, prompt_digest
 from kvtier_evidence.window import MAX_PROBES
@@ -34,6 +36,14 @@ def test_a_grid_is_every_task_at_every_length_with_every_seed() -> None:
     assert names[0] == "passkey/512/1/0" and names[-1] == "multiKey/1024/3/3"
     assert plan.digest == "sha256:" + hashlib.sha256(text().encode()).hexdigest()
     assert prompt_digest(names[0]) != prompt_digest(names[1])
+
+
+def test_the_guides_plan_is_one() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "probes.md").read_text()
+    config_map = yaml.safe_load(guide.split("```yaml\n")[1].split("---")[0])
+    plan = parse_plan(config_map["data"]["plan.json"])
+    assert plan.size == 3 * 2 * 25
+    assert plan.model is not None and plan.model.claim == "models"
 
 
 def test_any_change_of_the_text_is_another_plan() -> None:
