@@ -99,7 +99,9 @@ def fixed_horizon(scenario: Scenario) -> float:
         # 60 % zeros, the others 1 to 10 units of which the mean holds 2.2.
         unit = truth.stall / 2.2
         variance = 0.4 * 38.5 * unit**2 - truth.stall**2
-        return math.ceil((za + zb) ** 2 * variance / (0.02 - truth.stall) ** 2)
+        n = math.ceil((za + zb) ** 2 * variance / (0.02 - truth.stall) ** 2)
+        # Of so few the normal approximation says nothing.
+        return n if n >= 100 else math.nan
     if scenario.traffic.heavy:
         return math.nan
     f, margin = scenario.steps[0].fraction, math.log(float(scenario.tail_limit) / truth.tail)
