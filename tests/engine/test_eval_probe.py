@@ -19,6 +19,7 @@ from kvtier_eval import probecli
 from kvtier_eval.cli import build_parser
 from kvtier_eval.models import SMOLLM2, load
 from kvtier_evidence.probeplan import prompt_digest
+from kvtier_operator.reconcile.selector_indexes import CacheIndexes, Holding, index_ready
 from tests.engine.agent_process import (
     CACHE,
     Agent,
@@ -159,6 +160,14 @@ def test_an_index_that_is_built_beside_the_steps_is_waited_for(
     assert (status, err) == (0, "")
     assert rows[0]["approximateSteps"] > 0
     assert set(served.pairs(grant)) == {prompt_digest(NAMES[0])}
+    (held,) = served.agent.state().caches
+    (reported,) = [one for one in held.indexes if one.of_candidate]
+    assert (reported.family, reported.ready, reported.refused) == (family, 0, 0), "its session is closed"
+    assert reported.builds > 0
+    assert reported.hidden_seconds + reported.exposed_seconds > 0.0
+    told = CacheIndexes("chat")
+    told.add(served.agent.state(), Holding("chat", CACHE.uid, ("serving", "pool"), grant.digest))
+    assert index_ready([told]).reason == "NoSessions"
 
 
 @pytest.mark.parametrize(
