@@ -42,6 +42,7 @@ from kvtier_core.release.enforcement import (
     SessionFacts,
     StepPlan,
 )
+from kvtier_core.selectors.gates import illegal
 from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.beside import needs_own_engine
 from kvtier_crds.manifest import RuntimeManifest, model_fingerprint
@@ -453,13 +454,15 @@ class CacheHost:
         return total
 
     def _check_fallback(self, session: Session, result: FrameResult, evidence: FrameEvidence) -> None:
-        """An approximate answer in a session that no candidate may serve is counted. A fallback of the core
-        is an exact fetch, which every contract allows."""
-        window = session.window
-        if session.assignment.terms is None or window is None:
+        """An approximate answer in a session that no candidate may serve is counted, and one by a way that
+        the candidate's contract does not list. The exact fetch every contract allows."""
+        window, terms = session.window, session.assignment.terms
+        if terms is None or window is None:
             return
-        approximate = result.receipt.exactness is ExactnessClass.APPROXIMATE
-        if approximate and session.assignment.arm is not ServedArm.CANDIDATE:
+        receipt = result.receipt
+        approximate = receipt.exactness is ExactnessClass.APPROXIMATE
+        unserved = approximate and session.assignment.arm is not ServedArm.CANDIDATE
+        if unserved or illegal(receipt.selection, terms.fallbacks, approximate=approximate):
             evidence.zero_tolerance(window, ILLEGAL_FALLBACKS)
 
     @staticmethod

@@ -7,6 +7,7 @@ must not know what an index is."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -14,10 +15,11 @@ import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvtier_core.selectors.lifecycle.grades import BOUNDS, Grades
 from kvtier_core.selectors.lifecycle.memory import IndexMemory
 from kvtier_core.selectors.lifecycle.works import IndexWorks
 
@@ -160,3 +162,30 @@ class IndexCollector(Collector):
         for (metric, family, label), value in totals.items():
             metrics[metric].add_metric([family, label], value)
         yield from metrics.values()
+        yield from self._audits()
+
+    def _audits(self) -> Iterator[Metric]:
+        shares = HistogramMetricFamily(
+            "kvtier_agent_audit_certified_share",
+            "Sound lower bound of the attention that graded selections read, of the head with least",
+            labels=["family"],
+        )
+        failures = CounterMetricFamily(
+            "kvtier_agent_audit_failures",
+            "Gradings that came to nothing, by reason",
+            labels=["family", "reason"],
+        )
+        by_family: dict[str, Grades] = {}
+        for name, grades in self._works.audits.read().items():
+            joined = by_family.setdefault(name.family, Grades())
+            joined.counts = [mine + more for mine, more in zip(joined.counts, grades.counts, strict=True)]
+            joined.total += grades.total
+            for reason, count in grades.failures.items():
+                joined.failures[reason] = joined.failures.get(reason, 0) + count
+        for family, grades in by_family.items():
+            below = [float(count) for count in itertools.accumulate(grades.counts)]
+            buckets = [(str(bound), count) for bound, count in zip(BOUNDS, below, strict=True)]
+            shares.add_metric([family], [*buckets, ("+Inf", below[-1])], grades.total)
+            for reason, count in grades.failures.items():
+                failures.add_metric([family, reason], count)
+        yield from (shares, failures)

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 
-from kvtier_core.admission import UNAVAILABLE, Fallback, FallbackChoice, choose_fallback
+from kvtier_core.admission import UNAVAILABLE, FallbackChoice, choose_fallback
+from kvtier_core.admission import Fallback as Action
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.receiptcheck.fallbacks import Gate as DeclaredGate
 from kvtier_core.receiptcheck.fallbacks import Phase
+from kvtier_core.receipts import SelectionFacts
 from kvtier_core.selectors.base import Selection as Stated
 from kvtier_core.selectors.contract import Selection, SelectionReceipt
-from kvtier_crds.manifest import Selector
+from kvtier_crds.manifest import Fallback, Selector
 
 NO_LIMITS = (math.nan, math.nan)
 
@@ -114,7 +116,7 @@ def judged(gate: Gate | None, choose: Callable[[int], Selection | None], *, may_
     assert first is not None
     found = Judged(first, 0, gate is not None and gate.uncertain(first.receipt))
     steps = gate.widen_steps if gate is not None and may_widen else 0
-    if _next(found, Phase.INITIAL, can_widen=steps > 0) is not Fallback.WIDEN_SEARCH:
+    if _next(found, Phase.INITIAL, can_widen=steps > 0) is not Action.WIDEN_SEARCH:
         return found
     assert gate is not None
     for doublings in range(1, steps + 1):
@@ -122,12 +124,21 @@ def judged(gate: Gate | None, choose: Callable[[int], Selection | None], *, may_
         if wider is None:
             return found
         found = Judged(wider, doublings, gate.uncertain(wider.receipt))
-        if _next(found, Phase.POST_WIDEN, can_widen=False) is Fallback.ACCEPT_APPROXIMATE:
+        if _next(found, Phase.POST_WIDEN, can_widen=False) is Action.ACCEPT_APPROXIMATE:
             return found
     return found
 
 
-def _next(found: Judged, phase: Phase, *, can_widen: bool) -> Fallback:
+def illegal(told: SelectionFacts | None, allowed: frozenset[Fallback], *, approximate: bool) -> bool:
+    """Whether an answer took a way that its contract does not list (B.8): it was widened, or its gate failed
+    and it was published all the same. allowed: of the contract, besides the exact fetch."""
+    if told is None:
+        return False
+    widened = told.widened > 0 and Fallback.WIDEN not in allowed
+    return widened or (approximate and told.failed and Fallback.DEGRADE not in allowed)
+
+
+def _next(found: Judged, phase: Phase, *, can_widen: bool) -> Action:
     """B.8 of what is known here; the exact ways are the caller's."""
     return choose_fallback(
         FallbackChoice(

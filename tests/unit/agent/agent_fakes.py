@@ -32,6 +32,7 @@ from kvtier_agent.weightstore import GivenWeights
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError
 from kvtier_core.nodeplan import NodePlan
+from kvtier_core.receipts import SelectionFacts
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
 from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.manifest import RuntimeManifest
@@ -59,6 +60,14 @@ class FakeClock:
         self.now += int(seconds * SECONDS)
 
 
+SELECTION = SelectionFacts(
+    *("f", "", "estimate", "d", "i"),
+    *(1, 8, 0, 8, 0, 0, 1, 8, 1, 0, 1, 1),
+    *(0.0, 0.0, 0, 0),
+    *(0.1, 1.0, float("nan"), 0, 0.2, float("nan"), False),
+)
+
+
 class FakeEngine:
     """Answers every frame; `hook` runs where an engine would compute, `refusal` is raised there."""
 
@@ -75,6 +84,7 @@ class FakeEngine:
         self.weights: dict[tuple[str, int], GivenWeights] = {}
         self.comparison = FrameComparison(0.02, 1.0)
         self.approximate_without_leave = False
+        self.selection: SelectionFacts | None = None
         self.used = 0
         self.planned: NodePlan | None = None
         self.indexed: Sequence[IndexState] = ()
@@ -133,6 +143,7 @@ class FakeEngine:
             stall_seconds=0.25,
             producer_digest="sha256:p",
             estimated_omitted_mass=float("nan"),
+            selection=self.selection,
             fallback="",
             snapshot_generation=1,
         )

@@ -26,7 +26,7 @@ from kvtier_core.release.enforcement import ServedArm, SessionFacts
 from kvtier_core.release.leases import FenceToken
 from kvtier_evidence.gates import ONE
 from kvtier_evidence.window import MetricCounts, WindowKey
-from tests.unit.agent.agent_fakes import Bench, FakeEngine, frame
+from tests.unit.agent.agent_fakes import SELECTION, Bench, FakeEngine, frame
 
 EMPTY_SET = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
@@ -292,6 +292,21 @@ async def test_an_approximate_answer_without_permission_is_an_illegal_fallback(b
     bench.engine.approximate_without_leave = True
     await prefill(session)
     assert zero_tolerance(bench, key) == {"illegalFallbacks": 1}
+
+
+@pytest.mark.parametrize(
+    ("widened", "failed", "counted"),
+    [(0, False, 0), (2, False, 1), (0, True, 1)],
+    ids=["plain", "widened", "failed"],
+)
+async def test_a_way_that_the_candidates_contract_does_not_list_is_an_illegal_fallback(
+    bench: Bench, widened: int, failed: bool, counted: int
+) -> None:
+    key = await bench.grant()
+    session = await open_session(bench)
+    bench.engine.selection = replace(SELECTION, widened=widened, failed=failed)
+    await prefill(session)
+    assert zero_tolerance(bench, key) == ({"illegalFallbacks": counted} if counted else {})
 
 
 @pytest.mark.parametrize(

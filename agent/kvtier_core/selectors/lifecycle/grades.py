@@ -20,7 +20,7 @@ AUDITS_AT_ONCE = 64
 @dataclass(slots=True)
 class Grades:
     """Of one selector of one cache, since start. counts: gradings by the least certified share of any query
-    head, one more than BOUNDS for none beyond them; total: of those shares. failures: gradings that came to
+    head, up to each of BOUNDS; total: of those shares. failures: gradings that came to
     nothing, by reason."""
 
     counts: list[int] = field(default_factory=lambda: [0] * len(BOUNDS))
