@@ -151,25 +151,35 @@ def _obey(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
 def _worth_writing(old: RolloutState, new: RolloutState, inputs: Inputs) -> bool:
     """Whether the change is more than numbers and texts that move with time, or that a full status has no
     room for: compared is what would be read back."""
+    before = _settled(old)
+    if before == _settled(new):
+        return False
     written = as_written(new, inputs.spec.progress_deadline if inputs.spec else 0.0)
-    return _settled(old) != _settled(written)
+    return before != _settled(written)
 
 
-def _settled(state: RolloutState) -> RolloutState:
-    gates = tuple(
-        replace(gate, value="", bound="", limit="", n=0, expected_n=0, k="", basis="", at=0.0)
-        for gate in state.gates
-    )
-    conditions = tuple(replace(condition, message="") for condition in state.conditions)
+def _settled(state: RolloutState) -> tuple[object, ...]:
+    """All of it that is compared."""
+    gates = [
+        (one.name, one.metric, one.verdict, one.reason, one.fail_only, one.overridden) for one in state.gates
+    ]
+    conditions = [
+        (one.type, one.status, one.reason, one.observed_generation, one.last_transition)
+        for one in state.conditions
+    ]
     rollback = state.rollback
     if rollback is not None:
         rollback = replace(rollback, message="", missing=rollback.missing[:SHOWN_NODES])
-    return replace(
+    rest = replace(
         state,
-        gates=gates,
-        carry=Carry(),
+        gates=(),
+        carry=_NOTHING,
         schedule=None,
-        conditions=conditions,
+        conditions=(),
         rollback=rollback,
         lost=state.lost[:SHOWN_NODES],
     )
+    return rest, gates, conditions
+
+
+_NOTHING = Carry()
