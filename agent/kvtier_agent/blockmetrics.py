@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.telemetry import ChildOf
+from kvtier_core.blockstore.admitting import UNLIMITED
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -155,6 +156,8 @@ class StoreCollector(Collector):
         for host in hosts:
             twice += host.store.ledger.double_releases
             for resource, use in host.store.ledger.use().items():
+                if use.total >= UNLIMITED:
+                    continue
                 row = totals.setdefault(resource.label, [0, 0, 0])
                 for at, value in enumerate((use.free, use.granted, use.refused)):
                     row[at] += value

@@ -25,6 +25,28 @@ class AdmissionPolicy(StrEnum):
     EXACT_DEADLINE_COALESCING = "exactDeadlineCoalescing"
 
 
+@dataclass(frozen=True, slots=True)
+class AdmissionTerms:
+    """What a cache declares of its transfers on a node; None: no limit of its own. pinned: page-locked bytes.
+    staging: bytes of reads in flight and of the engine's own buffers. link: bytes in flight in each direction
+    between memory and storage. queue: requests that may wait for reads. policy: who goes first."""
+
+    pinned: int | None = None
+    staging: int | None = None
+    link: int | None = None
+    queue: int | None = None
+    policy: AdmissionPolicy | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("pinned", "staging", "link", "queue"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise CoreError(Reason.BAD_ARGUMENT, f"admission.{name} {value} must be positive")
+
+
+UNDECLARED = AdmissionTerms()
+
+
 class AdmissionReason(StrEnum):
     """Why a request may not transfer. DEADLINE: it would not end in time, whatever is free."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from kvtier_core.blockstore.admitting import READ, UNLIMITED, WRITE
 from kvtier_core.blockstore.driver import Bell, Driver
 from kvtier_core.blockstore.recovery import Recovers
 from kvtier_core.blockstore.store import BlockStore
@@ -44,6 +45,7 @@ def ledger_of(tiers: Sequence[Tier], staging_bytes: int, clock: Callable[[], flo
     limits[QUEUE] = Limit(QUEUE_TRANSFERS)
     limits[STAGING] = Limit(staging_bytes)
     limits[PINNED] = Limit(sum(tier.pinned_bytes for tier in tiers))
+    limits[READ] = limits[WRITE] = Limit(UNLIMITED)
     return Ledger(limits, clock=clock)
 
 

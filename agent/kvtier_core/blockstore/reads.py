@@ -19,6 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier_core.admission import AdmissionPolicy
 from kvtier_core.blockstore.outcomes import Found
 from kvtier_core.blockstore.parts import Parts
 from kvtier_core.errors import CoreError, Reason
@@ -31,11 +32,37 @@ from kvtier_core.transactions.reasons import refusal
 from kvtier_core.transactions.singleflight import SingleFlight
 from kvtier_core.transactions.transfers import Settled
 
+_Order = Callable[[Flight], tuple[float, ...]]
 
-def _urgency(flight: Flight) -> tuple[int, int, float, int]:
+
+def _urgency(flight: Flight) -> tuple[float, ...]:
     """Priority first; then by place in the prefix, so that requests take turns and a short one does not wait
     for a long one's tail; then by deadline."""
     return (-flight.priority, flight.place, flight.deadline, flight.number)
+
+
+def _arrival(flight: Flight) -> tuple[float, ...]:
+    """As `_urgency`, but by arrival among equal places."""
+    return (-flight.priority, flight.place, flight.number)
+
+
+def _deadline(flight: Flight) -> tuple[float, ...]:
+    return (-flight.priority, flight.deadline, flight.place, flight.number)
+
+
+def _deadline_shared(flight: Flight) -> tuple[float, ...]:
+    """Of equal deadlines first the read that most requests wait for. All reads of blocks are exact."""
+    return (-flight.priority, flight.deadline, -len(flight.waiters), flight.place, flight.number)
+
+
+_ORDERS: Mapping[AdmissionPolicy | None, _Order] = {
+    None: _urgency,
+    AdmissionPolicy.FIFO: _arrival,
+    AdmissionPolicy.EARLIEST_DEADLINE: _deadline,
+    AdmissionPolicy.EXACT_DEADLINE_COALESCING: _deadline_shared,
+}
+# Lack of credits that reads under way give back as they end.
+_PRESSED = (MoveReason.CREDIT_PRESSURE, MoveReason.QUEUE_FULL)
 
 
 _REPRESENTATION = f"{LAYOUT_ID}|{CODEC_IDENTITY}"
@@ -133,11 +160,16 @@ class Reads:
         self._parked: dict[int, Flight] = {}
         # Bytes that a newcomer may find ahead of it; enough for every I/O thread to have its next block.
         self._window = max(8, window_bytes // parts.block_bytes)
+        self._order: _Order = _urgency
         self.dropped: deque[Ticket] = deque()
         self.hits = 0
         self.fetched = 0
         self.retried = 0
         self.leaked = 0
+
+    def by(self, policy: AdmissionPolicy | None) -> None:
+        """Who goes first from now on."""
+        self._order = _ORDERS[policy]
 
     # Opening and closing.
 
@@ -258,7 +290,7 @@ class Reads:
         refused: dict[int, MoveReason] = {}
         moves: list[Move] = []
         room: Room | None = None
-        for flight in sorted(flights, key=_urgency):
+        for flight in sorted(flights, key=self._order):
             if len(self._moving) >= self._window:
                 self._park(flight)
                 continue
@@ -275,8 +307,10 @@ class Reads:
                     move = self._begin(flight)
             except MoveRefused as error:
                 leaving = room is not None and room.leaving > 0
-                if error.code is MoveReason.WRITE_TXN_BUSY or (
-                    error.code is MoveReason.NO_STAGING and leaving
+                if (
+                    error.code is MoveReason.WRITE_TXN_BUSY
+                    or (error.code is MoveReason.NO_STAGING and leaving)
+                    or (error.code in _PRESSED and (moves or self._moving))
                 ):
                     self._park(flight)
                 else:
@@ -325,7 +359,7 @@ class Reads:
             elif not flight.waiters:
                 del self._parked[flight.number]
                 self.flights.fail(flight.number, MoveReason.FETCH_LATE)
-        chosen = heapq.nsmallest(free, self._parked.values(), key=_urgency)
+        chosen = heapq.nsmallest(free, self._parked.values(), key=self._order)
         for flight in chosen:
             del self._parked[flight.number]
         for number, reason in self._start(chosen).items():

@@ -17,6 +17,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier_core.admission import AdmissionTerms
+from kvtier_core.blockstore.admitting import READ, UNLIMITED, WRITE, set_limits, totals
 from kvtier_core.blockstore.lasting import Lasting, WriteThrough
 from kvtier_core.blockstore.outcomes import Explanation, Found, PutOutcome, ReplicaFacts, Stored
 from kvtier_core.blockstore.parts import BoundBlocks, Parts
@@ -26,7 +28,7 @@ from kvtier_core.blockstore.reclaim import Reclaim
 from kvtier_core.blockstore.recovery import Recovers, restore
 from kvtier_core.blockstore.writes import Reservation, Writes, compared
 from kvtier_core.checksums import checksum
-from kvtier_core.credits import BlockSlots, Ledger, Limit, LinkPayer, slots
+from kvtier_core.credits import PINNED, STAGING, BlockSlots, Ledger, Limit, LinkPayer, slots
 from kvtier_core.credits.resources import QUEUE, Resource
 from kvtier_core.directory import NO_LINE, NO_PRODUCER, ChunkState, Directory, ReplicaState
 from kvtier_core.errors import CoreError, Reason
@@ -93,6 +95,9 @@ class BlockStore:
             durable=bool(storage) and all(tiers[index].persistent for index in storage),
             wake=wake or (lambda: None),
         )
+        self._links = LinkPayer(self.ledger, {})
+        self._max_tickets = max_tickets
+        self._undeclared: dict[Resource, int] = {}
         self.moves = Transactions(
             self.directory,
             None,
@@ -100,7 +105,7 @@ class BlockStore:
             self.parts.identity_of,
             self._published,
             purse=BlockSlots(self.ledger, self.directory),
-            link=LinkPayer(self.ledger, {}),
+            link=self._links,
             live=BoundBlocks(self.directory),
             wake=wake,
         )
@@ -165,6 +170,15 @@ class BlockStore:
             self._journal = journal
             if not self.deletions.resume(journal.entries, self.parts.namespaces.index):
                 journal.trim(0)
+
+    def admit(self, terms: AdmissionTerms) -> None:
+        """What transfers may take from now on, all of it or nothing: CREDIT_PRESSURE while more is in flight,
+        ADMISSION_PINNED when the tiers pin more, STAGING_TOO_SMALL when not one block could be read."""
+        with self.parts.lock:
+            self._undeclared = self._undeclared or totals(self.ledger)
+            set_limits(self.ledger, self._links, self.parts, terms, self._undeclared)
+            self.reads.by(terms.policy)
+            self.reads.flights.bound(terms.queue or self._max_tickets)
 
     # Storing.
 
@@ -429,6 +443,7 @@ class MemoryJournal:
 def _own_ledger(tiers: Sequence[Tier], queue: int) -> Ledger:
     limits = {slots(index): Limit(tier.slots.capacity) for index, tier in enumerate(tiers)}
     limits[QUEUE] = Limit(queue)
+    limits.update(dict.fromkeys((PINNED, STAGING, READ, WRITE), Limit(UNLIMITED)))
     return Ledger(limits)
 
 

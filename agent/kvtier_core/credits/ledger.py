@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvtier_core.credits.resources import (
@@ -101,6 +101,19 @@ class Ledger:
         self.double_releases = 0
         self.stale_releases = 0
         self.shared_grants = 0
+
+    def resize(self, resource: Resource, total: int) -> None:
+        """Another total from now on. CREDIT_PRESSURE while more than that is taken (ADMISSION_PINNED for
+        PINNED); nothing has changed then."""
+        limit = self._limits[resource]
+        taken = limit.total - self._free[resource]
+        if taken > total:
+            reason = Reason.ADMISSION_PINNED if resource.kind is ResourceKind.PINNED else None
+            raise CreditRefused(
+                reason or Reason.CREDIT_PRESSURE, resource, taken, total, total, None if reason else RETRY_MS
+            )
+        self._limits[resource] = replace(limit, total=total)
+        self._free[resource] = total - taken
 
     # Asking.
 

@@ -54,6 +54,10 @@ class LinkPayer:
         self._ledger = ledger
         self._stages = dict(stages)
 
+    def route(self, stages: Mapping[tuple[int, int], tuple[Resource, ...]]) -> None:
+        """Other stages, for transfers from now on."""
+        self._stages = dict(stages)
+
     def acquire(self, source: int, tier: int, size: int, namespace: int) -> int:
         """All or nothing; returns a token. CREDIT_PRESSURE, QUEUE_FULL, QUOTA_EXCEEDED."""
         want = dict.fromkeys(self._stages.get((source, tier), ()), size)

@@ -81,6 +81,10 @@ class SingleFlight:
     def __len__(self) -> int:
         return len(self._flights)
 
+    def bound(self, max_tickets: int) -> None:
+        """Another number of requests that may wait; those that do stay."""
+        self._max_tickets = max_tickets
+
     def flights(self) -> tuple[Flight, ...]:
         return tuple(self._flights.values())
 
