@@ -100,9 +100,9 @@ def test_tokens_replayed_once_tell_what_a_second_replay_would(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = small_plan(
-        settings=SMALL.model_copy(update={"prompts": 4, "steps": 6}),
+        settings=SMALL.model_copy(update={"prompts": 2, "steps": 6}),
         tasks=(task,),
-        length=600 if task is Task.PERPLEXITY else 240,
+        length=540 if task is Task.PERPLEXITY else 240,
         families=("quest", "magicPig"),
         budgets=(64,),
     )
