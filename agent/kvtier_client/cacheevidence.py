@@ -25,6 +25,10 @@ class Asking(Protocol):
     asked: frozenset[Need]
     asked_layers: frozenset[int]
 
+    @property
+    def block_bytes(self) -> int:
+        """What one message of it may have."""
+
     def give_weights(self, layers: Sequence[LayerGiven]) -> int: ...
 
 
@@ -80,9 +84,9 @@ class _Tokens:
         # The whole pass is not kept, only what the next token follows from.
         self._ids, self._states = None, states[-1:].clone()
 
-    def pending(self) -> RowEvidence | None:
-        """What the agent has not got yet, of at most one frame."""
-        part = self.known[self.sent : self.sent + MAX_SURPRISALS]
+    def pending(self, most: int) -> RowEvidence | None:
+        """What the agent has not got yet, at most so many numbers."""
+        part = self.known[self.sent : self.sent + most]
         if not len(part):
             return None
         made = RowEvidence(surprisal=part, surprisal_first=self.sent)
@@ -149,13 +153,14 @@ class CacheEvidence:
         before them in this pass. None: nothing is asked for here."""
         session = self._sessions[index]
         late = None
-        if layer == 0 and Need.SURPRISAL in session.asked:
+        if Need.SURPRISAL in session.asked:
             tokens = self._tokens[index]
-            self._skips[index] = skip
-            ids = None if self._ids is None else self._ids[index, skip:]
-            if queries:
+            if layer == 0:
+                self._skips[index] = skip
+                ids = None if self._ids is None else self._ids[index, skip:]
                 tokens.begin(self._source, ids, rows)
-            late = tokens.pending()
+            # Half a message: a frame's rows and queries have the other. What is left goes with other layers.
+            late = tokens.pending(min(MAX_SURPRISALS, max(1, session.block_bytes // 16)))
         # Of a prefill no state is asked for: nothing is selected there.
         if queries != 1 or Need.PREVIOUS_HIDDEN_STATE not in session.asked:
             return late

@@ -44,6 +44,7 @@ class Told:
     surprisal: dict[str, list[float]] = field(default_factory=dict)
     hidden: dict[tuple[int, int], np.ndarray[Any, Any]] = field(default_factory=dict)
     queries: dict[tuple[int, int], np.ndarray[Any, Any]] = field(default_factory=dict)
+    parts: list[int] = field(default_factory=list)
 
     def note(self, frame: Any, answer: Any) -> Any:
         key = (frame.step, frame.layer)
@@ -53,7 +54,7 @@ class Told:
             assert given.hidden_layer == frame.layer - 1
             self.hidden[key] = np.frombuffer(given.hidden, np.float32)
         if given.surprisal:
-            assert frame.layer == 0
+            self.parts.append(len(given.surprisal) // 8)
             known = self.surprisal.setdefault(frame.session_id, [])
             assert given.surprisal_first == len(known)
             known += np.frombuffer(given.surprisal, np.float64).tolist()
@@ -163,6 +164,21 @@ def test_each_sequence_of_a_batch_has_its_own(
         whole = torch.cat([row, out[index : index + 1, 40:-1]], dim=1)
         known = torch.tensor(told.surprisal[name], dtype=torch.float64)
         torch.testing.assert_close(known, losses(tiny_model, whole), rtol=CLOSE, atol=CLOSE)
+
+
+def test_a_long_prompts_surprisals_go_with_the_frames_of_several_layers(
+    client: AttentionClient, agent: FakeAgent, tiny_model: Any, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_client.cacheevidence.MAX_SURPRISALS", 40)
+    agent.wanted = wanted(KINDS.SURPRISAL)
+    ids = prompt(100)
+    with attach(tiny_model) as made, torch.no_grad(), open_cache(client, tiny_model, made) as cache:
+        tiny_model(ids[:, :99], cache=cache)
+        tiny_model(ids[:, 99:], cache=cache)
+    (known,) = told.surprisal.values()
+    assert len(known) == 100 and told.parts == [1, 40, 40, 19]
+    want = losses(tiny_model, ids)
+    torch.testing.assert_close(torch.tensor(known, dtype=torch.float64), want, rtol=CLOSE, atol=CLOSE)
 
 
 def test_two_caches_of_one_model_are_told_of_their_own_passes(
