@@ -56,7 +56,7 @@ NO_LINES: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """A call whose caller is known. deadline: absolute seconds of the host's clock."""
 
     host: BlockHost
@@ -92,13 +92,14 @@ class BlockCalls:
         seconds = min(most, scope.deadline_ms / 1000 if scope.deadline_ms else DEFAULT_SECONDS)
         return cache, host, host.clock() + seconds
 
-    def _call(self, scope: blocks_pb2.BlockScope, *, source_needed: bool = True) -> _Call:
+    def call_of(self, scope: blocks_pb2.BlockScope, *, source_needed: bool = True) -> Call:
+        """Its caller checked. What `_place` refuses, and `caller_of`."""
         cache, host, deadline = self._place(scope)
         generation = host.store.moves.cache_generation
         caller = caller_of(scope, cache.manifest, generation, source_needed=source_needed)
-        return _Call(host, cache.manifest, caller, deadline)
+        return Call(host, cache.manifest, caller, deadline)
 
-    async def _keys(self, call: _Call, span: Span) -> NDArray[np.uint8]:
+    async def _keys(self, call: Call, span: Span) -> NDArray[np.uint8]:
         return await call.host.run(lambda: span.keys(call.caller.source))
 
     # Storing.
@@ -108,7 +109,7 @@ class BlockCalls:
         if self._node.draining:
             raise CoreError(Reason.DRAINING, "the agent is draining and takes no blocks")
         begin = await self._begin(parts)
-        call = self._call(begin.scope)
+        call = self.call_of(begin.scope)
         with call.host.call():
             order = await self._order(call, begin)
             storing = Storing(call.host, order)
@@ -141,7 +142,7 @@ class BlockCalls:
             raise CoreError(Reason.DEADLINE, f"no message came for {DEFAULT_SECONDS} s") from None
         raise CoreError(Reason.BAD_ARGUMENT, "the stream ended before its first message")
 
-    async def _order(self, call: _Call, begin: blocks_pb2.StoreBegin) -> Order:
+    async def _order(self, call: Call, begin: blocks_pb2.StoreBegin) -> Order:
         source = call.source
         span = span_of(begin.span, tokens_needed=True)
         check_payload(source, begin.block_bytes, call.host.block_bytes, call.manifest.model.geometry.head_dim)
@@ -171,7 +172,7 @@ class BlockCalls:
     # Finding.
 
     async def lookup(self, request: blocks_pb2.LookupBlocksRequest) -> blocks_pb2.LookupBlocksResponse:
-        call = self._call(request.scope)
+        call = self.call_of(request.scope)
         if not 0 <= request.pin_ms <= MAX_PIN_SECONDS * 1000:
             raise CoreError(
                 Reason.BAD_ARGUMENT, f"pin_ms {request.pin_ms} is not in [0, {MAX_PIN_SECONDS * 1000:g}]"
@@ -205,7 +206,7 @@ class BlockCalls:
     async def load(
         self, request: blocks_pb2.LoadBlocksRequest
     ) -> AsyncGenerator[blocks_pb2.LoadBlocksPart, None]:
-        call = self._call(request.scope)
+        call = self.call_of(request.scope)
         with call.host.call():
             release: Callable[[], None] | None = None
             if request.pin_id:
@@ -248,7 +249,7 @@ class BlockCalls:
         if what is None or (what == "whole_namespace" and not request.whole_namespace):
             raise CoreError(Reason.BAD_ARGUMENT, "what: a span of blocks, or whole_namespace")
         whole = what == "whole_namespace"
-        call = self._call(request.scope, source_needed=not whole)
+        call = self.call_of(request.scope, source_needed=not whole)
         with call.host.call():
             span = None if whole else span_of(request.span)
             store, namespace = call.host.store, call.caller.namespace
@@ -271,13 +272,13 @@ class BlockCalls:
 
     async def explain(self, request: blocks_pb2.ExplainBlockRequest) -> blocks_pb2.ExplainBlockResponse:
         named = bool(request.span.keys)
-        call = self._call(request.scope, source_needed=not named)
+        call = self.call_of(request.scope, source_needed=not named)
         with call.host.call():
             span = span_of(request.span)
             return await call.host.run(lambda: self._explain(call, span))
 
     @staticmethod
-    def _explain(call: _Call, span: Span) -> blocks_pb2.ExplainBlockResponse:
+    def _explain(call: Call, span: Span) -> blocks_pb2.ExplainBlockResponse:
         keys = span.keys(call.caller.source)
         if len(keys) != 1:
             raise CoreError(Reason.BAD_ARGUMENT, f"span names {len(keys)} blocks, one is explained")
@@ -300,7 +301,7 @@ class BlockCalls:
         _, host, _ = self._place(request.scope)
         namespace = None
         if request.scope.tenant:
-            namespace = self._call(request.scope, source_needed=False).caller.namespace
+            namespace = self.call_of(request.scope, source_needed=False).caller.namespace
         with host.call():
             answer = await host.run(
                 lambda: inspection(host, namespace, request.after, request.limit or MAX_PAGE)

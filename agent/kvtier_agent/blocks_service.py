@@ -12,6 +12,7 @@ from contextlib import aclosing
 
 from kvtier.v1 import blocks_pb2, blocks_pb2_grpc
 from kvtier_agent.blockcalls import BlockCalls
+from kvtier_agent.blocksessions import BlockSessions
 from kvtier_agent.node import Node
 from kvtier_agent.rpc import RpcScope, ServicerContext, abort
 from kvtier_core.errors import CoreError, Reason
@@ -27,6 +28,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         self._node = node
         self._scope = scope
         self._calls = calls
+        self._sessions = BlockSessions(node, calls)
 
     async def List(
         self, request: blocks_pb2.ListBlocksRequest, context: ServicerContext
@@ -83,6 +85,18 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         self, request: blocks_pb2.InspectBlocksRequest, context: ServicerContext
     ) -> blocks_pb2.InspectBlocksResponse:
         return await self._scope.run("Blocks.InspectBlocks", context, self._calls.inspect(request))
+
+    async def StartSession(
+        self, request: blocks_pb2.StartSessionRequest, context: ServicerContext
+    ) -> blocks_pb2.StartSessionResponse:
+        return await self._scope.run(
+            "Blocks.StartSession", context, self._sessions.start(request), finish=True
+        )
+
+    async def PublishSession(
+        self, request: blocks_pb2.PublishSessionRequest, context: ServicerContext
+    ) -> blocks_pb2.PublishSessionResponse:
+        return await self._scope.run("Blocks.PublishSession", context, self._sessions.publish(request))
 
     async def _list(self, request: blocks_pb2.ListBlocksRequest) -> blocks_pb2.ListBlocksResponse:
         if not 0 <= request.limit <= MAX_LIST or request.offset < 0:

@@ -37,6 +37,7 @@ from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
+from kvtier_core.prefixes import Prefixes
 from kvtier_core.receipts import (
     ChunkInfo,
     EngineStats,
@@ -149,6 +150,10 @@ class CoreEngine:
         asked = None if selector is None else asked_of(self._engine.selectors.wanted(selector), gives)
         self._evidence.opened(handle.session_id, asked)
         return SessionHandle(handle.session_id, handle.generation, asked)
+
+    @property
+    def prefixes(self) -> Prefixes:
+        return self._engine.prefixes
 
     def close_session(self, session_id: str, generation: int) -> int:
         released = self._engine.close_session(session_id, generation)

@@ -137,17 +137,7 @@ class BlocksClient:
             durable=durable,
         )
         answer: blocks_pb2.StoreBlocksResponse = self._unary(self._blocks.StoreBlocks, _parts(begin, views))
-        return [
-            StoredBlock(
-                block.key,
-                block.generation,
-                block.existed,
-                from_detail(block.error) if block.HasField("error") else None,
-                block.durable,
-                from_detail(block.not_durable) if block.HasField("not_durable") else None,
-            )
-            for block in answer.blocks
-        ]
+        return [_stored(block) for block in answer.blocks]
 
     # Finding and loading.
 
@@ -241,6 +231,49 @@ class BlocksClient:
             self._streaming(self._blocks.LoadBlocks, request)
         )
 
+    # Sessions.
+
+    def start_session(
+        self, session_id: str, session_generation: int, source: BlockSource, tokens: Tokens
+    ) -> int:
+        """Lets a session without rows start from the published blocks of `tokens`; how many rows it then has.
+        source: names all layers, as of `publish_session`. STEP_ORDER once it has rows, UNSUPPORTED with a
+        selector, TENANT_MISMATCH for another tenant's."""
+        request = blocks_pb2.StartSessionRequest(
+            scope=self._scope(source),
+            span=_span(tokens, 0, b"", ()),
+            session_id=session_id,
+            session_generation=session_generation,
+        )
+        answer: blocks_pb2.StartSessionResponse = self._unary(self._blocks.StartSession, request)
+        return answer.rows
+
+    def publish_session(
+        self,
+        session_id: str,
+        session_generation: int,
+        source: BlockSource,
+        tokens: Tokens,
+        *,
+        recompute_seconds: float = 0.0,
+        droppable: bool = True,
+        durable: bool = False,
+    ) -> list[StoredBlock]:
+        """Publishes a session's rows of the whole chunks of `tokens`, which are committed and exact, as
+        blocks: by chunk and, of each, by layer. They never leave the agent for that. UNCOMMITTED_ROWS after
+        approximate answers or edits, NOT_VISIBLE beyond what is committed."""
+        request = blocks_pb2.PublishSessionRequest(
+            scope=self._scope(source),
+            span=_span(tokens, 0, b"", ()),
+            session_id=session_id,
+            session_generation=session_generation,
+            recompute_seconds=recompute_seconds,
+            droppable=droppable,
+            durable=durable,
+        )
+        answer: blocks_pb2.PublishSessionResponse = self._unary(self._blocks.PublishSession, request)
+        return [_stored(block) for block in answer.blocks]
+
     # Deleting and looking.
 
     def delete(
@@ -307,6 +340,17 @@ class BlocksClient:
     def _check_open(self) -> None:
         if self._closed:
             raise KvtierError(Reason.BAD_ARGUMENT, "the client is closed")
+
+
+def _stored(block: blocks_pb2.StoredBlock) -> StoredBlock:
+    return StoredBlock(
+        block.key,
+        block.generation,
+        block.existed,
+        from_detail(block.error) if block.HasField("error") else None,
+        block.durable,
+        from_detail(block.not_durable) if block.HasField("not_durable") else None,
+    )
 
 
 def _span(

@@ -70,6 +70,12 @@ class CacheEdits(ABC):
         self._stand_at(edited.next_position + self.pads[0])
         return edited
 
+    def stand_at(self, rows: int) -> None:
+        """A cache without rows begins behind the first `rows`, which its session has from elsewhere."""
+        if self._length():
+            raise KvtierError(Reason.STEP_ORDER, "a cache that has rows begins nowhere else")
+        self._stand_at(rows)
+
     @abstractmethod
     def _length(self) -> int:
         """Positions so far, padding included."""

@@ -457,3 +457,51 @@ class BlockTierTotals(_message.Message):
     persistent: bool
     condition: str
     def __init__(self, tier_class: _Optional[str] = ..., medium: _Optional[str] = ..., capacity_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., published_blocks: _Optional[int] = ..., read_blocks: _Optional[int] = ..., persistent: _Optional[bool] = ..., condition: _Optional[str] = ...) -> None: ...
+
+class StartSessionRequest(_message.Message):
+    __slots__ = ("scope", "span", "session_id", "session_generation")
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    scope: BlockScope
+    span: BlockSpan
+    session_id: str
+    session_generation: int
+    def __init__(self, scope: _Optional[_Union[BlockScope, _Mapping]] = ..., span: _Optional[_Union[BlockSpan, _Mapping]] = ..., session_id: _Optional[str] = ..., session_generation: _Optional[int] = ...) -> None: ...
+
+class StartSessionResponse(_message.Message):
+    __slots__ = ("rows", "boot_id")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    boot_id: str
+    def __init__(self, rows: _Optional[int] = ..., boot_id: _Optional[str] = ...) -> None: ...
+
+class PublishSessionRequest(_message.Message):
+    __slots__ = ("scope", "span", "session_id", "session_generation", "recompute_seconds", "droppable", "durable")
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DROPPABLE_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    scope: BlockScope
+    span: BlockSpan
+    session_id: str
+    session_generation: int
+    recompute_seconds: float
+    droppable: bool
+    durable: bool
+    def __init__(self, scope: _Optional[_Union[BlockScope, _Mapping]] = ..., span: _Optional[_Union[BlockSpan, _Mapping]] = ..., session_id: _Optional[str] = ..., session_generation: _Optional[int] = ..., recompute_seconds: _Optional[float] = ..., droppable: _Optional[bool] = ..., durable: _Optional[bool] = ...) -> None: ...
+
+class PublishSessionResponse(_message.Message):
+    __slots__ = ("blocks", "rows", "boot_id")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[StoredBlock]
+    rows: int
+    boot_id: str
+    def __init__(self, blocks: _Optional[_Iterable[_Union[StoredBlock, _Mapping]]] = ..., rows: _Optional[int] = ..., boot_id: _Optional[str] = ...) -> None: ...

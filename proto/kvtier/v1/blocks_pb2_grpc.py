@@ -74,6 +74,16 @@ class BlocksStub:
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.InspectBlocksRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_blocks__pb2.InspectBlocksResponse.FromString,
                 _registered_method=True)
+        self.StartSession = channel.unary_unary(
+                '/kvtier.v1.Blocks/StartSession',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.StartSessionRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.StartSessionResponse.FromString,
+                _registered_method=True)
+        self.PublishSession = channel.unary_unary(
+                '/kvtier.v1.Blocks/PublishSession',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.PublishSessionRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.PublishSessionResponse.FromString,
+                _registered_method=True)
 
 
 class BlocksServicer:
@@ -134,6 +144,21 @@ class BlocksServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartSession(self, request, context):
+        """Lets a session of the same tenant that has no rows yet start from published
+        blocks, where they lie: nothing is computed or copied.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishSession(self, request, context):
+        """Publishes a session's committed, exact rows as blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlocksServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -176,6 +201,16 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.InspectBlocks,
                     request_deserializer=kvtier_dot_v1_dot_blocks__pb2.InspectBlocksRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_blocks__pb2.InspectBlocksResponse.SerializeToString,
+            ),
+            'StartSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartSession,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.StartSessionRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.StartSessionResponse.SerializeToString,
+            ),
+            'PublishSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishSession,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.PublishSessionRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.PublishSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -394,6 +429,60 @@ class Blocks:
             '/kvtier.v1.Blocks/InspectBlocks',
             kvtier_dot_v1_dot_blocks__pb2.InspectBlocksRequest.SerializeToString,
             kvtier_dot_v1_dot_blocks__pb2.InspectBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/StartSession',
+            kvtier_dot_v1_dot_blocks__pb2.StartSessionRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.StartSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/PublishSession',
+            kvtier_dot_v1_dot_blocks__pb2.PublishSessionRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.PublishSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
