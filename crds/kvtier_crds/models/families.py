@@ -29,12 +29,20 @@ class Family(StrEnum):
     CERTIFIED_SCAN = "certifiedScan"
 
 
+class QuestVariant(StrEnum):
+    KERNEL = "kernel"
+    EVALUATION = "evaluation"
+
+
 class QuestParameters(Struct):
     """Page boxes: per page the minimum and maximum of each key channel; pages are ranked by the bound
-    U = sum of max(q*min, q*max). The last, mutable page is always read and takes one slot of the budget."""
+    U = sum of max(q*min, q*max)."""
 
     page_tokens: Annotated[int, Field(ge=1, le=256)] | None = None
     """Rows of one box; absent: the cache's pageTokens. It must divide the cache's chunkTokens."""
+    variant: QuestVariant | None = None
+    """Which path of the authors' code. kernel (absent): the last, mutable page is always read and takes one
+    slot of the budget. evaluation: it competes like all others, and at least three pages are read."""
 
 
 class SparqVariant(StrEnum):
