@@ -135,6 +135,8 @@ def test_the_drift_check_sees_drift(tmp_path: Path) -> None:
     (copy / ".venv").symlink_to(Path(sys.prefix))
     changed = ["crds/kvtier.dev_kvcaches.yaml", "charts/kvtier/crds/kvtier.dev_kvnodes.yaml"]
     changed += ["docs/reference/api.md", "proto/kvtier/v1/common_pb2.pyi"]
+    changed += ["docs/reference/metrics.md", "charts/kvtier/monitoring/dashboard.json"]
+    changed += ["charts/kvtier/monitoring/alerts.yaml"]
     for name in changed:
         with (copy / name).open("a") as file:
             file.write("\n")
