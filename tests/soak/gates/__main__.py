@@ -24,7 +24,7 @@ from tests.soak.gates.table import markdown
 SINGLES = ("detect", "power")
 MOST_OF_SINGLES = 2000
 """Quantiles of units, and other rules beside ours, need no more."""
-FIRST = 500
+FIRST = 100
 """So many of each row come before more of any."""
 BUILD = Path(__file__).resolve().parents[3] / "build"
 
