@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor
 
 from kvtier_core.appends import Append
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Fold, Query
 from kvtier_core.headgroups import HeadGroups
+from kvtier_core.hotblocks import HotBlocks
 from kvtier_core.neardata import Reduction, near_groups, reduction_of
 from kvtier_core.planner import STREAMED, ChunkRead, Path, Plan
 from kvtier_core.positions import Piece, PositionView
@@ -26,6 +28,7 @@ from kvtier_core.rope import RopeTable
 from kvtier_core.streaming import BlockStream, BufferPool
 from kvtier_core.supports import Support
 from kvtier_core.tiers.base import SlotRef
+from kvtier_core.tiers.slots import BlockIdentity
 from kvtier_kernels.ops.chunk_attention import chunk_state
 from kvtier_kernels.ops.chunk_attention.decode import decode_states, reads_in_place
 from kvtier_kernels.state import AttentionState, finalize
@@ -39,7 +42,9 @@ class Attended:
     """out: float32 [Nq, Hq, d]. bytes_by_tier: payload bytes read, by tier name. stall_seconds: computation
     waited for blocks; transfer_seconds: blocks were on their way. peak_buffer_bytes: of the buffers held at
     once. promised_bytes: of blocks that were on their way before the frame came. receipts: of states that
-    were formed elsewhere. read: the state of the rows that were read, where others stand for the rest."""
+    were formed elsewhere. read: the state of the rows that were read, where others stand for the rest.
+    hot_bytes: of blocks of a tier that were in memory from an earlier selection, and are in no tier's
+    bytes."""
 
     out: Tensor
     bytes_by_tier: dict[str, int]
@@ -49,6 +54,7 @@ class Attended:
     promised_bytes: int = 0
     receipts: int = 0
     read: AttentionState | None = None
+    hot_bytes: int = 0
 
     @property
     def hidden_seconds(self) -> float:
@@ -82,13 +88,16 @@ class Attention:
         executor: Executor | None,
         buffers: BufferPool,
         window: int = 2 * TOGETHER,
+        hot: HotBlocks | None = None,
     ) -> None:
-        """buffers: for blocks on their way, `window` of them for one frame's own."""
+        """buffers: for blocks on their way, `window` of them for one frame's own. hot: what selections read
+        from storage lately; None: nothing is kept."""
         self._store = store
         self._clock = clock
         self._executor = executor
         self._buffers = buffers
         self._window = window
+        self._hot = hot
         self._head_groups = HeadGroups(store, clock, executor)
 
     def exact(self, plan: Plan, append: Append, query: Query, promise: Promise | None = None) -> Attended:
@@ -148,9 +157,27 @@ class Attention:
     def selected(self, plan: Plan, append: Append, query: Query, support: Support) -> Attended:
         """Only the rows of `support`, still one state per aligned chunk. The plan holds exactly the chunks
         with a row of some list."""
-        states = support.states(query, self._store.layout.chunk_tokens)
-        complete = support.complete
-        return self._run(plan, append, query, states, batch=False, complete=complete, exact=False)
+        layout = self._store.layout
+        states = support.states(query, layout.chunk_tokens)
+        rows = support.rows_of(layout.kv_heads)
+        hot = HotReads(self._store, self._hot, plan)
+
+        def read_bytes(read: ChunkRead) -> int:
+            first = read.chunk * layout.chunk_tokens
+            ends = [np.searchsorted(one, (first, first + layout.chunk_tokens)) for one in rows]
+            return sum(int(high - low) for low, high in ends) * layout.row_bytes // layout.kv_heads
+
+        return self._run(
+            hot.plan,
+            append,
+            query,
+            states,
+            batch=False,
+            complete=support.complete,
+            exact=False,
+            hot=hot,
+            read_bytes=read_bytes,
+        )
 
     def _by_heads(self, plan: Plan, append: Append, query: Query) -> Attended:
         bytes_by_tier: dict[str, int] = {}
@@ -180,10 +207,13 @@ class Attention:
         whole: bool = False,
         exact: bool = True,
         complete: Callable[[AttentionState], AttentionState] | None = None,
+        hot: HotReads | None = None,
+        read_bytes: Callable[[ChunkRead], int] | None = None,
     ) -> Attended:
         """whole: every row of every chunk is attended, so that a state stands for its chunk's rows and may
         come with a receipt. exact: no state may be an estimate. complete: makes the answer's state of that of
-        the rows read."""
+        the rows read. hot: blocks that need not be read. read_bytes: of a chunk that is attended in place;
+        None: of all its visible rows."""
         fold = Fold(query)
         bytes_by_tier: dict[str, int] = {}
         groups = near_groups(plan.reads, query.q.shape[0])
@@ -207,9 +237,9 @@ class Attention:
                 else:
                     states = []
                     for read in group:
-                        states += states_of(read, *self._rows(read, append, stream))
+                        states += states_of(read, *self._rows(read, append, stream, hot))
                 for read in group:
-                    self._account(read, bytes_by_tier)
+                    self._account(read, bytes_by_tier, read_bytes)
                     if reduction is not None and read.path is not Path.NEAR:
                         reduction.own(read)
                 if reduction is not None and read.path is Path.NEAR:
@@ -230,6 +260,7 @@ class Attention:
             stream.promised_blocks * self._store.layout.payload_bytes,
             0 if reduction is None else reduction.receipts,
             None if exact else total,
+            0 if hot is None else hot.hits * self._store.layout.payload_bytes,
         )
 
     def _full(self, read: ChunkRead) -> bool:
@@ -268,27 +299,77 @@ class Attention:
             meter=None if promise is None else promise.meter,
         )
 
-    def _rows(self, read: ChunkRead, append: Append, stream: BlockStream) -> tuple[Tensor, Tensor]:
+    def _rows(
+        self, read: ChunkRead, append: Append, stream: BlockStream, hot: HotReads | None = None
+    ) -> tuple[Tensor, Tensor]:
         store = self._store
         if read.path is Path.FRAME:
             lo = read.chunk * store.layout.chunk_tokens - append.first
             return append.k[lo : lo + read.rows], append.v[lo : lo + read.rows]
+        if hot is not None and read.path is Path.HOT:
+            return store.layout.rows(hot.payload(read), read.rows)
         if read.path in STREAMED:
-            return store.layout.rows(stream.next().payload, read.rows)
+            payload = stream.next().payload
+            if hot is not None:
+                hot.keep(read, payload)
+            return store.layout.rows(payload, read.rows)
         return store.layout.rows(self._view(read), read.rows)
 
     def _view(self, read: ChunkRead) -> Tensor:
         ref: SlotRef = self._store.ref(read.line)
         return self._store.tiers[read.tier].view(ref)
 
-    def _account(self, read: ChunkRead, bytes_by_tier: dict[str, int]) -> None:
-        if read.path is Path.FRAME:
+    def _account(
+        self,
+        read: ChunkRead,
+        bytes_by_tier: dict[str, int],
+        read_bytes: Callable[[ChunkRead], int] | None = None,
+    ) -> None:
+        if read.path in (Path.FRAME, Path.HOT):
             return
         layout = self._store.layout
         name = self._store.tiers[read.tier].name
-        in_place = read.path is Path.PARTIAL
-        size = read.rows * layout.row_bytes if in_place else layout.payload_bytes
+        size = layout.payload_bytes
+        if read.path is Path.PARTIAL:
+            size = read.rows * layout.row_bytes if read_bytes is None else read_bytes(read)
         bytes_by_tier[name] = bytes_by_tier.get(name, 0) + size
+
+
+class HotReads:
+    """One plan over selected rows, with those of its blocks that are hot."""
+
+    def __init__(self, store: IdentifiedRows, hot: HotBlocks | None, plan: Plan) -> None:
+        self.plan = plan
+        self._hot = hot
+        self._identities: dict[int, BlockIdentity] = {}
+        self._payloads: dict[int, Tensor] = {}
+        if hot is None:
+            return
+        for read in plan.reads:
+            identity = block_of(store, read.line).identity if read.path in STREAMED else None
+            if identity is not None:
+                self._identities[read.chunk] = identity
+        for chunk, payload in zip(self._identities, hot.find(list(self._identities.values())), strict=True):
+            if payload is not None:
+                self._payloads[chunk] = payload
+        if self._payloads:
+            reads = tuple(
+                replace(read, path=Path.HOT) if read.chunk in self._payloads else read for read in plan.reads
+            )
+            self.plan = replace(plan, reads=reads)
+
+    @property
+    def hits(self) -> int:
+        return len(self._payloads)
+
+    def payload(self, read: ChunkRead) -> Tensor:
+        return self._payloads[read.chunk]
+
+    def keep(self, read: ChunkRead, payload: Tensor) -> None:
+        """Of a block that was read and verified."""
+        identity = self._identities.get(read.chunk)
+        if self._hot is not None and identity is not None:
+            self._hot.keep(identity, payload)
 
 
 def _near_states(group: Sequence[ChunkRead], query: Query, stream: BlockStream) -> list[AttentionState]:

@@ -22,6 +22,7 @@ from kvtier_core.edits.checks import placed
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.edits.runner import Edits
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.hotblocks import HotBlocks
 from kvtier_core.identity import SourceBinding, source_binding
 from kvtier_core.lanes import Lanes, in_candidates_name
 from kvtier_core.layout import ChunkLayout
@@ -182,6 +183,7 @@ class CacheEngine:
             query_heads=self._manifest.model.geometry.query_heads,
             rates=rates,
             terms=contract_terms(self._manifest.contract, plan_terms),
+            hot=HotBlocks(self.layout, self.selectors.works.reserve, self.selectors.works.give_back),
         )
         self._lanes = Lanes(self._plans, placement)
         self._runner = StepRunner(self._store, self._plans, self._manifest.digest())

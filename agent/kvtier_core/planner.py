@@ -38,13 +38,15 @@ MAX_KEPT = 512
 class Path(StrEnum):
     """PARTIAL: a state is formed where the rows are. NEAR: beside storage, through a bounded buffer, and
     returned as a state with its receipt. STAGED: verified into a staging buffer, then attended. SLICED: some
-    KV heads at a time. FRAME: the rows came with this request and are attended from it."""
+    KV heads at a time. FRAME: the rows came with this request and are attended from it. HOT: as STAGED, by an
+    earlier selection, and still in memory."""
 
     PARTIAL = "partial"
     NEAR = "near"
     STAGED = "staged"
     SLICED = "sliced"
     FRAME = "frame"
+    HOT = "hot"
 
 
 _PATHS = {

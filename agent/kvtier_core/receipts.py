@@ -120,7 +120,8 @@ class SelectionFacts:
     not chosen; ties: units at the cut that lost by id. omitted_mass: estimated, of the query head with most.
     certified_mass: a sound lower bound on the share of the attention that was read, of the head with least.
     widened: doublings of the budget. max_omitted_mass, min_confidence: its gate. failed: the gate failed, so
-    that an exact answer was published in its place, or a declared degradation."""
+    that an exact answer was published in its place, or a declared degradation. hot_bytes: of storage blocks
+    that were in memory from an earlier selection, and are in no tier's bytes."""
 
     family: str
     variant: str
@@ -150,6 +151,7 @@ class SelectionFacts:
     max_omitted_mass: float
     min_confidence: float
     failed: bool
+    hot_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from kvtier_core.attend import Attended, Attention
 from kvtier_core.computeprobe import measure_compute
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Query
+from kvtier_core.hotblocks import HotBlocks
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.placements.preference import PlacementPreference, PlanKind
 from kvtier_core.planner import STREAMED, Plan, PlanTerms, StepPlanner
@@ -138,14 +139,17 @@ class StepPlans:
         query_heads: int,
         rates: Rates,
         terms: PlanTerms,
+        hot: HotBlocks | None = None,
     ) -> None:
+        """hot: what selections read from storage lately; None: nothing is kept."""
         self._store = store
         self._clock = clock
         self._terms = terms
+        self._hot = hot
         pool = BufferPool(store.layout, buffer_limit(block_bytes(store.layout)))
         self.buffers = pool
         self.staging_bytes = pool.limit * pool.block_bytes
-        self.attention = Attention(store, clock, executor, pool, WINDOW)
+        self.attention = Attention(store, clock, executor, pool, WINDOW, hot)
         self.planner = StepPlanner(
             store,
             query_heads=query_heads,
@@ -274,6 +278,8 @@ class StepPlans:
 
     def close(self) -> None:
         self._promises.close()
+        if self._hot is not None:
+            self._hot.close()
 
     def inspect(self, session: Session, layer: int) -> Decision:
         """How the layer's rows would be attended by one query now: every plan with its price, or why it

@@ -28,7 +28,6 @@ from kvtier_core.sessions import RowStore
 from kvtier_core.stepcontext import StepContext, decodes
 from kvtier_core.supports import Support
 from kvtier_crds.manifest import Fallback
-from kvtier_kernels.state import AttentionState
 
 SERVED_EXACTLY = frozenset(
     {Reason.GATE_FAILED.value, Reason.DEPENDENCY_UNPUBLISHED.value, Reason.INDEX_FRONTIER_LAG.value}
@@ -127,11 +126,11 @@ class Selecting:
         return [int(chunk) for chunk in found]
 
 
-def facts_of(selection: Selection | None, read: AttentionState | None, visible: int) -> SelectionFacts | None:
-    """What a receipt says of a selection. read: the state of its rows, None where another answer was
-    published."""
+def facts_of(selection: Selection | None, answer: ArmAnswer | None, visible: int) -> SelectionFacts | None:
+    """What a receipt says of a selection. answer: over its rows, None where another one was published."""
     if selection is None or selection.receipt is None:
         return None
+    read = None if answer is None else answer.attended.read
     receipt, asked = selection.receipt, selection.receipt.asked
     certified = None
     if read is not None and selection.certified is not None:
@@ -166,4 +165,5 @@ def facts_of(selection: Selection | None, read: AttentionState | None, visible: 
         max_omitted_mass=selection.limits[0],
         min_confidence=selection.limits[1],
         failed=selection.uncertain,
+        hot_bytes=0 if answer is None else answer.attended.hot_bytes,
     )

@@ -31,6 +31,14 @@ class Support:
     log_weight: tuple[NDArray[np.float32], ...] | None = None
     complete: Callable[[AttentionState], AttentionState] | None = None
 
+    def rows_of(self, kv_heads: int) -> tuple[NDArray[np.int64], ...]:
+        """The rows that each KV head's query heads read, ascending."""
+        group = len(self.lists) // kv_heads
+        if group == 1:
+            return self.lists
+        groups = [self.lists[head * group : (head + 1) * group] for head in range(kv_heads)]
+        return tuple(np.unique(np.concatenate(lists)) for lists in groups)
+
     def states(
         self, query: Query, chunk_tokens: int
     ) -> Callable[[ChunkRead, Tensor, Tensor], Iterator[AttentionState]]:

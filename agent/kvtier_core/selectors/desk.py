@@ -18,7 +18,7 @@ class SelectorDesk:
 
     def __init__(self, geometry: Geometry, page_tokens: int, works: IndexWorks, cache: str) -> None:
         self._layers = geometry.layers
-        self._works = works
+        self.works = works
         self._cache = cache
         self._families = Families(geometry, page_tokens, works, cache)
 
@@ -40,8 +40,8 @@ class SelectorDesk:
 
     def indexes(self) -> list[IndexState]:
         """Of each selector's indexes."""
-        return self._works.states(self._cache)
+        return self.works.states(self._cache)
 
     def forget(self) -> None:
         """The cache has ended: drops its counts."""
-        self._works.forget(self._cache)
+        self.works.forget(self._cache)

@@ -180,6 +180,17 @@ class IndexWorks:
                 del self._counted[name]
         self.audits.forget(cache)
 
+    def reserve(self, count: int) -> bool:
+        """Whether `count` bytes may be held for something that selections can do without; they are taken
+        then, as long as half of the memory is free."""
+        with self._lock:
+            return self.memory.used + count <= self.memory.limit // 2 and self.memory.take(count)
+
+    def give_back(self, count: int) -> None:
+        """What was reserved."""
+        with self._lock:
+            self.memory.give(count)
+
     # What happens to a layer.
 
     def arrive(self, life: LayerLife, block: Block) -> None:
