@@ -20,6 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvtier_kernels.compiled import library
+from kvtier_kernels.numerics import LANES, exp_plain
+
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -83,17 +86,47 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     """
     if a.frame != b.frame:
         raise FrameMismatch(f"{a.frame} and {b.frame} do not merge")
-    m = torch.maximum(a.m, b.m)
-    anchor = m.clamp_min(_LOWEST)
-    wa = torch.exp(a.m - anchor)
-    wb = torch.exp(b.m - anchor)
-    return AttentionState(
-        m=m,
-        l=torch.addcmul(wa * a.l, wb, b.l),
-        u=torch.addcmul(wa.unsqueeze(-1) * a.u, wb.unsqueeze(-1), b.u),
-        frame=a.frame,
-        estimated=a.estimated or b.estimated,
+    shape = torch.maximum(a.m, b.m).shape
+    m, l = a.m.expand(shape).clone(), a.l.expand(shape).clone()
+    u = a.u.expand(*shape, a.u.shape[-1]).clone(memory_format=torch.contiguous_format)
+    totals = m.contiguous(), l.contiguous(), u
+    fold(totals, (b.m.expand(shape)[None], b.l.expand(shape)[None], b.u.expand(u.shape)[None]))
+    return AttentionState(*totals, frame=a.frame, estimated=a.estimated or b.estimated)
+
+
+States = tuple[Tensor, Tensor, Tensor]
+
+
+def fold(totals: States, states: States) -> None:
+    """`merge`s states m, l [n, ...], u [n, ..., d], in their order, into totals m, l [...], u [..., d], which
+    are contiguous. By the compiled kernels where there are any; plain operations give the same bits."""
+    m, _, u = totals
+    if m.numel() == 0 or states[0].shape[0] == 0:
+        return
+    compiled = library() if m.is_cpu and u.shape[-1] % LANES == 0 else None
+    if compiled is None:
+        fold_plain(totals, states)
+        return
+    count, d = states[0].shape[0], u.shape[-1]
+    stacked = (
+        states[0].reshape(count, -1).contiguous(),
+        states[1].reshape(count, -1).contiguous(),
+        states[2].reshape(count, -1, d).contiguous(),
     )
+    compiled.fold(stacked, totals)
+
+
+def fold_plain(totals: States, states: States) -> None:
+    """`fold` with tensor operations."""
+    m, l, u = totals
+    exp = exp_plain if m.is_cpu else torch.exp
+    for other_m, other_l, other_u in zip(*states, strict=True):
+        both = torch.maximum(m, other_m)
+        anchor = both.clamp_min(_LOWEST)
+        keep, take = exp(m - anchor), exp(other_m - anchor)
+        l.copy_(torch.addcmul(keep * l, take, other_l))
+        u.copy_(torch.addcmul(keep.unsqueeze(-1) * u, take.unsqueeze(-1), other_u))
+        m.copy_(both)
 
 
 def merge_ascending(states: Iterable[AttentionState]) -> AttentionState:

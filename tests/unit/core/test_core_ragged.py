@@ -186,11 +186,11 @@ def test_a_shared_prefix_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     from kvtier_core import resident
 
     seen: list[list[tuple[int, int]]] = []
-    real = resident.parts
+    real = resident.attend_into
 
-    def watching(scaled: torch.Tensor, readings: list[resident.Reading]) -> object:
+    def watching(totals: object, scaled: torch.Tensor, readings: list[resident.Reading]) -> None:
         seen.append([(reading.run.count, len(reading.queries)) for reading in readings])
-        return real(scaled, readings)
+        real(totals, scaled, readings)
 
     with engine(tmp_path, [cpu(64)]) as built:
         parent = Driver.open(built, Rows.random(TOKENS, 0))
@@ -198,7 +198,7 @@ def test_a_shared_prefix_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
         drivers = [parent, fork(parent), fork(parent)]
         for driver in drivers:
             driver.forward(1)
-        monkeypatch.setattr(resident, "parts", watching)
+        monkeypatch.setattr(resident, "attend_into", watching)
         at = parent.position
         for layer in range(LAYERS):
             for answer in built.step_many([driver.request(layer, at, at + 1) for driver in drivers]):

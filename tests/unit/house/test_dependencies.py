@@ -32,7 +32,7 @@ INSTALLED_WITH = {
     "kernels/kvtier_kernels": ("agent", "client"),
 }
 # Imports that are guarded, since only another extra brings them.
-OPTIONAL = {"kernels/kvtier_kernels": {"triton"}}
+OPTIONAL = {"kernels/kvtier_kernels": {"triton", "llvmlite"}}
 
 
 def _canonical(name: str) -> str:

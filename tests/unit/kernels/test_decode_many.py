@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtier_kernels.ops.chunk_attention import chunk_state, products
-from kvtier_kernels.ops.chunk_attention.decode import Reading, merge_queries, merge_stacked, run_states
-from kvtier_kernels.ops.chunk_attention.outputs import attend, outputs, parts
+from kvtier_kernels import state
+from kvtier_kernels.ops.chunk_attention import chunk_state, decode, torch_impl
+from kvtier_kernels.ops.chunk_attention.decode import Reading, attend_into, merge_stacked, no_rows
+from kvtier_kernels.ops.chunk_attention.outputs import attend, outputs
 from kvtier_kernels.ops.chunk_attention.runs import chunk_runs
 from kvtier_kernels.state import AttentionState, LogitFrame, finalize, merge_ascending
 
@@ -24,11 +24,11 @@ LATE = 1 << 30
 GEOMETRIES = [(9, 3, 64), (8, 1, 64), (4, 4, 16), (2, 2, 128), (12, 2, 32)]
 
 
-@pytest.fixture(params=["numpy where it agrees", "torch alone"])
+@pytest.fixture(params=["compiled", "plain"])
 def libraries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch alone":
-        monkeypatch.setattr(products, "agrees", lambda *_: False)
-        monkeypatch.setattr(products, "folds", lambda *_: False)
+    if request.param == "plain":
+        for module in (decode, torch_impl, state):
+            monkeypatch.setattr(module, "library", lambda: None)
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,17 @@ def together(q: Tensor, pool: Tensor, each: Sequence[Sequenced], shared: int = 0
     for index, one in enumerate(each):
         found += readings(one.chunks[shared:-1], (index,))
         found += readings(one.chunks[-1:], (index,), one.visible)
-    m, l, u = merge_queries(*run_states(q * SCALE, found), found, len(each))
-    state = AttentionState(m, l, u, FRAME)
-    if torch.isfinite(u).all():
-        assert_same_output(attend(q * SCALE, found), state)
-        halves = [
-            parts(q * SCALE, some) for some in (found[: len(found) // 2], found[len(found) // 2 :]) if some
-        ]
-        assert_same_output(outputs(halves, len(each), q.shape[2]), state)
-    return state
+    totals = no_rows(len(each), *q.shape[1:])
+    attend_into(totals, q * SCALE, found)
+    whole = AttentionState(*totals, FRAME)
+    if torch.isfinite(whole.u).all():
+        assert_same_output(attend(q * SCALE, found), whole)
+        in_parts = no_rows(len(each), *q.shape[1:])
+        for some in (found[: len(found) // 2], found[len(found) // 2 :]):
+            if some:
+                attend_into(in_parts, q * SCALE, some)
+        assert_same_output(outputs(in_parts), whole)
+    return whole
 
 
 def readings_of(pool: Tensor, one: Sequenced) -> list[Reading]:
@@ -82,8 +84,8 @@ def readings_of(pool: Tensor, one: Sequenced) -> list[Reading]:
     ]
 
 
-def assert_same_output(got: Tensor, state: AttentionState) -> None:
-    want = finalize(state)[0]
+def assert_same_output(got: Tensor, total: AttentionState) -> None:
+    want = finalize(total)[0]
     assert got.shape == want.shape
     assert torch.equal(got.contiguous().view(torch.int32), want.contiguous().view(torch.int32))
 
@@ -206,41 +208,17 @@ def test_a_merge_is_the_fold_wherever_the_maximum_stands(maxima: list[list[float
     assert_same(AttentionState(got.m[None], got.l[None], got.u[None], FRAME), [merge_ascending(singles)])
 
 
-@pytest.mark.parametrize("name", ["key_products", "value_products"])
-def test_a_library_that_rounds_otherwise_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = products.agrees.__wrapped__
-    assert probe(3, 256, 64) == products.agrees(3, 256, 64)
-    real = getattr(products, name)
-
-    def otherwise(*given: np.ndarray) -> np.ndarray:
-        out = real(*given)
-        out[(0,) * out.ndim] = np.nextafter(out[(0,) * out.ndim], np.float32(9))
-        return out
-
-    monkeypatch.setattr(products, name, otherwise)
-    assert not probe(3, 256, 64)
-
-
-def test_a_distance_that_changes_begins_another_run() -> None:
-    pool = torch.randn(8, 2, 1, 64, 16)
-    slots = (0, 1, 2, 4, 6, 7)
-    runs = chunk_runs([pool[s, 0] for s in slots], [pool[s, 1] for s in slots])
+def test_a_layout_that_changes_begins_another_run() -> None:
+    pool, apart = torch.randn(8, 2, 1, 64, 16), torch.randn(8, 2, 1, 64, 32)[..., :16]
+    chunks = [pool[0], pool[1], pool[2], apart[4], apart[6], pool[7]]
+    runs = chunk_runs([chunk[0] for chunk in chunks], [chunk[1] for chunk in chunks])
     assert [run.count for run in runs] == [3, 2, 1]
-    at = 0
-    for run in runs:
-        for i in range(run.count):
-            assert (run.key_array[i] == pool[slots[at], 0].numpy()).all()
-            assert (run.value_array[i] == pool[slots[at], 1].numpy()).all()
-            at += 1
-    assert [
-        run.count for run in chunk_runs([pool[s, 0] for s in range(8)], [pool[s, 1] for s in range(8)], 3)
-    ] == [
-        3,
-        3,
-        2,
-    ]
-    assert runs[0].cut(1, 3).count == 2
-    assert (runs[0].cut(1, 3).key_array[0] == pool[1, 0].numpy()).all()
+    assert [run.rows for run in runs] == [64, 64, 64]
+    most = chunk_runs([pool[s, 0] for s in range(8)], [pool[s, 1] for s in range(8)], 3)
+    assert [run.count for run in most] == [3, 3, 2]
+    part = runs[0].cut(1, 3)
+    assert part.count == 2
+    assert (part.jobs == runs[0].jobs[1:]).all()
 
 
 @pytest.mark.filterwarnings("error")
@@ -259,22 +237,10 @@ def test_rows_that_are_not_finite_spoil_what_they_reach_and_nothing_else() -> No
     assert sound.any() and not sound.all()
 
 
-@pytest.mark.parametrize("queries", [16, 17, 43])
-def test_no_product_is_large_enough_for_threads(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is cut to what OpenBLAS computes alone, and the bits are those of one query at a time."""
+@pytest.mark.parametrize("queries", [16, 31, 32, 33, 70])
+def test_many_queries_of_one_chunk_are_shared_out(queries: int) -> None:
+    """To jobs whose weights stay in cache, and the bits are those of one query at a time."""
     each = [Sequenced((0, 1, 2), 100)] * queries
     q, pool = drawn((9, 3, 64), 256, 3, queries, queries)
-    products.agrees(3 * queries, 256, 64)
-    real, sizes = np.matmul, []
-
-    def watching(a: np.ndarray, b: np.ndarray, **how: object) -> np.ndarray:
-        sizes.append(a.shape[-2] * a.shape[-1] * b.shape[-1])
-        return real(a, b, **how)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(np, "matmul", watching)
-        runs = chunk_runs([pool[slot, 0] for slot in (0, 1)], [pool[slot, 1] for slot in (0, 1)])
-        attend(q * SCALE, [Reading(run, tuple(range(queries)), 256) for run in runs])
-    assert sizes and max(sizes) <= 1 << 18
     wants = [alone(q[i : i + 1], pool, one) for i, one in enumerate(each)]
     assert_same(together(q, pool, each, shared=2), wants)

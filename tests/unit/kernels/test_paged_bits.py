@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtier_kernels.ops.chunk_attention import chunk_state, products
+from kvtier_kernels import state
+from kvtier_kernels.ops.chunk_attention import chunk_state, torch_impl
 from kvtier_kernels.ops.paged_decode import paged_decode_torch
+from kvtier_kernels.ops.paged_decode import torch_impl as paged
 from kvtier_kernels.state import AttentionState, LogitFrame, merge_ascending
 
 PAGE, SPLIT, SCALE = 16, 64, 0.125
@@ -51,7 +53,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, table: list[int], n: int) -> Atten
     return merge_ascending(states)
 
 
-@pytest.mark.parametrize("library", ["numpy where it agrees", "torch alone"])
+@pytest.mark.parametrize("library", ["compiled", "plain"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
 @pytest.mark.parametrize("heads", [(9, 3, 64), (8, 1, 128), (2, 2, 16)], ids=str)
@@ -62,13 +64,14 @@ def test_any_table_has_the_bits_of_one_chunk_at_a_time(
     library: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if library == "torch alone":
-        monkeypatch.setattr(products, "agrees", lambda *_: False)
     q, k, v = inputs(*heads)
     lengths = [PAGES * PAGE, 40 * PAGE + 3, 7]
     tables = torch.tensor([table] * 3, dtype=torch.int32)
     lens = torch.tensor(lengths, dtype=torch.int32)
-    with ThreadPoolExecutor(max(1, workers)) as pool:
+    with ThreadPoolExecutor(max(1, workers)) as pool, monkeypatch.context() as patched:
+        if library == "plain":
+            for module in (paged, torch_impl, state):
+                patched.setattr(module, "library", lambda: None)
         got = paged_decode_torch(
             q, k, v, tables, lens, scale=SCALE, split_tokens=SPLIT, workers=pool if workers else None
         )

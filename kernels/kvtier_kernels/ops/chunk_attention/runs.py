@@ -1,7 +1,7 @@
-"""Chunks at equal distances in one memory: what one product over several of them needs.
+"""Chunks of one layout that follow each other: what one call reads in place.
 
-Why it exists: a cache's slots are at regular distances, so the chunks of a layer mostly are, in one order or
-the other; then one call reads them all in place. It must not know slots, tiers or queries.
+Why it exists: a cache's slots have one layout, so what a call must know of them is little, and stays the same
+from frame to frame. It must not know slots, tiers or queries.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from kvtier_kernels.ops.chunk_attention.products import Floats
+from kvtier_kernels.compiled.layout import LANES
+from kvtier_kernels.ops.chunk_attention.jobs import Integers, jobs_of, tables
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
     """n chunks in ascending order of their rows. keys, values: each chunk's float32 [Hk, R, d], rows
-    contiguous; key_array, value_array: the same memory as one view [n, Hk, R, d], which may reach over
-    several allocations and is good as long as the tensors are kept."""
+    contiguous. jobs: what the compiled kernels are told of each, good as long as the run is kept; `table`
+    is what they point to."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    key_array: Floats
-    value_array: Floats
+    jobs: Integers
+    table: Integers
 
     @property
     def count(self) -> int:
@@ -32,31 +33,26 @@ class ChunkRun:
 
     @property
     def rows(self) -> int:
-        return int(self.key_array.shape[2])
+        return int(self.keys[0].shape[1])
 
     def cut(self, first: int, last: int) -> ChunkRun:
         """Its chunks [first, last)."""
         if first == 0 and last == self.count:
             return self
         part = slice(first, last)
-        return ChunkRun(self.keys[part], self.values[part], self.key_array[part], self.value_array[part])
+        return ChunkRun(self.keys[part], self.values[part], self.jobs[part], self.table)
 
 
 def chunk_runs(keys: Sequence[Tensor], values: Sequence[Tensor], most: int = 1 << 30) -> list[ChunkRun]:
     """Groups neighbours of n chunks, float32 [Hk, R, d] in CPU memory, into runs of at most `most`; their
-    order stays. A chunk whose distance to the one before is not the run's begins another."""
+    order stays. A chunk that does not have the run's layout begins another."""
     runs: list[ChunkRun] = []
     first = 0
-    addresses = [(k.data_ptr(), v.data_ptr()) for k, v in zip(keys, values, strict=True)]
     while first < len(keys):
-        end, step = first + 1, None
+        end = first + 1
         while end < len(keys) and end - first < most and _alike(keys, values, first, end):
-            here, before = addresses[end], addresses[end - 1]
-            distance = (here[0] - before[0], here[1] - before[1])
-            if step is not None and distance != step:
-                break
-            step, end = distance, end + 1
-        runs.append(_run(keys[first:end], values[first:end], step or (0, 0)))
+            end += 1
+        runs.append(_run(keys[first:end], values[first:end]))
         first = end
     return runs
 
@@ -66,15 +62,11 @@ def _alike(keys: Sequence[Tensor], values: Sequence[Tensor], a: int, b: int) -> 
     return all(x[a].shape == x[b].shape and x[a].stride() == x[b].stride() for x in (keys, values))
 
 
-def _run(keys: Sequence[Tensor], values: Sequence[Tensor], step: tuple[int, int]) -> ChunkRun:
-    return ChunkRun(
-        tuple(keys),
-        tuple(values),
-        _spread(keys[0], len(keys), step[0]),
-        _spread(values[0], len(keys), step[1]),
-    )
-
-
-def _spread(first: Tensor, count: int, step: int) -> Floats:
-    base: Floats = first.numpy()
-    return np.lib.stride_tricks.as_strided(base, (count, *base.shape), (step, *base.strides), writeable=False)
+def _run(keys: Sequence[Tensor], values: Sequence[Tensor]) -> ChunkRun:
+    k, v = keys[0], values[0]
+    rows = k.shape[1]
+    addresses = [np.array([x.data_ptr() for x in some], np.int64) for some in (keys, values)]
+    table = tables(addresses[0], addresses[1], 4 * k.stride(1), 4 * v.stride(1), rows)
+    strides = (4 * k.stride(1), 4 * k.stride(0), 4 * v.stride(1), 4 * v.stride(0))
+    jobs = jobs_of(table, len(keys), -(-rows // LANES), strides, rows)
+    return ChunkRun(tuple(keys), tuple(values), jobs, table)

@@ -1,27 +1,26 @@
-"""Paged decode on the CPU: one state per aligned chunk, merged ascending, each chunk read once.
+"""Paged decode on the CPU: one state per aligned chunk, merged ascending, each row read once, where it is.
 
-It exists as the shipping fallback and gives the bits of the chunk path, whatever the page table. A chunk
-whose pages follow each other is read in place; scattered pages are gathered into a buffer of a chunk's size,
-which stays in the core's cache. It must not know who filled the pages.
+It gives the bits of the chunk path, whatever the page table. Pages that cannot be read in place (of half
+precision, or not whole blocks of 16 tokens) are gathered a chunk at a time. It must not know who filled the
+pages.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Executor
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from kvtier_kernels.ops.chunk_attention import ShapeError, chunk_state, products
-from kvtier_kernels.ops.chunk_attention.decode import merge_first, reads_in_place
-from kvtier_kernels.ops.chunk_attention.torch_impl import ALIGN_BYTES
-from kvtier_kernels.state import AttentionState, LogitFrame, identity
+from kvtier_kernels.compiled import library
+from kvtier_kernels.compiled.layout import AHEAD, LANES, Job
+from kvtier_kernels.ops.chunk_attention import ShapeError, chunk_state
+from kvtier_kernels.ops.chunk_attention.decode import no_rows
+from kvtier_kernels.ops.chunk_attention.jobs import Integers, Work, jobs_of, one_each, readable
+from kvtier_kernels.state import AttentionState, LogitFrame, States, fold
 
-_GROUP = 16
-_GATHERED = 2
 _SHARES = 4
-_LOWEST = torch.finfo(torch.float32).min
 
 
 def check_inputs(
@@ -68,154 +67,90 @@ def paged_decode_torch(
 ) -> AttentionState:
     """See the package. Inputs of any float dtype; rows are widened to float32 after the gather.
 
-    workers: threads that attend shares of the chunks side by side; the bits are the same. Give torch one
-    thread then: those of a product as small as these only wait for each other."""
+    workers: threads that attend shares of a request's chunks side by side; the bits are the same."""
     check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
-    _, hq, d = q.shape
-    frame = LogitFrame(scale)
-    caches = _Caches(k_cache, v_cache, split_tokens)
-    answers = [identity((1, hq), d, frame)]
+    batch, hq, d = q.shape
+    totals = no_rows(batch, hq, d)
+    scaled = q.float() * scale
+    in_place = (
+        library() is not None
+        and k_cache.shape[1] % LANES == 0
+        and readable(k_cache)
+        and readable(v_cache)
+        and readable(scaled)
+    )
     for b, n in enumerate(seq_lens.tolist()):
-        if n:
-            pages = page_table[b, : -(-n // k_cache.shape[1])].long()
-            answers.append(_one(q[b : b + 1].float(), caches, pages, n, frame, workers))
+        if not n:
+            continue
+        own = totals[0][b], totals[1][b], totals[2][b]
+        pages = page_table[b, : -(-n // k_cache.shape[1])]
+        if in_place:
+            chunks = _Chunks(k_cache, v_cache, pages.numpy(), n, split_tokens)
+            _attend(scaled[b], chunks, own, workers)
         else:
-            answers.append(identity((1, hq), d, frame))
-    return AttentionState(
-        m=torch.cat([a.m for a in answers])[1:],
-        l=torch.cat([a.l for a in answers])[1:],
-        u=torch.cat([a.u for a in answers])[1:],
-        frame=frame,
-    )
+            _gathered(scaled[b : b + 1], (k_cache, v_cache), pages.long(), (n, split_tokens), own)
+    return AttentionState(*totals, frame=LogitFrame(scale))
 
 
-States = tuple[Tensor, Tensor, Tensor]
+class _Chunks:
+    """Chunks of one request, read where its pages lie."""
+
+    def __init__(self, k: Tensor, v: Tensor, pages: Integers, n: int, split: int) -> None:
+        self.heads = k.shape[2]
+        page = k.shape[1]
+        count, blocks = -(-n // split), split // LANES
+        inside = np.arange(page // LANES) * LANES
+        self._table = np.empty(2 * count * blocks + AHEAD, np.int64)
+        by_chunk = self._table[: 2 * count * blocks].reshape(count, 2, blocks)
+        for half, x in enumerate((k, v)):
+            first = x.data_ptr() + 4 * x.stride(0) * pages.astype(np.int64)
+            every = (first[:, None] + 4 * x.stride(1) * inside).reshape(-1)
+            # What stands behind the last page is a hint only.
+            padded = np.full(count * blocks, every[-1])
+            padded[: len(every)] = every[: count * blocks]
+            by_chunk[:, half] = padded.reshape(count, blocks)
+        self._table[2 * count * blocks :] = self._table[-AHEAD - 1]
+        strides = (4 * k.stride(1), 4 * k.stride(2), 4 * v.stride(1), 4 * v.stride(2))
+        self.jobs = jobs_of(self._table, count, blocks, strides, split)
+        self.jobs[-1, Job.VISIBLE] = n - (count - 1) * split
 
 
-def _one(
-    q: Tensor, caches: _Caches, pages: Tensor, n: int, frame: LogitFrame, workers: Executor | None
-) -> AttentionState:
-    """One request of n >= 1 rows: q [1, Hq, d], its pages ascending."""
-    scaled = (q * frame.scale)[0]
-    whole = n // caches.split if caches.whole_chunks else 0
-    share = max(1, whole if workers is None else -(-whole // _SHARES))
+def _attend(q: Tensor, chunks: _Chunks, totals: States, workers: Executor | None) -> None:
+    """One request: q [Hq, d] times the scale."""
+    compiled = library()
+    assert compiled is not None
+    hq, d = q.shape
+    grouped = q.contiguous().view(1, chunks.heads, hq // chunks.heads, d)
 
-    def attend(first: int) -> list[States]:
-        return caches.states(scaled, pages, first, min(whole, first + share))
+    def run(work: Work, into: States) -> None:
+        compiled.attend(grouped, work.jobs, work.queries, work.slots, work.seen, into)
 
-    shares = range(0, whole, share)
-    done = map(attend, shares) if workers is None else workers.map(attend, shares)
-    parts = [states for states_of_share in done for states in states_of_share]
-    for lo in range(whole * caches.split, n, caches.split):
-        k, v = caches.rows(pages, lo, min(n, lo + caches.split))
-        state = chunk_state(q, k, v, scale=frame.scale, q_pos0=n - 1, row_pos0=lo, frame=frame)
-        parts.append((state.m, state.l, state.u))
-    m, l, u = (torch.cat(part) for part in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-    m, l, u = merge_first(m, l, u)
-    return AttentionState(m.unsqueeze(0), l.unsqueeze(0), u.unsqueeze(0), frame)
+    count = len(chunks.jobs)
+    if workers is None or count < 2:
+        into = totals[0][None], totals[1][None], totals[2][None]
+        run(one_each(chunks.jobs, np.zeros(count, np.int64)), into)
+        return
+    states = no_rows(count, hq, d)
+    share = -(-count // _SHARES)
 
+    def attend(first: int) -> None:
+        last = min(count, first + share)
+        run(one_each(chunks.jobs[first:last], np.arange(first, last)), states)
 
-class _Caches:
-    """K and V [N, P, Hk, d] read in chunks of `split` rows. whole_chunks: whether full chunks can be read
-    without padding."""
-
-    def __init__(self, k: Tensor, v: Tensor, split: int) -> None:
-        self._k, self._v = k, v
-        self.split = split
-        _, self._page, self._heads, self._d = k.shape
-        self._pages = split // self._page
-        self.whole_chunks = reads_in_place(split, self._d)
-        self._in_place = _lies_well(k) and _lies_well(v)
-
-    def states(self, scaled: Tensor, pages: Tensor, first: int, last: int) -> list[States]:
-        """(m, l [n, Hq], u [n, Hq, d]) of the query [Hq, d] over full chunks [first, last), by groups."""
-        buffer = self._k.new_empty(_GATHERED * self._pages, self._page, self._heads, self._d)
-        table = pages[first * self._pages : last * self._pages].view(last - first, self._pages)
-        return [self._group(scaled, table[lo : lo + _GROUP], buffer) for lo in range(0, last - first, _GROUP)]
-
-    def _group(self, scaled: Tensor, pages: Tensor, buffer: Tensor) -> States:
-        hq, d = scaled.shape
-        heads, count, rows = self._heads, len(pages), self.split
-        group = hq // heads
-        width = products.padded(group)
-        packed = scaled.view(heads, group, d)
-        wide = pad(packed, (0, 0, 0, width - group)) if width != group else packed
-        spans = self._spans(pages)
-        s = torch.empty(count, heads, width, rows)
-        for lo, hi, start in spans:
-            keys = self._chunks(self._k, start, pages[lo:hi], buffer)
-            for k, into in zip(keys.unbind(0), s[lo:hi].unbind(0), strict=True):
-                if start is not None:
-                    # Reads the chunk in one sweep: the product jumps from row to row, too far for a prefetch.
-                    k.sum()
-                torch.bmm(wide, k.transpose(1, 2), out=into)
-        m = s.amax(-1)
-        p = s.sub_(m.clamp_min(_LOWEST).unsqueeze(-1)).exp_()
-        l = p.sum(-1)
-        u = torch.empty(count, heads, width, d)
-        fast = products.agrees(width, rows, d)
-        for lo, hi, start in spans:
-            values = self._chunks(self._v, start, pages[lo:hi], buffer)
-            if fast:
-                products.value_products(p[lo:hi].numpy(), values.numpy(), out=u[lo:hi].numpy())
-                continue
-            for weights, v, into in zip(p[lo:hi], values, u[lo:hi], strict=True):
-                into.copy_(products.torch_value_products(weights, v, rows))
-        return (
-            m[:, :, :group].reshape(count, hq),
-            l[:, :, :group].reshape(count, hq),
-            u[:, :, :group].reshape(count, hq, d),
-        )
-
-    def _spans(self, pages: Tensor) -> list[tuple[int, int, int | None]]:
-        """Chunks [lo, hi) of a table [n, pages] that are read as one piece from a first page on, all of whose
-        pages follow it; or, without one, that are gathered together."""
-        starts = pages[:, 0].tolist()
-        follow = [False] * len(starts)
-        if self._in_place:
-            follow = (pages[:, 1:] - pages[:, :-1] == 1).all(1).tolist()
-        spans: list[tuple[int, int, int | None]] = []
-        lo = 0
-        while lo < len(starts):
-            hi = lo + 1
-            if follow[lo]:
-                while hi < len(starts) and follow[hi] and starts[hi] == starts[hi - 1] + self._pages:
-                    hi += 1
-            else:
-                while hi < min(len(starts), lo + _GATHERED) and not follow[hi]:
-                    hi += 1
-            spans.append((lo, hi, starts[lo] if follow[lo] else None))
-            lo = hi
-        return spans
-
-    def _chunks(self, cache: Tensor, start: int | None, pages: Tensor, buffer: Tensor) -> Tensor:
-        """Chunks of a table [n, pages] as float32 [n, Hk, split, d]: in place from the first page on, else
-        copied to the buffer."""
-        count = len(pages)
-        if start is not None:
-            rows = cache[start : start + count * self._pages]
-        else:
-            into = buffer[: count * self._pages]
-            rows = torch.index_select(cache, 0, pages.flatten(), out=into).float()
-        return rows.view(count, self.split, self._heads, self._d).transpose(1, 2)
-
-    def rows(self, pages: Tensor, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        """K and V [hi - lo, Hk, d], copied."""
-        chosen = pages[lo // self._page : -(-hi // self._page)]
-        k, v = (x[chosen].flatten(0, 1)[: hi - lo].float() for x in (self._k, self._v))
-        return k, v
+    for _ in workers.map(attend, range(0, count, share)):
+        pass
+    fold(totals, states)
 
 
-def _lies_well(cache: Tensor) -> bool:
-    """Whether pages that follow each other are one block of float32 rows that a product takes in place."""
-    step = ALIGN_BYTES // 4
-    _, page, heads, d = cache.shape
-    return (
-        cache.dtype is torch.float32
-        and cache.stride(3) == 1
-        and cache.stride(2) >= d
-        and cache.stride(2) % step == 0
-        and cache.stride(1) >= heads * cache.stride(2)
-        and cache.stride(0) == page * cache.stride(1)
-        and cache.data_ptr() % ALIGN_BYTES == 0
-    )
+def _gathered(
+    q: Tensor, caches: tuple[Tensor, Tensor], pages: Tensor, lengths: tuple[int, int], totals: States
+) -> None:
+    """One request of n rows, in chunks of `split`, from copies: q [1, Hq, d] times the scale."""
+    n, split = lengths
+    page = caches[0].shape[1]
+    for lo in range(0, n, split):
+        hi = min(n, lo + split)
+        chosen = pages[lo // page : -(-hi // page)]
+        k, v = (x[chosen].flatten(0, 1)[: hi - lo].float() for x in caches)
+        state = chunk_state(q, k, v, scale=1.0, q_pos0=n - 1, row_pos0=lo)
+        fold(totals, (state.m, state.l, state.u))

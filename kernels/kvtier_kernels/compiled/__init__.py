@@ -1,0 +1,38 @@
+"""Kernels for the CPU that are compiled on the machine that runs them.
+
+They are the fast way to what `chunk_attention` defines with plain tensor operations, with the same bits;
+which of the two runs is decided by what is installed and by the processor, never by a clock.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier_kernels.compiled.library import Library
+
+
+@cache
+def library() -> Library | None:
+    """This process's compiled kernels, compiled when first asked for; None where `missing` says why."""
+    if missing():
+        return None
+    from kvtier_kernels.compiled.library import Library
+
+    return Library()
+
+
+@cache
+def missing() -> str:
+    """Why there are no compiled kernels here; empty where there are."""
+    if find_spec("llvmlite") is None:
+        return "llvmlite is not installed"
+    from kvtier_kernels.compiled.library import UnsupportedMachine, check_machine
+
+    try:
+        check_machine()
+    except UnsupportedMachine as error:
+        return str(error)
+    return ""

@@ -1,0 +1,67 @@
+"""What the compiled kernels are handed: words of 64 bits, most of them addresses.
+
+It stands apart so that it can be read where nothing is compiled.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from kvtier_kernels.numerics import LANES as LANES
+
+AHEAD = 1
+"""Blocks of 16 rows between reading and prefetching. A table has as many entries beyond its last: a hint,
+whose memory is never read."""
+
+
+class Word(IntEnum):
+    """Arguments of `attend`. Addresses but for the sizes."""
+
+    Q = 0  # float32 [B, Hk, G, d], times the scale
+    JOBS = 1  # int64 [jobs, len(Job)]
+    JOB_COUNT = 2
+    QUERIES = 3  # int64: queries of the jobs, as Job.FIRST and Job.COUNT say
+    SLOTS = 4  # int64: where each of these states is merged into
+    SEEN = 5  # int64: how many rows of the chunk each of them sees, from its first
+    HEADS = 6
+    GROUP = 7
+    HEAD_DIM = 8  # a multiple of 16
+    M = 9  # float32 [slots, Hq]
+    L = 10
+    U = 11  # float32 [slots, Hq, d]
+    SCRATCH = 12  # float32, `scratch_floats`
+    ROOM = 13  # rows of the largest chunk, a multiple of 16
+
+
+class Job(IntEnum):
+    """One chunk of rows and the queries that attend it. Tables: int64 addresses of blocks of 16 rows."""
+
+    KEYS = 0
+    VALUES = 1
+    VISIBLE = 2  # rows that some query sees, at least 1
+    FIRST = 3
+    COUNT = 4
+    KEY_ROW = 5  # bytes from row to row within a block
+    KEY_HEAD = 6
+    VALUE_ROW = 7
+    VALUE_HEAD = 8
+
+
+def scratch_floats(heads: int, queries: int, head_dim: int, room: int) -> int:
+    """Of the job with the most query heads per KV head, `queries`."""
+    states = heads * queries
+    return states * (3 * head_dim + room + 2 + LANES * 4) + LANES * (head_dim + 8)
+
+
+class FoldWord(IntEnum):
+    """Arguments of `fold`. Addresses but for the sizes."""
+
+    STATES = 0
+    ROWS = 1
+    HEAD_DIM = 2  # a multiple of 16
+    M_OF = 3  # float32 [states, rows]
+    L_OF = 4
+    U_OF = 5  # float32 [states, rows, d]
+    M = 6  # float32 [rows]: what they are merged into
+    L = 7
+    U = 8

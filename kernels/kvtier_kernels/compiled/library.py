@@ -1,0 +1,124 @@
+"""Compiles the kernels for this machine's processor and calls them.
+
+Why it exists: decode is bound by memory, and tensor calls over packed copies do not come near it. No compiler
+is needed at a user's: LLVM comes as a library (llvmlite), takes about 0.3 s of a processor once a process,
+and writes nothing to disk. A call releases the interpreter's lock. It must not know chunks: it passes
+addresses on, and whoever calls keeps their memory alive and of the right size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvtier_kernels.compiled.attention import emit_attend, emit_fold
+from kvtier_kernels.compiled.layout import LANES, FoldWord, Job, Word, scratch_floats
+
+Integers = NDArray[np.int64]
+
+_NEEDED = ("avx2", "fma")
+_SCRATCH = 1 << 16
+
+
+class UnsupportedMachine(RuntimeError):
+    """The kernels are not made for this processor."""
+
+
+def check_machine() -> None:
+    """Raises UnsupportedMachine unless this is x86-64 with AVX2 and fused multiply-adds."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise UnsupportedMachine(f"compiled kernels are for x86-64, not {platform.machine()}")
+    features = binding.get_host_cpu_features()
+    missing = [name for name in _NEEDED if not features.get(name)]
+    if missing:
+        raise UnsupportedMachine(f"the processor lacks {', '.join(missing)}")
+
+
+class Library:
+    """Kernels of this process. Raises UnsupportedMachine. Safe to call from several threads."""
+
+    def __init__(self) -> None:
+        check_machine()
+        module = ir.Module("kvtier")
+        emit_attend(module)
+        emit_fold(module)
+        self._engine = _compiled(str(module))
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+        self._attend, self._fold = (
+            kind(self._engine.get_function_address(name)) for name in ("attend", "fold")
+        )
+        self._local = threading.local()
+
+    def attend(
+        self,
+        q: Tensor,
+        jobs: Integers,
+        queries: Integers,
+        slots: Integers,
+        seen: Integers,
+        totals: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Merges each job's states into totals, in order.
+
+        q: float32 [B, Hk, G, d] times the scale; jobs: [n, len(Job)];
+        queries, slots, seen: as Word says, at least one row seen by each; totals: m, l [S, Hq], u [S, Hq, d].
+        All contiguous.
+        """
+        _, heads, group, d = q.shape
+        room = -(-int(jobs[:, Job.VISIBLE].max()) // LANES) * LANES
+        scratch = self._scratch(scratch_floats(heads, group * int(jobs[:, Job.COUNT].max()), d, room))
+        words = np.empty(len(Word), np.int64)
+        words[Word.Q] = q.data_ptr()
+        words[Word.JOBS], words[Word.JOB_COUNT] = jobs.ctypes.data, len(jobs)
+        words[Word.QUERIES], words[Word.SLOTS] = queries.ctypes.data, slots.ctypes.data
+        words[Word.SEEN] = seen.ctypes.data
+        words[Word.HEADS], words[Word.GROUP], words[Word.HEAD_DIM] = heads, group, d
+        words[Word.M], words[Word.L], words[Word.U] = (total.data_ptr() for total in totals)
+        words[Word.SCRATCH], words[Word.ROOM] = scratch, room
+        self._attend(words.ctypes.data)
+
+    def fold(self, states: tuple[Tensor, Tensor, Tensor], totals: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Merges states m, l [n, R], u [n, R, d], in order, into totals m, l [R], u [R, d]. float32,
+        contiguous, d a multiple of 16."""
+        words = np.empty(len(FoldWord), np.int64)
+        m, _, u = states
+        words[FoldWord.STATES], words[FoldWord.ROWS] = m.shape
+        words[FoldWord.HEAD_DIM] = u.shape[2]
+        words[FoldWord.M_OF], words[FoldWord.L_OF], words[FoldWord.U_OF] = (x.data_ptr() for x in states)
+        words[FoldWord.M], words[FoldWord.L], words[FoldWord.U] = (x.data_ptr() for x in totals)
+        self._fold(words.ctypes.data)
+
+    def _scratch(self, floats: int) -> int:
+        """The address of this thread's own memory, which is kept."""
+        kept: NDArray[np.float32] | None = getattr(self._local, "kept", None)
+        if kept is None or kept.size < floats:
+            kept = self._local.kept = np.empty(max(floats, _SCRATCH), np.float32)
+        return int(kept.ctypes.data)
+
+
+def _compiled(text: str) -> Any:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    module = binding.parse_assembly(text)
+    module.verify()
+    target = binding.Target.from_default_triple()
+    machine = target.create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=2
+    )
+    builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=1))
+    passes = binding.create_new_function_pass_manager()
+    passes.add_sroa_pass()
+    passes.add_instruction_combine_pass()
+    for function in module.functions:
+        if not function.is_declaration:
+            passes.run(function, builder)
+    engine = binding.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return engine
