@@ -22,7 +22,7 @@ from pydantic.alias_generators import to_camel
 from kvtier_crds.canonical import INT64_MAX, DecimalText, Parameters, canonical_json, sha256_digest
 
 MANIFEST_SCHEMA: Literal["kvtier.dev/manifest/v1"] = "kvtier.dev/manifest/v1"
-NUMERICS_VERSION = "f32-chunk-merge/1"
+NUMERICS_VERSION = "f32-chunk-merge/2"
 MAX_MANIFEST_BYTES = 256 * 1024
 
 

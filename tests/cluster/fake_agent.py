@@ -26,7 +26,7 @@ from kvtier.v1 import control_pb2 as control
 from kvtier.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from tests.cluster.kvtier_localplane import Cluster, eventually
 
-NUMERICS = "f32-chunk-merge/1"
+NUMERICS = "f32-chunk-merge/2"
 MIB = 1024 * 1024
 DEFAULT_TIERS = (
     {

@@ -158,7 +158,7 @@ def test_apply_refused(agent: Agent, baseline: RuntimeManifest, change: dict[str
     ("change", "reason"),
     [
         pytest.param({"device_kind": "cuda-sm90"}, "NUMERICS_MISMATCH", id="device-kind"),
-        pytest.param({"numerics_version": "f32-chunk-merge/2"}, "NUMERICS_MISMATCH", id="numerics"),
+        pytest.param({"numerics_version": "f32-chunk-merge/9"}, "NUMERICS_MISMATCH", id="numerics"),
         pytest.param({"tiers": "unknown-class"}, "TIER_INCAPABLE", id="missing-tier-class"),
         pytest.param({"tiers": "too-big"}, "NO_DESTINATION_CAPACITY", id="budget-over-capacity"),
         pytest.param({"tenancy": "other"}, "MANIFEST_MISMATCH", id="manifest-of-another-cache"),

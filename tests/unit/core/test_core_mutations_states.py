@@ -39,7 +39,7 @@ TERMS = StateTerms(
     mask_sha256=MASK,
     position_epoch=0,
     score_scale=0.5,
-    merge_revision="f32-chunk-merge/1",
+    merge_revision="f32-chunk-merge/2",
     producers=(Producer("ram", 2), Producer("flash", 2)),
     visible=VISIBLE,
     deadline=102.0,
@@ -79,7 +79,7 @@ def state(producer: str, *support: tuple[int, int], **changes: object) -> StateR
         u=u,
         producer=producer,
         producer_generation=2,
-        merge_revision="f32-chunk-merge/1",
+        merge_revision="f32-chunk-merge/2",
         checksum=states_checksum(m, l, u),
         completed=101.0,
     )

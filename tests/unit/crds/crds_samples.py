@@ -51,7 +51,7 @@ def full_document() -> dict[str, Any]:
     """A manifest in which no field is absent, null or empty, so that each can be changed."""
     return {
         "schema": "kvtier.dev/manifest/v1",
-        "numericsVersion": "f32-chunk-merge/1",
+        "numericsVersion": "f32-chunk-merge/2",
         "deviceKind": "cuda-sm90",
         "tenancy": {"namespace": "serving", "cacheUID": UID},
         "model": {

@@ -93,7 +93,7 @@ def _replaced(document: dict[str, Any], path: tuple[str | int, ...], value: Any)
 
 
 _OTHER: dict[str, Any] = {
-    "numericsVersion": "f32-chunk-merge/2",
+    "numericsVersion": "f32-chunk-merge/9",
     "deviceKind": "simulated",
     "dtype": "bfloat16",
     "positionContract": "preRope",
