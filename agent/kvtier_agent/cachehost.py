@@ -33,6 +33,7 @@ from kvtier_agent.engine_port import (
 from kvtier_agent.evidence_port import EvidencePort, FrameEvidence, Outcome, Progress
 from kvtier_agent.rowevidence import GIVES_NOTHING, EngineGives
 from kvtier_agent.weightstore import WeightStore
+from kvtier_core.admission import UNDECLARED, AdmissionTerms
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.enforcement import (
@@ -100,10 +101,17 @@ class CacheHost:
         self.indexes: Sequence[IndexState] = ()
         self.blocks = blocks
         self.key_secret = key_secret
+        self.admission = UNDECLARED
         self.sessions: dict[str, Session] = {}
         self.weights = WeightStore(self.sessions.__contains__)
         self._closed: OrderedDict[str, Session] = OrderedDict()
         self._clock = clock
+
+    def admit(self, terms: AdmissionTerms) -> None:
+        """What transfers of its blocks may take from now on; for a thread. See `BlockStore.admit`."""
+        if terms != self.admission and self.blocks is not None:
+            self.blocks.store.admit(terms)
+        self.admission = terms
 
     def may_become(self, manifest: RuntimeManifest, key_secret: str) -> bool:
         """Whether another baseline can run here without a new engine."""

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from kvtier.v1 import control_pb2, control_pb2_grpc
 from kvtier_agent import convert, evidence_convert
+from kvtier_agent.admission_wire import admission_message, admission_terms
 from kvtier_agent.errors import to_detail
 from kvtier_agent.manifests import parse_manifest
 from kvtier_agent.node import Command, Node, ProofFacts
@@ -84,6 +85,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 highest_fence=node.highest_fence(uid),
                 baseline_digest=host.baseline_digest,
                 sessions=len(host.sessions),
+                admission=admission_message(host.admission),
             )
             for used in host.usage:
                 state.used_by_tier[used.class_name] = used.used_bytes
@@ -108,7 +110,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def _apply(self, request: control_pb2.ApplyBaselineRequest) -> control_pb2.ApplyBaselineResponse:
         command = _command(request)
         running = await self._node.apply_baseline(
-            command, request.manifest, request.digest, request.key_secret
+            command, request.manifest, request.digest, request.key_secret, admission_terms(request)
         )
         return control_pb2.ApplyBaselineResponse(running_digest=running, boot_id=self._node.boot_id)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from kvtier_agent.admission_wire import admission_of, admission_text
 from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.cachehost import CacheHost, manifest_set_digest_input
 from kvtier_agent.cachesession import CacheName, Session
@@ -29,7 +30,9 @@ from kvtier_agent.keyedlocks import KeyedLocks
 from kvtier_agent.manifests import check_baseline, check_candidate, parse_manifest, placed_terms
 from kvtier_agent.nodeends import CacheEnds
 from kvtier_agent.statedir import StateDir
-from kvtier_agent.tierdirs import PACED, READY, NodeTier, NodeTiers
+from kvtier_agent.tierdirs import NodeTier, NodeTiers
+from kvtier_agent.tiersums import add_report
+from kvtier_core.admission import UNDECLARED, AdmissionTerms
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.enforcement import CacheEnforcement, LocalReturn, ReturnReason
@@ -128,7 +131,9 @@ class Node:
                 manifest = parse_manifest(
                     self._state.load_manifest(record.baseline_digest), record.baseline_digest
                 )
-                self.caches[record.uid] = await self._build(name, manifest, returned, record.key_secret)
+                host = await self._build(name, manifest, returned, record.key_secret)
+                self.caches[record.uid] = host
+                host.admit(admission_of(record.admission))
             except CoreError as error:
                 self.faults[record.uid] = f"{error.reason}: {error.message}"
                 log.error("cache %s cannot be restored: %s", record.uid, error)
@@ -163,14 +168,19 @@ class Node:
     # --- Control ---------------------------------------------------------------------------------------
 
     async def apply_baseline(
-        self, command: Command, encoded: bytes, digest: str, key_secret: str = ""
+        self,
+        command: Command,
+        encoded: bytes,
+        digest: str,
+        key_secret: str = "",
+        admission: AdmissionTerms = UNDECLARED,
     ) -> str:
         """Runs the manifest as exact baseline; returns the digest recomputed from what runs.
 
-        What can be refused is refused before the fence is spent. Where only placement or contract are others,
-        the sessions go on under them. Then a held candidate ends at once, also
-        under the digest that runs: its permission was of a lower fence. A build that fails after the fence
-        was spent is repeated by the same command.
+        What can be refused is refused before the fence is spent. Where only placement, contract or admission
+        are others, the sessions go on under them. Then a held candidate ends at once, also under the digest
+        that runs: its permission was of a lower fence. A build that fails after the fence was spent is
+        repeated by the same command; so is an admission that what runs has no room for.
         """
         uid = command.cache.uid
         async with self._locks.hold(uid):
@@ -187,7 +197,7 @@ class Node:
                     host.enforcement.revoke(BASELINE_APPLIED)
                     self.changed.set()
                 await self._in_thread(lambda: self._state.save_manifest(digest, encoded))
-                await self._commit(command, CommandKind.APPLY, digest, key_secret)
+                await self._commit(command, CommandKind.APPLY, digest, key_secret, admission)
             if host is not None and host.may_become(manifest, key_secret):
                 adopting = host.runner.engine
                 await self._in_thread(lambda: adopting.adopt(manifest))
@@ -203,6 +213,7 @@ class Node:
             assert host is not None
             self.caches[uid] = host
             self.faults.pop(uid, None)
+            await self._in_thread(partial(host.admit, admission))
             host.name = command.cache
             await self.refresh_reports()
             self.changed.set()
@@ -248,7 +259,9 @@ class Node:
             await self._in_thread(lambda: host.runner.engine.check_candidate(terms))
             host.evidence.check(window)
             if judgement is Judgement.ADVANCE:
-                await self._commit(command, CommandKind.GRANT, host.baseline_digest, host.key_secret)
+                await self._commit(
+                    command, CommandKind.GRANT, host.baseline_digest, host.key_secret, host.admission
+                )
             lease = host.enforcement.grant(terms, judgement, received)
             host.evidence.open(window)
             host.window = window.key
@@ -275,7 +288,9 @@ class Node:
             host.enforcement.revoke(reason)
             self.changed.set()
             if judgement is Judgement.ADVANCE:
-                await self._commit(command, CommandKind.REVOKE, host.baseline_digest, host.key_secret)
+                await self._commit(
+                    command, CommandKind.REVOKE, host.baseline_digest, host.key_secret, host.admission
+                )
             log.info("candidate of cache %s revoked: %s", uid, reason)
             return await self._proof(host, nonce)
 
@@ -369,7 +384,7 @@ class Node:
         for host, (usage, plan, indexes) in zip(hosts, asking.result(), strict=True):
             host.usage, host.plan, host.indexes = usage, plan, indexes
             for used in usage:
-                reports = [_add_report(report, used) for report in reports]
+                reports = [add_report(report, used) for report in reports]
         self._reports = reports
 
     async def expire_idle_sessions(self) -> int:
@@ -391,7 +406,14 @@ class Node:
             message = f"boot id {boot_id!r} is not {self.boot_id}: the agent restarted or was never seen"
             raise CoreError(Reason.BOOT_ID_MISMATCH, message, {"boot_id": self.boot_id})
 
-    async def _commit(self, command: Command, kind: CommandKind, baseline: str, key_secret: str = "") -> None:
+    async def _commit(
+        self,
+        command: Command,
+        kind: CommandKind,
+        baseline: str,
+        key_secret: str = "",
+        admission: AdmissionTerms = UNDECLARED,
+    ) -> None:
         record = FenceRecord(
             uid=command.cache.uid,
             namespace=command.cache.namespace,
@@ -402,6 +424,7 @@ class Node:
             baseline_digest=baseline,
             rollout_uid=command.fence.rollout_uid,
             key_secret=key_secret,
+            admission=admission_text(admission),
         )
         await self._in_thread(lambda: self._book.commit(record))
 
@@ -465,26 +488,3 @@ def _same_name(name: CacheName, wanted: CacheName) -> bool:
 
 def _asked(engine: EnginePort) -> Asked:
     return engine.tiers(), engine.plan(), engine.indexes()
-
-
-def _add_report(node: TierReport, engine: TierReport) -> TierReport:
-    if node.class_name != engine.class_name:
-        return node
-    return TierReport(
-        class_name=node.class_name,
-        medium=node.medium,
-        simulated=node.simulated or engine.simulated,
-        capacity_bytes=node.capacity_bytes,
-        used_bytes=node.used_bytes + engine.used_bytes,
-        pinned_bytes=node.pinned_bytes + engine.pinned_bytes,
-        read_bytes_per_second=max(node.read_bytes_per_second, engine.read_bytes_per_second),
-        write_bytes_per_second=max(node.write_bytes_per_second, engine.write_bytes_per_second),
-        probes={**engine.probes, **node.probes},
-        condition=_worse(node.condition, engine.condition),
-        held=node.held + engine.held,
-    )
-
-
-def _worse(node: str, engine: str) -> str:
-    """A tier that fails outranks one whose writes are paced."""
-    return engine if node == READY or (node == PACED and engine != READY) else node

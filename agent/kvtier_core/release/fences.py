@@ -47,6 +47,7 @@ class FenceRecord:
     baseline_digest: str  # empty: the cache is not (or no longer) served here
     rollout_uid: str = ""
     key_secret: str = ""  # names the keys that what is stored is encrypted under; empty: the agent's default
+    admission: str = ""  # of transfers, JSON; empty: undeclared
 
 
 class FenceStore(Protocol):

@@ -148,19 +148,21 @@ class AdmissionPolicy(StrEnum):
 
 
 class Admission(Struct):
-    """Credits per node; a transfer that finds none waits in the queue or takes its fallback.
-
-    Declared only: agents of this version use fixed limits of their own.
-    """
+    """Credits of this cache's transfers on each node, of shared blocks; a transfer that finds none waits its
+    turn. An edit takes effect without a rollout, since it shapes no answer."""
 
     pinned: Quantity | None = None
-    """Bytes that may be pinned at once; absent: what the tiers allow."""
+    """Bytes that may be pinned at once; absent: what the tiers need; less is refused (ADMISSION_PINNED)."""
     staging: Quantity | None = None
+    """Bytes of reads in flight and of the engine's buffers; less than one block more than those is refused
+    (STAGING_TOO_SMALL)."""
     link: Quantity | None = None
-    """Bytes in flight between tiers."""
+    """Bytes in flight in each direction between memory and storage; at least a block."""
     queue: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Requests that may wait."""
+    """Requests that may wait for reads; one more is refused (QUEUE_FULL)."""
     policy: AdmissionPolicy = AdmissionPolicy.FIFO
+    """Who goes first among requests of one priority: by place in the prefix and arrival; by deadline; by
+    deadline and then what most requests wait for."""
 
 
 class IdlePolicy(StrEnum):

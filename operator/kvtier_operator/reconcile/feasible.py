@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.v1 import control_pb2 as control
 from kvtier_crds.manifest import Dtype, RuntimeManifest
 from kvtier_crds.quantity import parse_bytes
 from kvtier_operator.conditions import Condition, false, true, unknown
@@ -68,6 +69,19 @@ def unsupported(cache: JsonObject) -> tuple[Problem, ...]:
     if (spec.get("sessions") or {}).get("interruption", "drop") != "drop":
         found.append("spec.sessions.interruption preserve is not implemented; legal now: drop")
     return tuple(Problem("", "NotImplemented", message) for message in found)
+
+
+def admission_of(cache: JsonObject) -> control.CacheAdmission:
+    """What agents act on; QuantityError names the field."""
+    said = cache["spec"].get("admission") or {}
+    sizes = {
+        f"{name}_bytes": parse_bytes(said[name], f"spec.admission.{name}")
+        for name in ("pinned", "staging", "link")
+        if said.get(name) is not None
+    }
+    return control.CacheAdmission(
+        **sizes, queue=int(said.get("queue", 256)), policy=str(said.get("policy", "fifo"))
+    )
 
 
 def key_secret(cache: JsonObject) -> str:

@@ -34,6 +34,7 @@ from kvtier_operator.ports import (
 )
 from kvtier_operator.reconcile.feasible import (
     Feasibility,
+    admission_of,
     budgets_of_others,
     feasibility,
     key_secret,
@@ -245,6 +246,7 @@ class KVCacheReconciler:
                 adopted.data,
                 adopted.fence,
                 key_secret(cache),
+                admission_of(cache),
             )
         results = await self._nodes.converge(views, baseline, uid=_uid(cache), rollout=rollout)
         refused = [result for result in results if result.fence_refused]

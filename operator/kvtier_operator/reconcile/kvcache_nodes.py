@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
@@ -29,6 +29,7 @@ class Baseline:
     data: bytes
     fence: int
     key_secret: str = ""
+    admission: control.CacheAdmission = field(default_factory=control.CacheAdmission)
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,9 @@ class CacheNodes:
         now = self._deps.clock.monotonic()
         known = self._proved.get(memory)
         applied = held is not None and held.baseline_digest == baseline.digest
+        if applied and held is not None and held.HasField("admission") and not rollout:
+            # The number that brought the digest says no other words: the agent wants a higher one for them.
+            applied = held.admission == baseline.admission
         fresh = (
             applied
             and known is not None
@@ -167,6 +171,7 @@ class CacheNodes:
                 manifest=baseline.data,
                 digest=baseline.digest,
                 key_secret=baseline.key_secret,
+                admission=baseline.admission,
             ),
         )
 

@@ -33,7 +33,7 @@ class GetStateResponse(_message.Message):
     def __init__(self, node: _Optional[str] = ..., boot_id: _Optional[str] = ..., agent_version: _Optional[str] = ..., numerics_version: _Optional[str] = ..., manifest_set_digest: _Optional[str] = ..., draining: _Optional[bool] = ..., caches: _Optional[_Iterable[_Union[CacheState, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid", "used_by_tier", "pinned_by_tier", "plan", "indexes")
+    __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid", "used_by_tier", "pinned_by_tier", "plan", "indexes", "admission")
     class UsedByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class CacheState(_message.Message):
     PINNED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
     cache: _common_pb2.CacheRef
     highest_fence: int
     baseline_digest: str
@@ -72,7 +73,8 @@ class CacheState(_message.Message):
     pinned_by_tier: _containers.ScalarMap[str, int]
     plan: PlanState
     indexes: _containers.RepeatedCompositeFieldContainer[IndexState]
-    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ..., used_by_tier: _Optional[_Mapping[str, int]] = ..., pinned_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Union[PlanState, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexState, _Mapping]]] = ...) -> None: ...
+    admission: CacheAdmission
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ..., used_by_tier: _Optional[_Mapping[str, int]] = ..., pinned_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Union[PlanState, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexState, _Mapping]]] = ..., admission: _Optional[_Union[CacheAdmission, _Mapping]] = ...) -> None: ...
 
 class IndexState(_message.Message):
     __slots__ = ("family", "selector_digest", "of_candidate", "ready", "building", "refused", "hidden_seconds", "exposed_seconds", "index_bytes", "waiting_bytes", "builds", "appends", "failures", "refusals")
@@ -194,20 +196,36 @@ class TierState(_message.Message):
     def __init__(self, tier_class: _Optional[str] = ..., medium: _Optional[str] = ..., simulated: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., read_bytes_per_second: _Optional[float] = ..., write_bytes_per_second: _Optional[float] = ..., probes: _Optional[_Mapping[str, str]] = ..., condition: _Optional[str] = ...) -> None: ...
 
 class ApplyBaselineRequest(_message.Message):
-    __slots__ = ("cache", "fence", "boot_id", "manifest", "digest", "key_secret")
+    __slots__ = ("cache", "fence", "boot_id", "manifest", "digest", "key_secret", "admission")
     CACHE_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     KEY_SECRET_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
     cache: _common_pb2.CacheRef
     fence: _common_pb2.Fence
     boot_id: str
     manifest: bytes
     digest: str
     key_secret: str
-    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., boot_id: _Optional[str] = ..., manifest: _Optional[bytes] = ..., digest: _Optional[str] = ..., key_secret: _Optional[str] = ...) -> None: ...
+    admission: CacheAdmission
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., boot_id: _Optional[str] = ..., manifest: _Optional[bytes] = ..., digest: _Optional[str] = ..., key_secret: _Optional[str] = ..., admission: _Optional[_Union[CacheAdmission, _Mapping]] = ...) -> None: ...
+
+class CacheAdmission(_message.Message):
+    __slots__ = ("pinned_bytes", "staging_bytes", "link_bytes", "queue", "policy")
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    pinned_bytes: int
+    staging_bytes: int
+    link_bytes: int
+    queue: int
+    policy: str
+    def __init__(self, pinned_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., link_bytes: _Optional[int] = ..., queue: _Optional[int] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class ApplyBaselineResponse(_message.Message):
     __slots__ = ("running_digest", "boot_id")

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier_agent.engine_port import TierReport
-from kvtier_agent.node import _add_report
 from kvtier_agent.tiermetrics import HOLDERS, HolderCollector
+from kvtier_agent.tiersums import add_report
 from kvtier_core.engine import CacheEngine
 from tests.unit.core.blockpump import LATER, NAMESPACE, key_rows, put
 from tests.unit.core.builders import CHUNK, LAYERS, SLOT, Driver, Rows, cpu, engine, nvme
@@ -21,7 +21,7 @@ def reports_of(*engines: CacheEngine) -> list[TierReport]:
     for built in engines:
         for stats in built.stats().tiers:
             one = TierReport(stats.class_name, stats.medium, False, stats.capacity_bytes, held=stats.bytes)
-            total = [_add_report(report, one) for report in total]
+            total = [add_report(report, one) for report in total]
     return total
 
 

@@ -220,6 +220,7 @@ class FakeAgents:
         self.refs: dict[str, common.CacheRef] = {}
         self.key_secrets: list[str] = []
         self.erasures: list[control.KeyErasure] = []
+        self.admissions: dict[str, control.CacheAdmission] = {}
         self.down: set[str] = set()
         self.calls: list[str] = []
         self.used: dict[str, int] = {}
@@ -250,6 +251,7 @@ class FakeAgents:
                     plan=self.plans.get(node.name),
                     candidate=self.candidates.get(node.name),
                     indexes=self.indexes.get(node.name, []),
+                    admission=self.admissions.get(node.name),
                 )
                 for uid, (fence, digest) in held.items()
             ],
@@ -270,9 +272,11 @@ class FakeAgents:
             facts = {"highest_fence": str(highest)}
             if fence < highest:
                 raise AgentError(node.name, "FENCE_STALE", "below", 0.0, facts)
-            if fence == highest and digest != request.digest:
+            other = self.admissions.get(node.name, request.admission) != request.admission
+            if fence == highest and (digest != request.digest or other):
                 raise AgentError(node.name, "FENCE_CONFLICT", "used", 0.0, facts)
         held[uid] = [fence, request.digest]
+        self.admissions[node.name] = request.admission
         self.refs[uid] = request.cache
         self.key_secrets.append(request.key_secret)
         return control.ApplyBaselineResponse(running_digest=request.digest, boot_id=node.boot_id)

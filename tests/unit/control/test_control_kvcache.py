@@ -310,6 +310,37 @@ async def test_deletion_does_not_wait_for_ever_for_a_node_that_is_gone() -> None
     assert "b (UNAVAILABLE)" in message
 
 
+async def test_an_edit_of_admission_reaches_every_agent_under_a_fence_of_its_own() -> None:
+    bench = bench_with(kv_cache(admission={"link": "64Mi", "queue": 32, "policy": "earliestDeadline"}))
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    wanted = control.CacheAdmission(link_bytes=64 << 20, queue=32, policy="earliestDeadline")
+    assert bench.agents.admissions == {"a": wanted, "b": wanted}
+    fence = cache["status"]["fence"]
+    cache["spec"]["admission"] = {"staging": "1Gi"}
+    bench.api.catch_up()
+    cache = await settle(bench, reconciler)
+    wanted = control.CacheAdmission(staging_bytes=1 << 30, queue=256, policy="fifo")
+    assert bench.agents.admissions == {"a": wanted, "b": wanted}
+    assert cache["status"]["fence"] > fence
+    assert conditions(cache)["Ready"] == ("True", "BaselineServed")
+    assert {held[UID][1] for held in bench.agents.caches.values()} == {cache["status"]["baseline"]["digest"]}
+
+
+async def test_a_rollouts_fence_is_not_spent_on_an_edit_of_admission() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    fence = cache["status"]["fence"]
+    bench.api.add(kv_rollout(fence=fence))
+    cache["spec"]["admission"] = {"queue": 9}
+    bench.api.catch_up()
+    cache = await settle(bench, reconciler)
+    assert cache["status"]["fence"] == fence
+    assert {said.queue for said in bench.agents.admissions.values()} == {256}
+    assert conditions(cache)["Degraded"] == ("False", "AllWell")
+
+
 async def test_a_crypto_erasure_ends_with_every_nodes_receipt_also_after_an_answer_that_was_lost() -> None:
     spec = {"deletion": {"policy": "delete", "cryptoErase": True}, "keySecretRef": {"name": "chat-keys"}}
     pool = agent_pool()
