@@ -92,6 +92,11 @@ class ModelEvidence:
         if self._watchers.pop(id(cache), None) is not None:
             self._hook()
 
+    @property
+    def watching(self) -> int:
+        """Caches whose passes are looked at."""
+        return len(self._watchers)
+
     def input_of(self, layer: int) -> Tensor | None:
         """[B, N, d_model] of the pass that runs, of a layer that has begun; of the last two only."""
         return self._inputs.get(layer)

@@ -177,3 +177,32 @@ def test_a_context_that_may_change_has_no_family_of_fixed_ones(
     ):
         refused = cache.session.candidate_refused
         assert refused is not None and refused.facts["missing"] == "fixedContext"
+
+
+REASONS = {"UNSUPPORTED", "DEPENDENCY_UNPUBLISHED", "INDEX_FRONTIER_LAG"}
+
+
+@pytest.mark.parametrize("family", ["emLlm", "infinigen", "squeezedAttention"])
+def test_a_fork_and_a_crop_go_on_and_say_how(
+    agent: Agent, manifest: RuntimeManifest, tiny_model: Any, attached: Any, family: str
+) -> None:
+    """What cannot be made again is exact with its reason; weights and states go on."""
+    agent.grant(manifest, candidate(manifest, selector(family)), rollout_uid=f"edits-{family}")
+    with (
+        AttentionClient(agent.socket_path) as client,
+        open_cache(client, tiny_model, evidence=attached.evidence) as cache,
+    ):
+        token = tiny_model(prompt(), cache=cache).logits[:, -1].argmax(-1, keepdim=True)
+        token = decode(tiny_model, cache, token)
+        with cache.fork() as child:
+            assert child.session.asked == cache.session.asked
+            cache.crop(-1)
+            for one in (child, cache):
+                one.take_receipts()
+                for _ in range(3):
+                    token = decode(tiny_model, one, token)
+                told = [receipt for receipt in one.take_receipts() if receipt.layer == LAYERS - 1]
+                assert len(told) == 3
+                exact = [receipt for receipt in told if receipt.exactness != "APPROXIMATE"]
+                assert {receipt.fallback for receipt in exact} <= REASONS
+    assert not attached.evidence.watching
