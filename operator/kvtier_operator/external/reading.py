@@ -110,7 +110,7 @@ class GateBook:
             self._cursor = upto
         newest = self._newest()
         if newest is not None and now - newest > 2.0 * max(self._pace.scrape, interval) + self._pace.lag:
-            raise SourceError(f"the newest sample is {now - newest:.0f} s old")
+            raise SourceError("no sample for longer than two intervals")
 
     def _newest(self) -> float | None:
         exponential = self._terms.form is Form.EXPONENTIAL_HISTOGRAM

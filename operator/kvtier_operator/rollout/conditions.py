@@ -150,6 +150,12 @@ def _baseline_restored(state: RolloutState) -> Finding:
     )
 
 
+def _why(gate: str, inputs: Inputs) -> str:
+    """What the gate's source said, where it is another system's."""
+    seen = inputs.last_look.verdicts if inputs.last_look is not None else ()
+    return next((f", {one.detail}" for one in seen if one.name == gate and one.detail), "")
+
+
 def _degraded(state: RolloutState, inputs: Inputs) -> Finding:
     if state.lost:
         return "True", "AgentUnreachable", f"no answer from {', '.join(lost.node for lost in state.lost)}"
@@ -162,7 +168,11 @@ def _degraded(state: RolloutState, inputs: Inputs) -> Finding:
     if broken and state.holds_candidate:
         unread = inputs.last_look.unread if inputs.last_look is not None else ()
         whose = f" of {', '.join(unread[:6])}" if unread else ""
-        return "True", "ProviderError", f"{broken[0].name}: {broken[0].reason}{whose}"
+        return (
+            "True",
+            "ProviderError",
+            f"{broken[0].name}: {broken[0].reason}{whose}{_why(broken[0].name, inputs)}",
+        )
     if state.phase is Phase.ROLLING_BACK and state.rollback and state.rollback.revoked_at:
         return "True", "BaselineUnproved", f"missing {', '.join(state.rollback.missing[:6])}"
     if state.holds_candidate and inputs.spec is not None:

@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 READ_ROUNDS = 2
 MAX_FEEDS = 4096
+MAX_DETAIL = 200
 MIN_RATE_SECONDS = 30.0
 
 
@@ -98,7 +99,7 @@ class EvidenceFeed:
         return Look(
             opening_fence=reading.key.opening_fence,
             at=now,
-            verdicts=_verdicts(judgement.results, gates),
+            verdicts=_verdicts(judgement.results, gates, external),
             carry=judgement.carry,
             failed=judgement.failed.gate if judgement.failed else "",
             requests_per_second=_rate(reader, state, now),
@@ -187,7 +188,10 @@ def thresholds_of(spec: RolloutSpec, closing: WindowCounts) -> tuple[tuple[str, 
     return tuple(sorted((name, f"{value:.9g}") for name, value in found.items()))
 
 
-def _verdicts(results: Sequence[GateResult], gates: Sequence[GateSpec]) -> tuple[GateVerdict, ...]:
+def _verdicts(
+    results: Sequence[GateResult], gates: Sequence[GateSpec], external: Mapping[str, ExternalReading]
+) -> tuple[GateVerdict, ...]:
+    details = {name: one.detail[:MAX_DETAIL] for name, one in external.items() if one.error is not None}
     metrics: Mapping[str, str] = {gate.name: gate.metric.name for gate in gates}
     return tuple(
         GateVerdict(
@@ -203,6 +207,7 @@ def _verdicts(results: Sequence[GateResult], gates: Sequence[GateSpec]) -> tuple
             expected_n=result.expected_n or 0,
             k=result.k_text,
             basis=str(result.basis),
+            detail=details.get(result.name, ""),
         )
         for result in results
     )

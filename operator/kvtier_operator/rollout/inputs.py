@@ -101,6 +101,8 @@ class GateVerdict:
     expected_n: int = 0
     k: str = ""
     basis: str = ""
+    detail: str = ""
+    """Why its source could not be read, for people."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ async def test_stale_samples_are_an_error() -> None:
     fake = counting({990: 0, 1020: 0}, {990: 100, 1020: 1100})
     got = await read(fake, 1036.0, 1200.0)
     assert got.error is Reason.QUERY_FAILED
-    assert "s old" in got.detail
+    assert got.detail == "no sample for longer than two intervals"
 
 
 async def test_more_bad_than_there_are_is_an_error() -> None:

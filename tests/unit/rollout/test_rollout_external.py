@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from kvtier_operator.external.query import Query
 from kvtier_operator.rollout.feed import EvidenceFeed, Reading
 from kvtier_operator.rollout.foresight import step_needs
 from kvtier_operator.rollout.grants import fence_of, grant_request, window_key
-from kvtier_operator.rollout.inputs import GateVerdict
-from kvtier_operator.rollout.spec import SpecError, parse_spec
+from kvtier_operator.rollout.inputs import GateVerdict, Look
+from kvtier_operator.rollout.spec import RolloutSpec, SpecError, parse_spec
+from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.status import from_status
+from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World
 from tests.unit.rollout.test_rollout_feed import EvidenceOf
 
@@ -103,6 +106,24 @@ async def test_a_look_judges_what_the_source_says(case: str) -> None:
     told, gate, reason, required = LOOKS[case]
     got = await judged(told, gate)
     assert (got.reason, got.metric, got.required) == (reason, EXTERNAL, required)
+    assert got.detail == (told.reading.detail if told is not None else "")
+
+
+async def test_the_condition_says_why_a_source_cannot_be_read() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    said = world.feed.look
+
+    async def unreadable(reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
+        look = await said(reading, state, spec, now)
+        bad = GateVerdict("errors", Verdict.PROVIDER_ERROR, "QueryFailed", detail="HTTP 503 from https://p")
+        return replace(look, verdicts=(*look.verdicts, bad))
+
+    world.feed.look = unreadable  # type: ignore[method-assign]
+    await world.run(20)
+    degraded = next(one for one in world.status["conditions"] if one["type"] == "Degraded")
+    assert degraded["reason"] == "ProviderError"
+    assert degraded["message"] == "errors: QueryFailed, HTTP 503 from https://p"
 
 
 async def test_agents_are_not_told_of_it_and_the_window_is_another_one_with_another_query() -> None:
