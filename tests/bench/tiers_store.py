@@ -403,7 +403,7 @@ def _restart() -> Iterator[Row]:
         child.wait(timeout=30)
         published = int(line)
         t0 = time.perf_counter()
-        tiers = OurTiers(Path(name), layout, 64, RESTART_BLOCKS + 64, threads=2)
+        tiers = OurTiers(Path(name), layout, 64, RESTART_BLOCKS + 256, threads=2)
         opened = time.perf_counter() - t0
         keys = np.frombuffer(b"".join(keys_of(RESTART_BLOCKS)), dtype=np.uint8).reshape(-1, 32)
         found = len(tiers.store.lookup(keys, NAMESPACE))
@@ -415,7 +415,7 @@ def _restart() -> Iterator[Row]:
 def _store_and_wait(folder: Path) -> None:
     """The child: stores, brings everything down, says how many are published, and waits to be killed."""
     layout = SIZES["16k"]
-    tiers = OurTiers(folder, layout, 512, RESTART_BLOCKS + 64, threads=2)
+    tiers = OurTiers(folder, layout, 512, RESTART_BLOCKS + 256, threads=2)
     keys = keys_of(RESTART_BLOCKS)
     tiers.fill(keys, bytes(layout.payload_bytes))
     for at in range(0, len(keys), 256):
