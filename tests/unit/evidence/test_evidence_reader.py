@@ -224,6 +224,7 @@ class DeltaProtocol(RuleBasedStateMachine):
         self.readers = [reader(), reader()]
         self.applied: list[dict[tuple[str, str], int]] = [{}, {}]
         self.truth: dict[tuple[str, int], WindowCounts] = {}
+        self.open: dict[tuple[str, int], int] = {}
         self.wire: list[tuple[int, str, Delta, Position]] = []
         self.now = 0.0
 
@@ -231,6 +232,11 @@ class DeltaProtocol(RuleBasedStateMachine):
     def record(self, a: str, n: int, arm: str) -> None:
         for i in range(n):
             self.agents[a].unit(0.1 * i if i else None, arm)
+
+    @rule(a=st.sampled_from(AGENTS), n=st.integers(1, 5))
+    def begin(self, a: str, n: int) -> None:
+        """Units that are assigned and do not settle any more: a restart takes them with it."""
+        self.agents[a].assigned += n
 
     @rule(a=st.sampled_from(AGENTS))
     def event(self, a: str) -> None:
@@ -245,6 +251,7 @@ class DeltaProtocol(RuleBasedStateMachine):
         at = self.readers[r].position(a)
         reply = self.agents[a].read(at.epoch, at.ack_seq)
         self.truth[reply.epoch, reply.to_seq] = self.agents[a].counts.copy()
+        self._note_open(reply)
         if deliver:
             self._deliver(r, a, reply, at)
         else:
@@ -290,6 +297,26 @@ class DeltaProtocol(RuleBasedStateMachine):
             for where in want.metrics:
                 assert got.get(*where) == want.get(*where)
 
+    @invariant()
+    def what_ended_lives_had_open_is_missing(self) -> None:
+        """Never dropped: each unit that a life had assigned when it was last read counts, without a value."""
+        for r, op in enumerate(self.readers):
+            counted = units(op._merged)
+            lost = 0
+            for agent in self.AGENTS:
+                lives = [(epoch, seq) for (a, epoch), seq in self.applied[r].items() if a == agent]
+                lost += sum(self.open[life] for life in lives[:-1])
+            seen = op.evidence(self.AGENTS, now=self.now, interval=1e9).merged
+            assert units(seen) >= counted + (lost if counted else 0)
+            assert all(c.histogram.consistent() for c in seen.metrics.values())
+
+    def _note_open(self, reply: Delta) -> None:
+        """The fewest that a reply of this version can have said: it may be sent again with more."""
+        settled = units(self.truth[reply.epoch, reply.to_seq])
+        said = reply.assigned_units - settled
+        known = self.open.get((reply.epoch, reply.to_seq), said)
+        self.open[reply.epoch, reply.to_seq] = min(said, known)
+
     def teardown(self) -> None:
         if not hasattr(self, "agents"):
             return
@@ -299,6 +326,7 @@ class DeltaProtocol(RuleBasedStateMachine):
                     at = op.position(a)
                     reply = self.agents[a].read(at.epoch, at.ack_seq)
                     self.truth[reply.epoch, reply.to_seq] = self.agents[a].counts.copy()
+                    self._note_open(reply)
                     self._deliver(r, a, reply, at)
             for a in self.AGENTS:
                 assert self.applied[r][a, self.agents[a].epoch] == self.agents[a].log.seq, "it converges"
