@@ -1,7 +1,8 @@
 """A long run of the block store: real threads and files, caches a fourth of the working set, random faults.
 
 Writes build/soak.json; exit status 1 when a claim fails. `--simulation` runs seeds of the simulated store
-instead, `--gates` simulated rollouts through the judge."""
+instead, `--gates` simulated rollouts through the judge, `--machine` the release machine against a reference,
+`--kills` an operator that is killed at every write of a rollout, on a real API server."""
 
 from __future__ import annotations
 
@@ -27,11 +28,13 @@ from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.nvme import NvmeOptions, NvmeTier
 from kvtier_core.transactions.erasing import JournalFile
+from tests.cluster.kill_everywhere import main as kills
 from tests.simulation.__main__ import main as simulation
 from tests.soak.gates.__main__ import main as gates
 from tests.soak.measures import Memory
 from tests.soak.soakfiles import Rates, SoakFiles
 from tests.soak.workload import MAX_TURNS, OPERATIONS, Board, Client, Corpus
+from tests.unit.rollout.machine_fuzz import main as machine
 
 LAYOUT = ChunkLayout(2, 64, 64)
 MEMORY_SLOTS = 128
@@ -248,11 +251,17 @@ def main() -> int:
     )
     parser.add_argument("--simulation", action="store_true", help="seeds of the simulated store instead")
     parser.add_argument("--gates", action="store_true", help="simulated rollouts through the judge instead")
+    parser.add_argument("--machine", action="store_true", help="the release machine in bad luck instead")
+    parser.add_argument("--kills", action="store_true", help="SIGKILL at every write of a rollout instead")
     options, rest = parser.parse_known_args()
     if options.gates:
         return gates(["--seed", str(options.seed), *rest])
     if options.simulation:
         return simulation(rest)
+    if options.machine:
+        return machine(["--seed", str(options.seed), *rest])
+    if options.kills:
+        return kills(rest)
     if rest:
         parser.error(f"unknown: {' '.join(rest)}")
     with tempfile.TemporaryDirectory(prefix="kvtier-soak-", dir=options.folder) as folder:

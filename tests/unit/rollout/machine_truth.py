@@ -1,0 +1,113 @@
+"""What is true of the fuzzed world at one pass, said for the reference in its own words.
+
+It must not ask the machine what it would do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier_operator.rollout.evaluation import all_pass
+from kvtier_operator.rollout.inputs import Approved, Inputs
+from kvtier_operator.rollout.moves import current_step, excluded_now
+from kvtier_operator.rollout.spec import Intent, RolloutSpec
+from kvtier_operator.rollout.state import CandidateRef, ManifestRef, RolloutState
+from kvtier_operator.rollout.vocabulary import CandidateClass, Stage, Verdict
+from tests.unit.rollout.machine_reference import Told, Truth
+
+UID = "uid-fuzz"
+TTL = 10.0
+REFUSALS = {"NO_DESTINATION_CAPACITY": "InfeasibleNode", "NUMERICS_MISMATCH": "ManifestMismatch"}
+
+
+@dataclass(frozen=True)
+class Now:
+    """The world beside what the operator was shown. fence: of the cache. resumable: onLeaseExpired says
+    so."""
+
+    wall: float
+    spec: RolloutSpec
+    fence: int
+    baseline: ManifestRef
+    approved: Approved | None
+    candidate: CandidateRef
+    intent: Intent | None
+    resumable: bool
+
+
+def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
+    """From the world, by words and not by the machine's own rules."""
+    spec, views, look = now.spec, inputs.agents, inputs.look
+    window = state.window
+    if look is not None and (window is None or look.opening_fence != window.opening_fence):
+        look = None
+    holders = {view.node for view in views if view.granted_rollout == UID}
+    former = {view.node for view in views if view.returned_rollout == UID}
+    left_out = excluded_now(state, views, UID)
+    refusing = [view for view in views if view.refusal in REFUSALS and view.node not in left_out]
+    sure = [view for view in refusing if view.node in holders | former]
+    chosen = [view for view in views if view.selected]
+    digest = state.candidate.digest if state.candidate else ""
+    taken = [view.granted_fence == state.fence and view.candidate_digest == digest for view in chosen]
+    all_taken = state.held_by_all or (bool(chosen) and all(taken))
+    silent = {view.node for view in views if not view.reachable}
+    patience = TTL * 1.1 * (10 if now.resumable else 1)
+    lasted = window is not None and state.holds_candidate
+    lasted = lasted and now.wall >= window.opened_at + current_step(state, spec).min_seconds
+    lost_now = [view for view in views if not view.reachable and view.node in holders]
+    ready = bool(chosen) and all(taken) and all(view.reachable for view in chosen)
+    ready = ready and not lost_now and not (silent & {one.node for one in state.lost})
+    moved = now.fence != state.fence or any(
+        view.highest_fence > state.fence or view.refusal == "FENCE_CONFLICT" for view in views
+    )
+    stray = [v for v in views if v.reachable and not v.selected and v.granted_fence == state.fence]
+    mine = now.approved is not None and now.approved.rollout_uid == UID
+    intent, last = now.intent, state.last_intent
+    told = None
+    if intent is not None and (last is None or intent.seq > last.seq):
+        told = Told(str(intent.verb), True, intent.attempt, intent.expected_stage, intent.expected_step)
+    elif intent is not None and last is not None:
+        repeated = intent.seq == last.seq and last.verb == intent.verb
+        if not repeated and f"replay of {intent.seq}" not in last.message:
+            told = Told(str(intent.verb), False, intent.attempt, intent.expected_stage, 0)
+    exact = state.candidate is not None and state.candidate.kind is CandidateClass.EXACT
+    adopted = exact and now.baseline.digest == digest and state.stage is Stage.FULL
+    going = str(state.phase) in ("Progressing", "Paused")
+    return Truth(
+        deleting=inputs.deleting,
+        half_adopted=adopted and going,
+        holds=state.holds_candidate,
+        clearing=state.revoking is not None,
+        told=told,
+        edited=spec.candidate_hash != state.candidate_hash,
+        failed=look is not None and any(one.verdict is Verdict.FAIL for one in look.verdicts),
+        drifted=now.candidate.digest != digest or now.baseline != state.baseline,
+        refused=REFUSALS[(sure or refusing)[0].refusal] if refusing else "",
+        perhaps=(bool(refusing) and (not sure and all_taken and bool(holders))) or len(refusing) > 1,
+        lost=any(
+            one.node in silent and now.wall >= max(one.since, inputs.quiet_since) + patience
+            for one in state.lost
+        ),
+        grant_over=not mine or now.wall >= state.grant_expires,
+        late=now.wall >= state.started_at + spec.progress_deadline,
+        expired=any(
+            view.reachable
+            and view.granted_fence == 0
+            and (view.returned_reason, view.returned_fence) == ("LeaseExpired", state.fence)
+            for view in views
+        ),
+        resumes=window.resumes if window else 0,
+        resumable=now.resumable,
+        passed=lasted
+        and ready
+        and not moved
+        and not stray
+        and window is not None
+        and window.spec_hash == spec.window_hash
+        and all_pass(state, inputs, spec),
+        blocked=bool(inputs.busy_with)
+        or now.candidate.digest == now.baseline.digest
+        or not chosen
+        or any(view.baseline_digest != now.baseline.digest for view in chosen),
+        old_approval=now.approved is not None,
+    )
