@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtier_kernels.compiled.library import Library
+    from kvtier_kernels.compiled.machine import Library
 
 
 @cache
@@ -19,7 +19,7 @@ def library() -> Library | None:
     """This process's compiled kernels, compiled when first asked for; None where `missing` says why."""
     if missing():
         return None
-    from kvtier_kernels.compiled.library import Library
+    from kvtier_kernels.compiled.machine import Library
 
     return Library()
 
@@ -29,7 +29,7 @@ def missing() -> str:
     """Why there are no compiled kernels here; empty where there are."""
     if find_spec("llvmlite") is None:
         return "llvmlite is not installed"
-    from kvtier_kernels.compiled.library import UnsupportedMachine, check_machine
+    from kvtier_kernels.compiled.machine import UnsupportedMachine, check_machine
 
     try:
         check_machine()

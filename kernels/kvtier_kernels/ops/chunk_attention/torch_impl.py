@@ -26,7 +26,7 @@ from kvtier_kernels.ops.chunk_attention.plain import States, state_plain
 from kvtier_kernels.state import AttentionState, LogitFrame, identity
 
 if TYPE_CHECKING:
-    from kvtier_kernels.compiled.library import Library
+    from kvtier_kernels.compiled.machine import Library
 
 
 class ShapeError(ValueError):
