@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.blockstore.parts import Parts
@@ -80,7 +81,9 @@ class _Wanted:
 
 
 class WriteThrough:
-    """All waits of one store, of at most `max_blocks` blocks. Called with the lock held; never waits."""
+    """All waits of one store, of at most `max_blocks` blocks, of which `at_once` are on their way at a time:
+    a tier takes a batch whole or not at all, and nobody may hold the lock for a long call. Called with the
+    lock held; never waits."""
 
     def __init__(
         self,
@@ -90,7 +93,9 @@ class WriteThrough:
         free: Callable[[int], int],
         *,
         max_blocks: int = 65536,
+        at_once: int = 512,
     ) -> None:
+        self._at_once = at_once
         self._parts = parts
         self._moves = moves
         self._make_room = make_room
@@ -192,16 +197,17 @@ class WriteThrough:
     def _go_on(self) -> None:
         """Begins what nobody moves, one batch for all writers."""
         directory = self._parts.directory
-        for wanted in self._wanted.values():
+        for wanted in self._of_move.copy().values():
             # A move that others ended is not reported.
             if wanted.move is not None and wanted.move.state is TxnState.DEAD:
                 del self._of_move[wanted.move.id]
                 wanted.move = None
-        idle = [
+        waiting = (
             wanted
             for wanted in self._wanted.values()
             if wanted.move is None and not directory.write_txn[wanted.line]
-        ]
+        )
+        idle = list(islice(waiting, max(0, self._at_once - len(self._of_move))))
         if not idle:
             return
         room = Room(self._target, len(idle), self._free(self._target), 0, MoveReason.READY)

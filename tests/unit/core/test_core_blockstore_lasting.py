@@ -59,6 +59,19 @@ def test_writers_share_a_batch_and_a_block_is_written_once(bench: StoreBench) ->
     bench.rest()
 
 
+def test_only_so_many_are_on_their_way_at_a_time_and_all_arrive(bench: StoreBench) -> None:
+    bench.store.through._at_once = 2
+    bench.put("a", "b", "c", "d")
+    scope = persist(bench, "a", "b", "c", "d")
+    for _ in range(2):
+        assert len(bench.disk.held) == 2
+        for held in list(bench.disk.held):
+            held.finish()
+        bench.store.pump()
+    assert scope.reasons == [MoveReason.READY] * 4
+    bench.rest()
+
+
 def test_a_block_on_its_way_down_is_waited_for_and_not_written_again(bench: StoreBench) -> None:
     bench.put("a", "b", "c", "d")
     assert bench.put("e")[0].reason is MoveReason.CREDIT_PRESSURE, "one of them leaves"
