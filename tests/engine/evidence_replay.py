@@ -1,8 +1,8 @@
 """What a family says on its own of the rows and evidence that a client sent, beside what receipts say.
 
 A recorder keeps each frame's tensors as they were handed to the session; a replay builds the family's index
-of them without any engine. An agent builds beside its steps, so an index may end at any of the newest rows:
-the replay names the selection for each of those ends.
+of them without any engine. An agent builds beside its steps, so a receipt says where the index that was asked
+ended, and the replay's ends there.
 """
 
 from __future__ import annotations
@@ -62,10 +62,6 @@ def candidate(baseline: RuntimeManifest, chosen: Selector) -> RuntimeManifest:
         tolerance=baseline.contract.tolerance,
     )
     return baseline.model_copy(update={"selector": chosen, "contract": contract})
-
-
-# An agent appends blocks of so many rows to an index that does not learn from the prompt as a whole.
-_BLOCK = 16
 
 
 @dataclass
@@ -175,24 +171,20 @@ class Replay:
             self._indexes[covered] = found
         return found
 
-    def digests(self, prompt: int, position: int) -> dict[str, int]:
-        """The support digest that the query at `position` has for each row at which an index may end."""
+    def digest(self, prompt: int, position: int, end: int) -> str:
+        """The support digest of the query at `position` under an index of rows [0, end)."""
         facts = self.family.facts
-        built = prompt - _BLOCK if facts.incremental else prompt
-        ends = range(built, position + 1) if facts.appendable else (prompt,)
+        built = min(prompt, end) if facts.incremental else prompt
         hidden = self._recorder.layers[self._layer].hidden.get(position)
-        made = {}
-        for end in ends:
-            query = Query(
-                self._q[position : position + 1],
-                position + 1,
-                self._source,
-                hidden=hidden,
-                tail=self._k[end : position + 1],
-                hidden_layer=None if hidden is None else self._layer - 1,
-                outside=64,
-            )
-            selection = self.family.select(self.index(built, end), query)
-            copies = self.family.shape.kv_heads if selection.scope is Scope.LAYER else 1
-            made[selected_support_digest(position + 1, selection.positions * copies)] = end
-        return made
+        query = Query(
+            self._q[position : position + 1],
+            position + 1,
+            self._source,
+            hidden=hidden,
+            tail=self._k[end : position + 1],
+            hidden_layer=None if hidden is None else self._layer - 1,
+            outside=position + 1,
+        )
+        selection = self.family.select(self.index(built, end), query)
+        copies = self.family.shape.kv_heads if selection.scope is Scope.LAYER else 1
+        return selected_support_digest(position + 1, selection.positions * copies)

@@ -93,8 +93,9 @@ def test_a_session_selects_what_the_family_selects_by_itself(
     replays = {layer: Replay(chosen, SHAPE, recorder, layer, weights[layer]) for layer in SELECTING}
     unlike = []
     for one in approximate:
-        known = replays[one.layer].digests(PROMPT, one.frontier - 1)
-        if one.support_digest not in known:
+        assert one.selection is not None and one.selection.family == family
+        alone = replays[one.layer].digest(PROMPT, one.frontier - 1, one.selection.index_covered)
+        if one.support_digest != alone:
             unlike.append((one.step, one.layer))
         assert one.support_digest != full_support_digest(one.frontier)
     assert not unlike
