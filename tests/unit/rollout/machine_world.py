@@ -1,4 +1,4 @@
-"""The world of the fuzz of the machine: one cache, one rollout, three agents, and all that may happen to them.
+"""The world of the fuzz of the machine: a cache, a rollout, three agents, and all that may happen to them.
 
 It must not know what the operator does about it.
 """

@@ -1,0 +1,291 @@
+"""The specification's mutations of a release (N.11 from 22 on) and its release vectors (C11.17 to C11.19).
+
+Its codes in the words of this API: RELEASE_ORDER is SpecInvalid, or a move that the machine does not have;
+RELEASE_MANIFEST is InputDrift; GATE_MISSING is GateMissing, or a gate that cannot be left out; GATE_FAILED is
+GateFailed. N.11.36 and 38 are of the data plane as well (AUTH_FAILED, DELETED_SERVED): here what they mean
+for a release.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier_evidence import metrics
+from kvtier_evidence.limits import LimitError
+from kvtier_operator.ports import Kind
+from kvtier_operator.rollout.spec import SpecError, parse_spec
+from kvtier_operator.rollout.vocabulary import STAGE_ORDER, Stage, Verdict
+from tests.unit.agent.agent_fakes import Bench
+from tests.unit.rollout.rollout_world import World, copied, held
+
+EXACT = {"overrides": {"placement": {"policy": "headGroups", "headGroups": {"stagingBytes": "8Mi"}}}}
+LIVE = [("Shadow", 0), ("Canary", 0), ("Ramp", 0), ("Full", 0)]
+ZERO = [name for name in metrics.ZERO_TOLERANCE if name != metrics.OUTPUT_MISMATCHES]
+
+
+def spec_of(**changes: Any) -> dict[str, Any]:
+    world = World()
+    spec: dict[str, Any] = copied(world.api.objects[world.rollout]["spec"])
+    return {**spec, **changes}
+
+
+def stages(*names: str, steps: tuple[str, ...] = ("10%", "50%")) -> list[dict[str, Any]]:
+    known = {stage["name"]: stage for stage in spec_of()["stages"]}
+    known["Ramp"] = {**known["Ramp"], "steps": list(steps)}
+    return [known[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(stages("Canary", "Ramp", "Full"), id="N.11.22-skips-shadow"),
+        pytest.param(stages("Shadow", "Ramp", "Canary", "Full"), id="N.11.22-another-order"),
+        pytest.param(
+            stages("Shadow", "Canary", "Ramp", "Full", steps=("50%", "10%")), id="N.11.23-goes-down"
+        ),
+    ],
+)
+async def test_an_order_that_is_none_is_refused(wrong: list[dict[str, Any]]) -> None:
+    with pytest.raises(SpecError, match=r"spec\.stages"):
+        parse_spec(spec_of(stages=wrong))
+    world = World(stages=wrong)
+    await world.run(3)
+    assert (world.where[0], world.condition("Feasible")["reason"]) == ("Invalid", "SpecInvalid")
+    assert all(sim.grants == [] for sim in world.sims.values())
+
+
+@pytest.mark.parametrize("verb", ["Promote", "Skip"])
+async def test_n_11_23_a_person_moves_one_fraction_too(verb: str) -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.intent(verb, 1)
+    await world.pass_()
+    assert world.where[1:] == ("Ramp", 0)
+
+
+@pytest.mark.parametrize(("stage", "step"), LIVE)
+async def test_n_11_24_a_manifest_that_changes_in_mid_stage_returns(stage: str, step: int) -> None:
+    world = World()
+    await world.until("Progressing", stage, step)
+    selector = copied(world.object(Kind.KV_SELECTOR, "quest-64"))
+    selector["spec"]["budget"]["tokens"] = 48
+    world.api.put(selector)
+    await world.until("RolledBack", limit=15)
+    assert world.status["rollback"]["cause"] == "InputDrift"
+
+
+def test_n_11_25_an_exact_candidate_cannot_be_without_its_output_gate() -> None:
+    for stage in STAGE_ORDER:
+        spec = parse_spec(spec_of(candidate=EXACT, gates=[]))
+        step = next(step for step in spec.ladder if step.stage is stage)
+        gates = {gate.name: gate.required for gate in spec.gates_of(step)}
+        assert gates[metrics.OUTPUT_MISMATCHES] is True
+
+
+def test_n_11_25_nor_hide_it_behind_a_gate_of_its_name() -> None:
+    fake = {"name": metrics.OUTPUT_MISMATCHES, "metric": "exposedStallFraction", "max": "0.9"}
+    with pytest.raises((SpecError, LimitError), match="used twice"):
+        parse_spec(spec_of(candidate=EXACT, gates=[fake])).gates_of(
+            parse_spec(spec_of(candidate=EXACT, gates=[])).ladder[0]
+        )
+
+
+@pytest.mark.parametrize("missing", ["outputRelativeError", "taskScoreDrop"])
+async def test_n_11_26_an_approximate_candidate_needs_output_and_quality(missing: str) -> None:
+    world = World(gates=[gate for gate in spec_of()["gates"] if gate["metric"] != missing])
+    await world.run(3)
+    assert (world.where[0], world.condition("Feasible")["reason"]) == ("Invalid", "GateMissing")
+    assert missing in world.condition("Feasible")["message"]
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        pytest.param(metrics.TPOT_RATIO, id="N.11.27"),
+        pytest.param(metrics.EXPOSED_STALL_FRACTION, id="N.11.28"),
+    ],
+)
+@pytest.mark.parametrize("stage", [Stage.CANARY, Stage.RAMP, Stage.FULL], ids=str)
+async def test_tail_and_stall_gates_are_there_though_nobody_declares_them(metric: str, stage: Stage) -> None:
+    declared = [gate for gate in spec_of()["gates"] if gate["metric"] != metric]
+    spec = parse_spec(spec_of(gates=declared))
+    step = next(step for step in spec.ladder if step.stage is stage)
+    gate = next(gate for gate in spec.gates_of(step) if gate.metric.name == metric)
+    assert gate.required
+    world = World(gates=declared)
+    await world.until("Progressing", str(stage))
+    world.feed.gates[gate.name] = Verdict.INSUFFICIENT
+    await world.run(60)
+    assert world.where == ("Progressing", str(stage), 0)
+
+
+@pytest.mark.parametrize("gate", ZERO, ids=lambda gate: f"N.11.29-33-{gate}")
+@pytest.mark.parametrize(("stage", "step"), LIVE)
+async def test_one_event_of_zero_tolerance_returns_from_every_stage(gate: str, stage: str, step: int) -> None:
+    world = World()
+    await world.until("Progressing", stage, step)
+    world.feed.gates[gate] = Verdict.FAIL
+    await world.until("RolledBack")
+    assert (world.status["rollback"]["cause"], world.status["rollback"]["gate"]) == ("GateFailed", gate)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.INSUFFICIENT, Verdict.PROVIDER_ERROR], ids=str)
+async def test_n_11_32_recovery_that_was_not_seen_is_waited_for(verdict: Verdict) -> None:
+    world = World()
+    world.feed.gates[metrics.REPLAY_FAILURES] = verdict
+    await world.run(90)
+    assert world.where == ("Progressing", "Shadow", 0)
+
+
+def lose_the_candidate(world: World) -> None:
+    del world.api.objects[next(key for key in world.api.objects if key.kind is Kind.KV_SELECTOR)]
+
+
+@dataclass(frozen=True)
+class Harm:
+    """Something that returns a rollout, and the cause that is written."""
+
+    cause: str
+
+    def happen(self, world: World) -> None:
+        if self.cause == "GateFailed":
+            world.feed.gates["output"] = Verdict.FAIL
+        elif self.cause == "IntentAbort":
+            world.intent("Abort", 1)
+        elif self.cause == "InputDrift":
+            lose_the_candidate(world)
+        elif self.cause == "InfeasibleNode":
+            world.sims["node-0"].refuse = "NO_DESTINATION_CAPACITY"
+            world.sims["node-0"].boot()
+        elif self.cause == "ManifestMismatch":
+            world.sims["node-0"].refuse = "NUMERICS_MISMATCH"
+            world.sims["node-0"].boot()
+        elif self.cause == "AgentLost":
+            world.edit(onLeaseExpired="RollBack")
+            world.sims["node-0"].cut_off = True
+        else:
+            world.clock.seconds += 3600
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "GateFailed",
+        "IntentAbort",
+        "InputDrift",
+        "InfeasibleNode",
+        "ManifestMismatch",
+        "AgentLost",
+        "DeadlineExceeded",
+    ],
+)
+async def test_n_11_34_every_return_is_to_the_exact_baseline(cause: str) -> None:
+    world = World(onLeaseExpired="RollBack" if cause == "DeadlineExceeded" else "Resume")
+    await world.until("Progressing", "Canary")
+    await world.run(3)
+    Harm(cause).happen(world)
+    await world.run(60)
+    assert world.where[1] == "ExactBaseline"
+    rollback = world.status["rollback"]
+    assert (rollback["cause"], rollback["targetDigest"]) == (cause, world.baseline)
+    assert held(world) == []
+
+
+@pytest.mark.parametrize("completed", [False, True], ids=["in-full", "after-completed"])
+async def test_n_11_35_full_is_reversible(completed: bool) -> None:
+    world = World()
+    await world.until("Completed" if completed else "Progressing", "Full")
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    assert world.status["rollback"]["fromStage"] == "Full"
+    assert "approved" not in world.cache_status
+    assert held(world) == []
+
+
+async def test_n_11_36_a_proof_that_is_not_of_our_nonce_restores_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    monkeypatch.setattr("tests.unit.rollout.rollout_world.nonce_digest", lambda *parts: b"forged")
+    world.intent("Abort", 1)
+    await world.run(60)
+    assert world.where[0] == "RollingBack"
+    assert world.condition("BaselineRestored")["status"] == "False"
+
+
+async def test_n_11_37_a_deletion_waits_for_the_lease_of_who_cannot_be_asked() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.sims["node-0"].cut_off = True
+    world.api.ask_to_delete(world.rollout)
+    await world.run(8)
+    assert world.rollout in world.api.objects
+    await world.run(6)
+    assert world.rollout not in world.api.objects
+    assert held(world) == []
+    assert "ReleasedUnproved" in {reason for reason, _ in world.api.events}
+
+
+async def test_n_11_38_what_was_removed_is_not_served_after_a_restart(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.apply()
+    await bench.node.remove_cache(bench.command())
+    assert not await bench.node.close(5.0)
+    again = Bench(tmp_path)
+    await again.node.restore()
+    assert again.node.caches == {}
+    assert again.node.highest_fence(bench.command().cache.uid) > 0
+
+
+# The vectors: gates by their measures, at the thresholds that the vectors state.
+
+RUNTIME = (
+    metrics.ALLOCATION_FAILURES,
+    metrics.ILLEGAL_FALLBACKS,
+    metrics.ISOLATION_FAILURES,
+    metrics.REPLAY_FAILURES,
+)
+OK = {"tail": 1.02, "stall": 0.4, "output": 2e-4, "quality": 0.002, **dict.fromkeys(RUNTIME, 0.0)}
+LIMITS = {"tail": 1.05, "stall": 1.0, "output": 1e-3, "quality": 0.01}
+BROKEN = {"tail": 1.2, "stall": 3.0, metrics.OUTPUT_MISMATCHES: 1.0, **dict.fromkeys(RUNTIME, 1.0)}
+
+
+def measured(world: World, values: dict[str, float]) -> None:
+    for gate, value in values.items():
+        world.feed.gates[gate] = Verdict.PASS if value <= LIMITS.get(gate, 0) else Verdict.FAIL
+
+
+async def test_c11_17_an_exact_candidate_that_passes_shadow_goes_to_canary() -> None:
+    world = World(candidate=EXACT, gates=[])
+    measured(world, {**OK, metrics.OUTPUT_MISMATCHES: 0})
+    await world.until("Progressing", "Shadow")
+    await world.until("Progressing", "Canary", limit=60)
+    assert world.status["candidate"]["class"] == "exact"
+
+
+async def test_c11_18_better_latency_does_not_pay_for_quality_and_a_fallback() -> None:
+    world = World()
+    measured(world, {**OK, "quality": 0.021, metrics.ILLEGAL_FALLBACKS: 1, "tail": 0.8})
+    await world.until("RolledBack", limit=60)
+    assert world.status["rollback"]["fromStage"] == "Shadow"
+    assert world.where[1] == "ExactBaseline"
+
+
+@pytest.mark.parametrize("gate", BROKEN)
+@pytest.mark.parametrize(("stage", "step"), LIVE)
+async def test_c11_19_every_single_failed_gate_returns_from_every_live_state(
+    gate: str, stage: str, step: int
+) -> None:
+    if stage == "Shadow" and gate in ("tail", "stall"):
+        stage = "Canary"  # latency is not judged where no candidate serves
+    world = World(candidate=EXACT, gates=[])
+    await world.until("Progressing", stage, step)
+    measured(world, {**OK, gate: BROKEN[gate]})
+    await world.until("RolledBack", limit=60)
+    rollback = world.status["rollback"]
+    assert (rollback["cause"], rollback["gate"], rollback["fromStage"]) == ("GateFailed", gate, stage)
