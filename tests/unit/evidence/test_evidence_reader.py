@@ -228,15 +228,17 @@ class DeltaProtocol(RuleBasedStateMachine):
         self.wire: list[tuple[int, str, Delta, Position]] = []
         self.now = 0.0
 
-    @rule(a=st.sampled_from(AGENTS), n=st.integers(1, 4), arm=st.sampled_from(["candidate", "baseline"]))
-    def record(self, a: str, n: int, arm: str) -> None:
+    @rule(
+        a=st.sampled_from(AGENTS),
+        n=st.integers(1, 4),
+        arm=st.sampled_from(["candidate", "baseline"]),
+        begun=st.integers(0, 3),
+    )
+    def record(self, a: str, n: int, arm: str, begun: int) -> None:
+        """`begun` units do not settle any more: a restart takes them with it."""
+        self.agents[a].assigned += begun
         for i in range(n):
             self.agents[a].unit(0.1 * i if i else None, arm)
-
-    @rule(a=st.sampled_from(AGENTS), n=st.integers(1, 5))
-    def begin(self, a: str, n: int) -> None:
-        """Units that are assigned and do not settle any more: a restart takes them with it."""
-        self.agents[a].assigned += n
 
     @rule(a=st.sampled_from(AGENTS))
     def event(self, a: str) -> None:
@@ -256,6 +258,15 @@ class DeltaProtocol(RuleBasedStateMachine):
             self._deliver(r, a, reply, at)
         else:
             self.wire = [*self.wire, (r, a, reply, at)][-8:]
+
+    @rule(a=st.sampled_from(AGENTS), n=st.integers(1, 4), begun=st.integers(0, 3), restarts=st.booleans())
+    def busy(self, a: str, n: int, begun: int, restarts: bool) -> None:
+        """The usual turn of things, so that most runs get somewhere: work, a read by both, perhaps an end."""
+        self.record(a, n, "candidate", begun)
+        for r in (0, 1):
+            self.read(a, r, True)
+        if restarts:
+            self.restart(a)
 
     @rule(i=st.integers(0, 7), keep=st.booleans())
     def late(self, i: int, keep: bool) -> None:
@@ -331,6 +342,7 @@ class DeltaProtocol(RuleBasedStateMachine):
             for a in self.AGENTS:
                 assert self.applied[r][a, self.agents[a].epoch] == self.agents[a].log.seq, "it converges"
         self.counts_are_the_truth()
+        self.what_ended_lives_had_open_is_missing()
 
 
 TestDeltaProtocol = DeltaProtocol.TestCase
