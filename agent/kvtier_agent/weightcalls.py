@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvtier.v1 import attention_pb2
@@ -44,26 +45,42 @@ class WeightCalls:
         SELECTOR_GEOMETRY, CHECKSUM_MISMATCH, NO_DESTINATION_CAPACITY."""
         answer = attention_pb2.GiveWeightsResponse()
         arriving: _Arriving | None = None
-        async for part in parts:
-            if part.WhichOneof("part") == "header":
-                _check_complete(arriving)
-                arriving = self._begin(part.header, answer)
-                continue
-            if arriving is None:
-                raise CoreError(Reason.BAD_ARGUMENT, "bytes of weights without a layer's header before them")
-            due = arriving.shape.size_bytes - len(arriving.data)
-            if not 0 < len(part.data) <= min(due, PART_BYTES):
-                raise CoreError(
-                    Reason.BAD_ARGUMENT,
-                    f"{len(part.data)} bytes of layer {arriving.layer}; legal: 1 to {min(due, PART_BYTES)}",
-                )
-            arriving.data += part.data
-            if len(part.data) == due:
-                await self._complete(arriving)
-                answer.bound.append(arriving.layer)
-                arriving = None
+        with ExitStack() as room:
+            async for part in parts:
+                arriving = await self._take(part, arriving, answer, room)
         _check_complete(arriving)
         return answer
+
+    async def _take(
+        self,
+        part: attention_pb2.GiveWeightsRequest,
+        arriving: _Arriving | None,
+        answer: attention_pb2.GiveWeightsResponse,
+        room: ExitStack,
+    ) -> _Arriving | None:
+        """The layer that is still on its way. room: taken for it, until it is kept or the call ends."""
+        if part.WhichOneof("part") == "header":
+            _check_complete(arriving)
+            arriving = self._begin(part.header, answer)
+            if arriving is not None:
+                store = arriving.session.host.weights
+                room.enter_context(store.arriving(arriving.layer, arriving.shape.size_bytes))
+            return arriving
+        if arriving is None:
+            raise CoreError(Reason.BAD_ARGUMENT, "bytes of weights without a layer's header before them")
+        due = arriving.shape.size_bytes - len(arriving.data)
+        if not 0 < len(part.data) <= min(due, PART_BYTES):
+            raise CoreError(
+                Reason.BAD_ARGUMENT,
+                f"{len(part.data)} bytes of layer {arriving.layer}; legal: 1 to {min(due, PART_BYTES)}",
+            )
+        arriving.data += part.data
+        if len(part.data) < due:
+            return arriving
+        await self._complete(arriving)
+        room.close()
+        answer.bound.append(arriving.layer)
+        return None
 
     def _begin(
         self, header: attention_pb2.LayerWeightsHeader, answer: attention_pb2.GiveWeightsResponse
@@ -94,7 +111,6 @@ class WeightCalls:
                 f"size_bytes {header.size_bytes} of layer {header.layer}; its shape gives {shape.size_bytes}",
                 {"size_bytes": shape.size_bytes},
             )
-        host.weights.check_room(header.layer, shape.size_bytes)
         return _Arriving(session, header.layer, shape, header.digest, bytearray())
 
     async def _complete(self, arriving: _Arriving) -> None:

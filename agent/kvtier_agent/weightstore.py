@@ -8,7 +8,8 @@ loop only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +45,7 @@ class WeightStore:
         self._is_open = is_open
         self._max_bytes = max_bytes
         self._layers: dict[int, _Held] = {}
+        self._arriving = 0
 
     @property
     def held_bytes(self) -> int:
@@ -66,10 +68,19 @@ class WeightStore:
             )
         return None
 
-    def check_room(self, layer: int, size: int) -> None:
-        """NO_DESTINATION_CAPACITY with the numbers."""
+    @contextmanager
+    def arriving(self, layer: int, size: int) -> Iterator[None]:
+        """Room for bytes that are on their way. NO_DESTINATION_CAPACITY with the numbers."""
+        self._check_room(layer, size)
+        self._arriving += size
+        try:
+            yield
+        finally:
+            self._arriving -= size
+
+    def _check_room(self, layer: int, size: int) -> None:
         held = self._layers.get(layer)
-        others = self.held_bytes - (0 if held is None else len(held.weights.data))
+        others = self.held_bytes + self._arriving - (0 if held is None else len(held.weights.data))
         if others + size > self._max_bytes:
             raise CoreError(
                 Reason.NO_DESTINATION_CAPACITY,
@@ -78,11 +89,10 @@ class WeightStore:
             )
 
     def put(self, layer: int, weights: GivenWeights) -> GivenWeights:
-        """Those that are kept, which may have come meanwhile. As `held` and `check_room`."""
+        """Those that are kept, which may have come meanwhile. Refuses as `held`; room was taken before."""
         found = self.held(layer, weights.digest)
         if found is not None:
             return found
-        self.check_room(layer, len(weights.data))
         self._layers[layer] = _Held(weights)
         return weights
 

@@ -189,13 +189,14 @@ def test_equal_bytes_of_another_model_layer_or_shape_are_other_weights(
 def test_a_cache_keeps_only_so_many_bytes_of_weights() -> None:
     store = WeightStore(lambda session: True, max_bytes=2 * SHAPE.size_bytes)
     store.put(1, given())
-    store.put(2, given())
-    with pytest.raises(CoreError) as refused:
-        store.put(3, given())
+    with store.arriving(2, SHAPE.size_bytes), pytest.raises(CoreError) as refused:
+        store.arriving(3, SHAPE.size_bytes).__enter__()
     assert refused.value.reason is Reason.NO_DESTINATION_CAPACITY
     assert refused.value.facts["held"] == str(2 * SHAPE.size_bytes)
-    # In its own place another one has room.
-    store.put(2, given(seed=1))
+    # What did not come has given its room back, and in its own place another one has room.
+    store.put(2, given())
+    with store.arriving(2, SHAPE.size_bytes):
+        store.put(2, given(seed=1))
     assert store.held_bytes == 2 * SHAPE.size_bytes
 
 
