@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier_agent.attentionkernels import remark
 from kvtier_agent.control_service import AGENT_VERSION
 from kvtier_agent.engine_port import TierReport
 from kvtier_agent.node import Node
@@ -73,7 +74,7 @@ def conditions_of(node: Node, tiers: list[Json]) -> list[Condition]:
         ready = (
             Condition("Ready", "False", "CacheFault", faults[:2048])
             if faults
-            else Condition("Ready", "True", "Serving", "")
+            else Condition("Ready", "True", "Serving", remark())
         )
         draining = Condition("Draining", "False", "Serving", "")
     if failed:

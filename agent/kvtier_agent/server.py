@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.v1 import attention_pb2_grpc, blocks_pb2_grpc, control_pb2_grpc
 from kvtier_agent.attendframes import FrameCount, FrameDesk
 from kvtier_agent.attention_service import AttentionService
+from kvtier_agent.attentionkernels import prepare_kernels
 from kvtier_agent.blockcalls import BlockCalls
 from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.blockmetrics import BlockMetrics, StoreCollector
@@ -124,6 +125,7 @@ class AgentServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
+        await loop.run_in_executor(None, prepare_kernels)
         await self.node.restore()
         control, port = self._control_server()
         engine = self._engine_server()
