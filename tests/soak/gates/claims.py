@@ -54,6 +54,9 @@ def claims(rows: Mapping[str, Row]) -> list[Claim]:
                     f"{name}: false promotion", high <= ALPHA_P, f"{promoted} of {n}, 99 % bound {high:.3%}"
                 )
             )
+            if scenario.group == "harm" and not scenario.from_random:
+                # It leaves no step but by a false promotion, so it is served nowhere but in Canary.
+                out.append(Claim(f"{name}: G1", high <= ALPHA_P, f"left its first step in {promoted} of {n}"))
             if not scenario.harms and not (too_few and row.ends[End.ROLLED_BACK] <= 0.5 * ALPHA_F * n):
                 back = row.ends[End.ROLLED_BACK]
                 high = upper(back, n)
