@@ -44,12 +44,13 @@ def check_machine() -> None:
 class Library:
     """Kernels of this process. Raises UnsupportedMachine. Safe to call from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, processor: str = "") -> None:
+        """processor: LLVM's name of one to compile for, by default this machine's."""
         check_machine()
         module = ir.Module("kvtier")
         emit_attend(module)
         emit_fold(module)
-        self._engine = _compiled(str(module))
+        self._engine = _compiled(str(module), processor)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
         self._attend, self._fold = (
             kind(self._engine.get_function_address(name)) for name in ("attend", "fold")
@@ -103,14 +104,15 @@ class Library:
         return int(kept.ctypes.data)
 
 
-def _compiled(text: str) -> Any:
+def _compiled(text: str, processor: str) -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     module = binding.parse_assembly(text)
     module.verify()
     target = binding.Target.from_default_triple()
+    features = "" if processor else binding.get_host_cpu_features().flatten()
     machine = target.create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=2
+        cpu=processor or binding.get_host_cpu_name(), features=features, opt=2
     )
     builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=1))
     passes = binding.create_new_function_pass_manager()

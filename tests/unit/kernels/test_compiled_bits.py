@@ -106,6 +106,17 @@ def test_alignment_and_gaps_change_no_bit(offset: int, gap: int) -> None:
     assert same(chunk_state(q, moved(k), moved(v), scale=0.25, q_pos0=60, row_pos0=0), want)
 
 
+def test_narrower_vectors_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for AVX2 has the bits of what is compiled for this machine."""
+    narrow = importlib.import_module("kvtier_kernels.compiled.machine").Library("x86-64-v3")
+    for queries in (1, 40):
+        given = drawn(queries, 200, (9, 3, 64))
+        want = chunk_state(*given, scale=0.25, q_pos0=170, row_pos0=0)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch_impl, "library", lambda: narrow)
+            assert same(chunk_state(*given, scale=0.25, q_pos0=170, row_pos0=0), want)
+
+
 def test_threads_do_not_share_what_they_write() -> None:
     cases = [drawn(1 + i % 3, 256, (9, 3, 64), seed=i) for i in range(24)]
 
