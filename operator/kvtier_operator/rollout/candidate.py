@@ -118,8 +118,8 @@ def _overridden(overrides: Mapping[str, Any], sources: Sources) -> RuntimeManife
     if unknown:
         raise Blocked(
             Blocker.NOT_IMPLEMENTED,
-            f"candidate.overrides.{unknown[0]}: agents of this version do not act on spec.{unknown[0]}, so "
-            "no manifest holds it and no gate could tell it apart",
+            f"candidate.overrides.{unknown[0]}: spec.{unknown[0]} is no part of a manifest, so it cannot be "
+            "the candidate's own beside the baseline",
         )
     parts = {name: overrides[name] for name in OVERRIDABLE if overrides.get(name) is not None}
     compiled = _manifest(sources, {**sources.cache["spec"], **parts}, None)

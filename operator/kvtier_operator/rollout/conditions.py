@@ -45,7 +45,7 @@ def with_conditions(state: RolloutState, inputs: Inputs) -> RolloutState:
     """The state with all six; transition times move only when a status does."""
     found = {
         ConditionType.FEASIBLE: _feasible(state, inputs),
-        ConditionType.PROGRESSING: _progressing(state),
+        ConditionType.PROGRESSING: _progressing(state, inputs),
         ConditionType.SERVABLE: _servable(inputs),
         ConditionType.CANDIDATE_REVOKED: _candidate_revoked(state),
         ConditionType.BASELINE_RESTORED: _baseline_restored(state),
@@ -94,7 +94,9 @@ def _forecast(state: RolloutState, inputs: Inputs, *, was_slow: bool) -> Foresig
     )
 
 
-def _progressing(state: RolloutState) -> Finding:
+def _progressing(state: RolloutState, inputs: Inputs) -> Finding:
+    if inputs.cache is not None and inputs.cache.suspended and state.phase is Phase.PROGRESSING:
+        return "False", str(Blocker.CACHE_SUSPENDED), f"held while the KVCache is suspended; {_where(state)}"
     if state.phase in (Phase.PENDING, Phase.INVALID) and state.blocker is not Blocker.NONE:
         going = "True" if state.blocker is Blocker.REVOKING_APPROVED else "False"
         return going, str(state.blocker), state.blocker_message

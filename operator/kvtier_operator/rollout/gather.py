@@ -331,6 +331,7 @@ def cache_view(cache: JsonObject | None) -> CacheView | None:
         if approved
         else None,
         deleting="deletionTimestamp" in cache["metadata"],
+        suspended=bool((cache.get("spec") or {}).get("suspend")),
     )
 
 

@@ -91,7 +91,7 @@ def _plan_on(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
         return refence(state, inputs, "fence moved by someone else")
     if _to_take_back(state, inputs):
         return refence(state, inputs, "an agent left the blast radius")
-    if state.phase is Phase.PROGRESSING and _ready(state, inputs):
+    if state.phase is Phase.PROGRESSING and not suspended(inputs) and _ready(state, inputs):
         measured = newly_measured(state, inputs, spec)
         if measured:
             return _calibrated(state, inputs, spec, measured)
@@ -278,6 +278,11 @@ def _to_take_back(state: RolloutState, inputs: Inputs) -> list[str]:
     ]
 
 
+def suspended(inputs: Inputs) -> bool:
+    """Whether no node may be changed for the better: the step holds, a return does not wait."""
+    return inputs.cache is not None and inputs.cache.suspended
+
+
 def _ready(state: RolloutState, inputs: Inputs) -> bool:
     """Every agent of the radius holds the candidate under this fence, and none that held it is silent."""
     chosen = [agent for agent in inputs.agents if agent.selected]
@@ -335,7 +340,7 @@ def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     to_grant = [
         agent.node
         for agent in inputs.agents
-        if agent.selected and agent.reachable and not holds(agent, state)
+        if agent.selected and agent.reachable and not holds(agent, state) and not suspended(inputs)
     ]
     state = replace(state, holders=about_to_grant(state, inputs, to_grant))
     rpcs: list[Rpc] = [Grant(node) for node in to_grant]

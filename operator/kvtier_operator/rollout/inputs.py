@@ -32,6 +32,7 @@ class CacheView:
     baseline: ManifestRef | None
     approved: Approved | None
     deleting: bool = False
+    suspended: bool = False
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def pending_intent(state: RolloutState, inputs: Inputs) -> Intent | None:
     return None if repeated or f"replay of {intent.seq}" in last.message else intent
 
 
-def judge_intent(state: RolloutState, intent: Intent) -> tuple[IntentResult, str]:
-    """Whether it may be done now, and the sentence for the status."""
+def judge_intent(state: RolloutState, intent: Intent, *, suspended: bool = False) -> tuple[IntentResult, str]:
+    """Whether it may be done now, and the sentence for the status. suspended: the cache is."""
     last = state.last_intent
     if last is not None and intent.seq <= last.seq:
         return IntentResult.REPLAYED, f"replay of {intent.seq}: seq must grow past {last.seq}"
@@ -49,6 +49,8 @@ def judge_intent(state: RolloutState, intent: Intent) -> tuple[IntentResult, str
         return IntentResult.NOT_APPLICABLE, f"{intent.verb} does nothing in phase {state.phase}"
     if intent.verb is Verb.ABORT:
         return IntentResult.ACCEPTED, ""
+    if suspended and intent.verb in (Verb.PROMOTE, Verb.SKIP):
+        return IntentResult.NOT_APPLICABLE, "the KVCache is suspended: no node is changed"
     expected = intent.expected_stage or str(state.stage)
     if expected != state.stage:
         return IntentResult.WRONG_STAGE, f"meant for {expected}, the rollout is in {state.stage}"

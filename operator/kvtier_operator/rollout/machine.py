@@ -117,7 +117,8 @@ def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
 
 
 def _on_intent(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
-    result, message = judge_intent(state, intent)
+    held = inputs.cache is not None and inputs.cache.suspended
+    result, message = judge_intent(state, intent, suspended=held)
     if result is not IntentResult.ACCEPTED:
         notice = Notice(True, "IntentRefused", f"{intent.verb} seq {intent.seq}: {message}")
         refused = answered(state, intent, result, message, inputs.now)

@@ -116,6 +116,7 @@ class Blocker(StrEnum):
     CONTRACT_FORBIDS = "ContractForbids"
     CACHE_MISSING = "CacheMissing"
     CACHE_BUSY = "CacheBusy"
+    CACHE_SUSPENDED = "CacheSuspended"
     BASELINE_MISSING = "BaselineMissing"
     NO_NODES = "NoNodes"
     REVOKING_APPROVED = "RevokingApproved"

@@ -41,6 +41,8 @@ def find_blocker(state: RolloutState, inputs: Inputs) -> tuple[Blocker, str]:
         return Blocker.SPEC_INVALID, inputs.spec_error
     if cache is None or cache.deleting:
         return Blocker.CACHE_MISSING, f"KVCache {spec.cache_name} does not exist or is being deleted"
+    if cache.suspended:
+        return Blocker.CACHE_SUSPENDED, f"KVCache {spec.cache_name} is suspended: no node is changed"
     if inputs.busy_with:
         return Blocker.CACHE_BUSY, f"KVCache {spec.cache_name} has an unfinished rollout: {inputs.busy_with}"
     if cache.baseline is None:

@@ -49,7 +49,7 @@ def believing_any_intent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         machine,
         "judge_intent",
-        lambda state, intent: original(replace(state, attempt=intent.attempt), intent),
+        lambda state, intent, **more: original(replace(state, attempt=intent.attempt), intent, **more),
     )
 
 

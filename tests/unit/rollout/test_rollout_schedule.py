@@ -1,0 +1,142 @@
+"""Time and rest: ticks that were missed, the deadline that nothing moves, and a cache that is suspended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier_operator.rollout.vocabulary import Verdict
+from tests.unit.rollout.rollout_world import World, copied, held
+
+TICK = 10.0 / 6
+
+
+def suspend(world: World, on: bool = True) -> None:
+    obj = copied(world.api.objects[world.cache_key])
+    obj["spec"]["suspend"] = on
+    world.api.put(obj)
+
+
+async def test_ticks_that_were_missed_run_once_and_the_grid_stays() -> None:
+    world = World(leaseTTL="60s")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.run(25)
+    looks, due = world.feed.looks, world.operator._kept["uid-quest"].schedule
+    assert due is not None
+    world.clock.seconds += 27.0
+    for _ in range(5):
+        await world.pass_()
+    after = world.operator._kept["uid-quest"].schedule
+    assert world.feed.looks == looks + 1
+    assert after is not None
+    assert after.late_by == pytest.approx(world.clock.seconds - due.due_at, abs=1e-3)
+    assert after.due_at > world.clock.seconds
+    assert (after.due_at - due.due_at) % 10.0 == pytest.approx(0.0, abs=1e-3)
+
+
+async def test_a_late_look_is_written_with_how_late_it_was() -> None:
+    world = World()
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    world.clock.seconds += 40.0
+    await world.run(12)
+    assert set(world.status["schedule"]) >= {"dueAt", "ranAt", "lateBy", "deadlineAt"}
+
+
+@pytest.mark.parametrize("what", ["pause", "edit", "resume"])
+async def test_the_deadline_is_absolute(what: str) -> None:
+    """Neither a pause, nor an edit of the gates, nor a step that is opened again moves it."""
+    world = World(progressDeadline="4m")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    until = world.status["schedule"]["deadlineAt"]
+    if what == "pause":
+        world.intent("Pause", 1)
+    elif what == "edit":
+        gates = [dict(gate) for gate in world.api.objects[world.rollout]["spec"]["gates"]]
+        gates[0]["max"] = "0.07"
+        world.edit(gates=gates)
+    else:
+        world.clock.seconds += 15
+    await world.run(20)
+    assert world.status["schedule"]["deadlineAt"] == until
+    await world.run(230)
+    assert world.status["rollback"]["cause"] == "DeadlineExceeded"
+
+
+async def test_a_shorter_wait_is_due_before_the_next_tick() -> None:
+    world = World()
+    await world.until("Progressing", "Shadow")
+    outcome: Any = await world.pass_()
+    assert 0 < outcome.after_seconds <= TICK + 1e-3
+
+
+class TestSuspended:
+    """No node is changed: nothing begins and nothing goes on, but what does harm still returns."""
+
+    async def test_nothing_begins(self) -> None:
+        world = World()
+        suspend(world)
+        await world.run(10)
+        assert world.where[:2] == ("Pending", "Off")
+        assert world.condition("Progressing")["reason"] == "CacheSuspended"
+        assert all(sim.grants == [] for sim in world.sims.values())
+        suspend(world, on=False)
+        await world.until("Progressing", "Shadow", limit=30)
+
+    async def test_a_passing_step_is_held_with_its_leases(self) -> None:
+        world = World()
+        await world.until("Progressing", "Canary")
+        await world.run(3)
+        suspend(world)
+        await world.run(60)
+        assert world.where == ("Progressing", "Canary", 0)
+        assert held(world) == ["node-0", "node-1"]
+        found = world.condition("Progressing")
+        assert (found["status"], found["reason"]) == ("False", "CacheSuspended")
+        suspend(world, on=False)
+        await world.until("Progressing", "Ramp", limit=30)
+
+    async def test_a_quiet_suspended_rollout_is_not_written(self) -> None:
+        world = World()
+        await world.until("Progressing", "Canary")
+        suspend(world)
+        await world.run(15)
+        before = world.api.writes
+        await world.run(5)
+        assert world.api.writes <= before + 1
+
+    async def test_an_agent_that_restarts_meanwhile_is_granted_nothing(self) -> None:
+        world = World()
+        await world.until("Progressing", "Canary")
+        await world.run(3)
+        suspend(world)
+        world.sims["node-0"].boot()
+        await world.run(10)
+        assert held(world) == ["node-1"]
+
+    async def test_harm_returns_all_the_same(self) -> None:
+        world = World()
+        await world.until("Progressing", "Canary")
+        suspend(world)
+        world.feed.gates["output"] = Verdict.FAIL
+        await world.until("RolledBack", limit=30)
+        assert held(world) == []
+
+    async def test_a_promotion_by_hand_is_refused_and_says_why(self) -> None:
+        world = World()
+        await world.until("Progressing", "Canary")
+        suspend(world)
+        world.intent("Promote", 1)
+        await world.run(3)
+        assert world.status["lastIntent"]["result"] == "NotApplicable"
+        assert "suspended" in world.status["lastIntent"]["message"]
+
+    async def test_an_abort_is_obeyed(self) -> None:
+        world = World()
+        await world.until("Progressing", "Canary")
+        suspend(world)
+        world.intent("Abort", 1)
+        await world.until("RolledBack", limit=30)
