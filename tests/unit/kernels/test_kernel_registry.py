@@ -47,7 +47,7 @@ def test_cases_are_named_once_and_cover_the_dtypes(spec: KernelSpec) -> None:
     ids = [case.id for case in spec.cases]
     assert len(ids) == len(set(ids))
     assert {case.dtype for case in spec.cases} == set(spec.dtypes)
-    assert {"torch", "triton"} >= spec.implementations.keys() >= {"torch"}
+    assert {"torch", "plain", "triton"} >= spec.implementations.keys() >= {"torch"}
     named = {c for i in spec.invariances for c in i.cases} | {r.case for r in spec.refusals}
     assert named <= set(ids)
     assert spec.costs, "no cost is worked by hand"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvtier_kernels.compare import state_comparisons, state_outputs
+from kvtier_kernels.ops.paged_decode.plain_impl import paged_decode_plain
 from kvtier_kernels.ops.paged_decode.ref import paged_decode_ref
 from kvtier_kernels.ops.paged_decode.torch_impl import paged_decode_torch
 from kvtier_kernels.spec import (
@@ -161,7 +162,7 @@ INVARIANCES = (
 
 
 def _refusal(id: str, change: dict[str, Any], match: str, *backends: str) -> Refusal:
-    return Refusal(id, "one-token", change, match, backends or ("torch", "triton"))
+    return Refusal(id, "one-token", change, match, backends or ("torch", "plain", "triton"))
 
 
 def _wide_cache(extra: int) -> dict[str, Any]:
@@ -232,6 +233,10 @@ def _torch() -> Implementation:
     return paged_decode_torch
 
 
+def _plain() -> Implementation:
+    return paged_decode_plain
+
+
 _TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _STRIDES = ("qb", "qh", "kp", "kt", "kh", "vp", "vt", "vh")
 
@@ -259,7 +264,11 @@ def specs() -> tuple[KernelSpec, ...]:
 
 def paged_decode_spec() -> KernelSpec:
     """Everything about paged decode that a test, a bench or a gate needs."""
-    implementations: dict[str, Callable[[], Implementation]] = {"torch": _torch, "triton": _triton}
+    implementations: dict[str, Callable[[], Implementation]] = {
+        "torch": _torch,
+        "plain": _plain,
+        "triton": _triton,
+    }
     return KernelSpec(
         name="paged_decode",
         axes={
