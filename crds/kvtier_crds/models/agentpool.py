@@ -13,6 +13,7 @@ from kvtier_crds.models.common import (
     NAME_BECOMES_LABEL,
     Column,
     DnsName,
+    Fraction,
     Int64,
     Json,
     Label,
@@ -128,6 +129,26 @@ class PoolTelemetry(Struct):
     """OTLP over gRPC, for example http://collector.telemetry:4317."""
 
 
+class PoolIndexes(Struct):
+    """What selectors' indexes may take on each node; they are built beside the steps."""
+
+    model_config = struct_config(
+        cel(
+            "!has(self.cpuShare) || string(self.cpuShare).matches('[1-9]')",
+            "spec.indexes.cpuShare must be greater than 0 and at most 100%",
+        ),
+        cel(
+            f"!has(self.memory) || {positive_quantity('self.memory')}",
+            "spec.indexes.memory must be greater than 0",
+        ),
+    )
+
+    cpu_share: Fraction | None = None
+    """Of one processor; absent: the agent's default, a quarter."""
+    memory: Quantity | None = None
+    """Bytes of indexes and of rows that wait for them; a session beyond it is exact. Absent: 1Gi."""
+
+
 class AgentPoolSpec(Struct):
     node_selector: Annotated[dict[LabelKey, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = (
         Field(default={})
@@ -147,6 +168,7 @@ class AgentPoolSpec(Struct):
     """Secrets that agents mount: keys of encryption at rest, for caches that name them in keySecretRef. An
     entry CURRENT of a Secret names the entry whose key is used for what is written now."""
     telemetry: PoolTelemetry = PoolTelemetry()
+    indexes: PoolIndexes | None = None
     update_strategy: UpdateStrategy = UpdateStrategy.ON_DELETE
     """RollingUpdate is held while a rollout on these nodes is unfinished."""
 

@@ -187,9 +187,9 @@ class CacheIndexes(Struct):
 
 
 class KVSelectorStatus(Status):
-    """Conditions: Accepted (False, reason NotImplemented, for a field that no agent carries out; True tells of
-    a family that is slower than dense attention, too), IndexReady (of `indexes`; Unknown while no agent holds
-    it as a candidate, or no session of it is open)."""
+    """Conditions: Accepted (False, reason NotImplemented, for a field that no agent carries out; True tells
+    of a family that is slower than dense attention, too), IndexReady (of `indexes`; Unknown while no agent
+    holds it as a candidate, or no session of it is open)."""
 
     guarantee: Guarantee | None = None
     needs: Annotated[tuple[Need, ...], Field(max_length=5, json_schema_extra=SET_LIST)] = ()

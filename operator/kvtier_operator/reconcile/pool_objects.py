@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from kvtier_crds.quantity import parse_bytes
+from kvtier_crds.quantity import parse_bytes, parse_fraction
 from kvtier_operator.ports import RUN_DIR, JsonObject
 from kvtier_operator.watch.triggers import COMPONENT_LABEL
 
@@ -76,6 +76,17 @@ def _storage_fields(spec: JsonObject) -> JsonObject:
     return fields
 
 
+def _index_arguments(indexes: JsonObject) -> list[str]:
+    """Only what the pool says: an agent's template is as before where it says nothing."""
+    arguments = []
+    if indexes.get("cpuShare") is not None:
+        share = parse_fraction(indexes["cpuShare"], "spec.indexes.cpuShare")
+        arguments.append(f"--index-cpu-share={share.normalize():f}")
+    if indexes.get("memory") is not None:
+        arguments.append(f"--index-memory={parse_bytes(indexes['memory'], 'spec.indexes.memory')}")
+    return arguments
+
+
 def daemon_set(pool: JsonObject, tier_classes: dict[str, JsonObject], *, hold: bool) -> JsonObject:
     spec = pool["spec"]
     labels = _labels(pool)
@@ -126,6 +137,7 @@ def _pod(pool: JsonObject, tier_classes: dict[str, JsonObject]) -> JsonObject:
                     f"--metrics-port={METRICS_PORT}",
                     *([f"--otlp-endpoint={endpoint}"] if endpoint else []),
                     *([f"--key-secrets={KEYS_DIR}"] if secrets else []),
+                    *_index_arguments(spec.get("indexes") or {}),
                     *tier_arguments(pool, tier_classes),
                 ],
                 "env": [

@@ -301,6 +301,25 @@ def test_a_released_lease_is_not_alive() -> None:
     assert not StoreFleet(bench.store, bench.clock).members("serving", "default")[0].live
 
 
+@pytest.mark.parametrize(
+    "indexes, arguments",
+    [
+        pytest.param(None, [], id="absent"),
+        pytest.param({"cpuShare": "5%"}, ["--index-cpu-share=0.05"], id="percent"),
+        pytest.param(
+            {"cpuShare": 1, "memory": "2Gi"},
+            ["--index-cpu-share=1", f"--index-memory={2 << 30}"],
+            id="both",
+        ),
+    ],
+)
+def test_what_indexes_may_take_is_told_to_agents(indexes: JsonObject | None, arguments: list[str]) -> None:
+    pool = with_meta(agent_pool(**({} if indexes is None else {"indexes": indexes})))
+    classes = {name: tier_class(name) for name in ("gpu-sim", "cpu-dram")}
+    (container,) = daemon_set(pool, classes, hold=False)["spec"]["template"]["spec"]["containers"]
+    assert [one for one in container["args"] if one.startswith("--index-")] == arguments
+
+
 async def test_channels_are_kept_for_the_nodes_that_are_left() -> None:
     bench = Bench()
     bench.add_node("a")
