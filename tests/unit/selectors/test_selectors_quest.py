@@ -55,11 +55,11 @@ def brute_force(
 ) -> list[list[int]]:
     """Rows per KV head, from the definition, in float64 and plain loops. competes: the path of the authors'
     evaluation, where the last page is a page like all others and at least three are read. outside: rows at
-    the end that are read anyway and in no box."""
+    the end that are read and in no box."""
     rows, size = len(k), quest.page_tokens
     sink, recent = quest.persistent.sink, quest.persistent.recent
     last = (rows - 1) // size
-    always = {i for i in range(rows) if i < sink or i >= rows - recent}
+    always = {i for i in range(rows) if i < sink or i >= rows - max(recent, outside)}
     always |= {rows - 1} if competes else {i for i in range(rows) if i // size == last}
     count = max(3, quest.pages) if competes else quest.pages - 1
     result = []
@@ -104,17 +104,22 @@ def test_a_session_selects_as_the_family_does_however_rows_arrive() -> None:
     """What agents run: indexes that follow frames of any size, and the query's own row as a tail."""
     random = np.random.default_rng(8)
     declaration = declared(4, 5, 2, 3, "kernel")
-    live = LiveFamily(declaration, SMALL, 16)  # type: ignore[arg-type]
+    live = LiveFamily(declaration, SMALL, 2)  # type: ignore[arg-type]
     quest = family(4, 5, 2, 3)
     assert live.digest == quest.digest
     index, k, at = live.index(SOURCE.digest, 0), torch.empty(0, KV_HEADS, DIM), 0
+    behind = set()
     for _ in range(60):
-        new = whole(random, int(random.integers(1, 12)), KV_HEADS, DIM)
+        new = whole(random, int(random.integers(2, 12)), KV_HEADS, DIM)
         index.append(at, new, torch.zeros_like(new))
         k, at = torch.cat([k, new]), at + len(new)
         own, q = whole(random, 1, KV_HEADS, DIM), whole(random, 1, KV_HEADS * GROUP, DIM)
         found = index.select(q, at + 1, SMALL.scale, own)
-        assert [list(rows) for rows in found.positions] == brute_force(quest, torch.cat([k, own]), q)
+        outside = at + 1 - found.covered
+        want = brute_force(quest, torch.cat([k, own]), q, outside=outside)
+        assert [list(rows) for rows in found.positions] == want
+        behind.add(outside)
+    assert 1 in behind
 
 
 def test_persistent_rows_that_meet_leave_nothing_out() -> None:

@@ -16,6 +16,7 @@ compete.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,7 +49,7 @@ from kvtier_core.selectors.contract import (
 )
 from kvtier_core.selectors.families.parameters import Parameters, budget_of, digest_of
 from kvtier_core.selectors.growing import Growing
-from kvtier_core.selectors.picking import Persistent, best
+from kvtier_core.selectors.picking import Persistent, Picked, best
 from kvtier_crds.manifest import PersistentRows, Selector
 from kvtier_kernels.ops.quest import quest_boxes, quest_score
 
@@ -260,14 +261,7 @@ class Quest:
         within = np.arange(self.page_tokens)
         rows = [(one.ids[:, None] * self.page_tokens + within).reshape(-1) for one in picked]
         joined = [persistent.joined(one[one < query.rows]) for one in rows]
-        # Rows of each page that are read only if it is chosen.
-        open_rows = np.bincount(
-            persistent.others // self.page_tokens, minlength=int(pages.max(initial=-1)) + 1
-        )
-        left = [
-            _log_sum(upper[head], np.where(np.isin(pages, one.ids), 0, open_rows[pages]))
-            for head, one in enumerate(picked)
-        ]
+        left = self._left(upper, pages, picked, persistent, query.rows)
         receipt = SelectionReceipt(
             family=self.facts.family,
             variant=self.facts.variant,
@@ -297,6 +291,29 @@ class Quest:
             receipt,
             left_out=np.repeat(np.array(left, dtype=np.float64), self.shape.group),
         )
+
+    def _left(
+        self,
+        upper: NDArray[np.float64],
+        pages: Rows,
+        picked: Sequence[Picked],
+        persistent: Persistent,
+        rows: int,
+    ) -> list[float]:
+        """Of each KV head, ln of the sum of e^bound over the rows of pages that were not chosen."""
+        if not len(pages):
+            return [-np.inf] * len(picked)
+        first, end = int(pages[0]), int(pages[-1]) + 1
+        free = np.zeros((end - first) * self.page_tokens, dtype=np.bool_)
+        stop = min(rows, end * self.page_tokens)
+        free[: stop - first * self.page_tokens] = ~persistent.mask[first * self.page_tokens : stop]
+        counts = np.count_nonzero(free.reshape(-1, self.page_tokens), axis=1)
+        left = []
+        for bounds, one in zip(upper, picked, strict=True):
+            unread = counts.copy()
+            unread[one.ids - first] = 0
+            left.append(_log_sum(bounds, unread))
+        return left
 
 
 def _own(index: Index) -> PageBoxes:
