@@ -111,9 +111,9 @@ class KernelSpec:
     axes: what each name in a shape means. make_inputs: keyword arguments of every implementation, from
     the case alone. reference: float64, plain; same keywords. implementations: loaders by backend
     ("torch", "triton"; "plain" where "torch" is compiled), so that no one needs Triton who does not run it.
-    outputs: names the tensors of what the reference or an implementation returned (`compare.named` for a tensor or a mapping,
-    `compare.state_outputs` for an attention state); comparisons has the same names. mutates: inputs an
-    implementation writes to. bytes_moved counts each tensor once, as the roofline does.
+    outputs: names the tensors of what the reference or an implementation returned (`compare.named` for a
+    tensor or a mapping, `compare.state_outputs` for an attention state); comparisons has the same names.
+    mutates: inputs an implementation writes to. bytes_moved counts each tensor once, as the roofline does.
     bench, bench_gpu: what is timed on a CPU and on a GPU.
     """
 
