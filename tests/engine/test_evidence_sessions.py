@@ -14,6 +14,7 @@ from kvtier_client.errors import KvtierError
 from kvtier_client.hf import KvtierCache, attach, geometry_of
 from kvtier_client.session import AttentionSession, SessionRequest, StepReceipt
 from kvtier_core.errors import Reason
+from kvtier_core.rowevidence import Need
 from kvtier_crds.manifest import RuntimeManifest
 from tests.engine.agent_process import Agent, baseline_manifest, running_agent, tiny_geometry
 from tests.engine.evidence_replay import FAMILIES, Recorder, candidate, recording, selector
@@ -206,3 +207,50 @@ def test_a_fork_and_a_crop_go_on_and_say_how(
                 exact = [receipt for receipt in told if receipt.exactness != "APPROXIMATE"]
                 assert {receipt.fallback for receipt in exact} <= REASONS
     assert not attached.evidence.watching
+
+
+@pytest.mark.parametrize("family", ["emLlm", "infinigen"])
+def test_a_ragged_batch_tells_each_session_of_its_own_sequence(
+    agent: Agent, manifest: RuntimeManifest, tiny_model: Any, attached: Any, family: str
+) -> None:
+    agent.grant(manifest, candidate(manifest, selector(family)), rollout_uid=f"batch-{family}")
+    ids = torch.cat([prompt(), prompt().roll(7, 1)])
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    with (
+        AttentionClient(agent.socket_path) as client,
+        open_cache(client, tiny_model, evidence=attached.evidence, batch_size=2) as cache,
+    ):
+        assert cache.transport == "local"
+        out = tiny_model.generate(
+            ids, attention_mask=mask, cache=cache, max_new_tokens=60, min_new_tokens=60, do_sample=False
+        )
+        assert out.shape == (2, PROMPT + 60)
+        for session, length in zip(cache.sessions, (PROMPT, PROMPT - 11), strict=True):
+            told = [one for one in session.take_receipts() if one.layer == LAYERS - 1]
+            assert told[-1].frontier == length + 59
+            assert "APPROXIMATE" in {one.exactness for one in told}, {one.fallback for one in told}
+
+
+def test_a_baselines_session_that_is_compared_is_asked_for_evidence_too(
+    agent: Agent, manifest: RuntimeManifest, tiny_model: Any, attached: Any
+) -> None:
+    """Both answers are of one snapshot, so an index is made in sessions that the candidate does not serve."""
+    agent.grant(
+        manifest,
+        candidate(manifest, selector("infinigen")),
+        rollout_uid="shadow",
+        stage="Shadow",
+        traffic="0",
+        sample="1",
+    )
+    with (
+        AttentionClient(agent.socket_path) as client,
+        open_cache(client, tiny_model, evidence=attached.evidence) as cache,
+    ):
+        assert cache.arm == "baseline" and cache.opened.sampled
+        assert cache.session.asked >= {Need.WEIGHTS, Need.PREVIOUS_HIDDEN_STATE}
+        token = tiny_model(prompt(), cache=cache).logits[:, -1].argmax(-1, keepdim=True)
+        for _ in range(4):
+            token = decode(tiny_model, cache, token)
+        assert {one.exactness for one in cache.take_receipts()} == {"EXACT"}
