@@ -195,6 +195,7 @@ class CacheEngine:
             self._runner.baseline_digest,
             self._runner.digest_of,
             self._plans.of_decode,
+            self._plans.late,
         )
         self.prefixes = Prefixes(self._store, self._lock, self._sessions, self._contexts)
         self._edits = Edits(

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvtier_core.appends import NO_LINE, Append, LayerState, Session
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import full_support_digest
+from kvtier_core.placements.preference import PlanKind
 from kvtier_core.placementstamp import PlacementStamp
 from kvtier_core.planner import Path, Plan
 from kvtier_core.receiptcheck.step import check_step
@@ -52,7 +53,7 @@ class ResidentLayer:
     whole_bytes: dict[str, int]
     labels: tuple[str, ...]
     simulated: bool
-    plan_kind: str
+    plan_kind: PlanKind
     clean: int = -1
 
 
@@ -86,9 +87,12 @@ class ResidentDecode:
         baseline_digest: str,
         digest_of: Callable[[int], str],
         plan: Callable[[Append, int], Plan],
+        late: Callable[[CoreError, PlanKind, float | None], CoreError],
     ) -> None:
-        """plan: of rows [0, n) of an append's layer, for one query."""
+        """plan: of rows [0, n) of an append's layer, for one query; late: what a refusal for lateness says
+        besides, of the plan that was late and its deadline."""
         self._store = store
+        self._late = late
         self._plan = plan
         self._clock = clock
         self._baseline = baseline_digest
@@ -173,7 +177,7 @@ class ResidentDecode:
         stamp = PlacementStamp(store.directory, state.lines)
         reads = plan.reads
         if any(read.path is not Path.PARTIAL for read in reads) or reads[-1].line != state.open_line:
-            return ResidentLayer(stamp, False, (), None, None, "", {}, (), False, plan.kind.value)
+            return ResidentLayer(stamp, False, (), None, None, "", {}, (), False, plan.kind)
         payloads = [store.tiers[read.tier].view(store.ref(read.line)) for read in reads]
         keys, values = [payload[0] for payload in payloads], [payload[1] for payload in payloads]
         whole: dict[str, int] = {}
@@ -190,7 +194,7 @@ class ResidentDecode:
             whole_bytes=whole,
             labels=plan.labels,
             simulated=plan.simulated,
-            plan_kind=plan.kind.value,
+            plan_kind=plan.kind,
         )
 
     def answer(self, frame: ResidentFrame) -> StepAnswer:
@@ -219,9 +223,8 @@ class ResidentDecode:
         for group in groups_of(shared_readings(frames, self._size)):
             for index, frame in enumerate(frames):
                 if index not in late and self._is_late(frame):
-                    late[index] = CoreError(
-                        Reason.DEADLINE, "the deadline passed before all chunks were attended"
-                    )
+                    error = CoreError(Reason.DEADLINE, "the deadline passed before all chunks were attended")
+                    late[index] = self._late(error, frame.layer.plan_kind, frame.request.deadline)
             if len(late) == len(frames):
                 return [late[index] for index in range(len(frames))]
             attend_into(totals, scaled, group)
@@ -261,7 +264,7 @@ class ResidentDecode:
             producer_digest=self._digest_of(producer),
             estimated_omitted_mass=math.nan,
             fallback="",
-            plan_kind=kept.plan_kind,
+            plan_kind=kept.plan_kind.value,
             snapshot_generation=session.snapshot_generation,
             position_epoch=session.position_epoch,
         )

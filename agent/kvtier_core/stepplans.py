@@ -296,9 +296,19 @@ class StepPlans:
     def _slack(self, query: Query) -> float | None:
         return None if query.deadline is None else query.deadline - self._clock()
 
+    def late(self, error: CoreError, kind: PlanKind, deadline: float | None) -> CoreError:
+        """A refusal of a frame that was attended by a plan of this kind elsewhere, with the same facts as
+        `exact`'s."""
+        return self._with_fallback(error, deadline, {kind: error.reason})
+
     def _ended(self, error: CoreError, query: Query, failed: dict[PlanKind, Reason]) -> CoreError:
+        return self._with_fallback(error, query.deadline, failed)
+
+    def _with_fallback(
+        self, error: CoreError, deadline: float | None, failed: dict[PlanKind, Reason]
+    ) -> CoreError:
         """The refusal, with what the contract does now (B.8). Slack is taken anew."""
-        slack = self._slack(query)
+        slack = None if deadline is None else deadline - self._clock()
         action = fallback_of(
             Terms(
                 slack=slack,

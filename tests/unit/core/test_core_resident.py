@@ -150,6 +150,8 @@ def late_decode(driver: Driver, clock: FakeClock) -> None:
     with pytest.raises(CoreError) as refused:
         driver.engine.step(request)
     assert refused.value.reason is Reason.DEADLINE
+    assert refused.value.facts["attempted"] == "requestOnCpu:DEADLINE"
+    assert refused.value.facts["fallback"] == "REJECT_NO_LEGAL_PATH"
 
 
 def late_block(driver: Driver, clock: FakeClock) -> None:
