@@ -55,7 +55,7 @@ class ModelEvidence:
         self._head = model.get_output_embeddings()
         self._layers = list(getattr(self._body, "layers", ()))
         config = model.config
-        self.hidden_size = int(config.hidden_size)
+        self.hidden_size = int(getattr(config, "hidden_size", 0))
         self._inputs: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
         self._watchers: dict[int, tuple[PassWatcher, frozenset[Need]]] = {}
@@ -63,7 +63,7 @@ class ModelEvidence:
         self._digests: dict[tuple[str, int], str] = {}
         self._rope = self._rotation()
         gives = {Need.PREFILL_QUERIES}
-        if self._layers:
+        if self._layers and self.hidden_size:
             gives.add(Need.PREVIOUS_HIDDEN_STATE)
             if self._projects_as_stated():
                 gives.add(Need.WEIGHTS)
