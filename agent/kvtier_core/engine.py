@@ -197,6 +197,7 @@ class CacheEngine:
             self._plans.of_decode,
             self._plans.late,
         )
+        self._store.moved = self._forget_views
         self.prefixes = Prefixes(self._store, self._lock, self._sessions, self._contexts)
         self._edits = Edits(
             self._store,
@@ -368,6 +369,12 @@ class CacheEngine:
             if frame is None:
                 return self._general(request, mode)
             return in_candidates_name(self._resident.answer(frame), mode)
+
+    def _forget_views(self, session: Session) -> None:
+        """Views of the place that a chunk has left would keep its memory."""
+        context = self._contexts.get(session.session_id)
+        if context is not None:
+            context.forget_views()
 
     def _prepared(self, request: StepRequest, mode: StepMode) -> ResidentFrame | None:
         """The frame on the short way; None when it is not for that."""

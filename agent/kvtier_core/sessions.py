@@ -39,7 +39,8 @@ from kvtier_core.transactions import Transactions
 
 class RowStore:
     """Rows of all sessions of one engine. Lines' identities are kept here, one per sealed chunk. lock: of
-    metadata, taken for each short step."""
+    metadata, taken for each short step. moved: told of each session whose chunk has another place now, under
+    that lock."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class RowStore:
         self._owners: dict[int, tuple[Session, ...]] = {}
         self._borrowed: dict[int, tuple[int, int]] = {}
         self._epochs = 0
+        self.moved: Callable[[Session], object] = lambda session: None
         self.transactions = Transactions(directory, ledger, tiers, self.identity_of, self._published)
         self.placement: Placement
 
@@ -88,6 +90,7 @@ class RowStore:
         self.identities[line] = identity
         for session in self._owners[line]:
             session.snapshot_generation += 1
+            self.moved(session)
 
     def start_step(self, session: Session) -> None:
         """Names the recency of what the session seals from now on."""

@@ -232,3 +232,16 @@ def test_a_line_that_is_used_again_is_not_what_it_was() -> None:
     again = directory.insert(0, tier=0, slot=0, slot_generation=1, generation=5, state=ChunkState.SEALED)
     assert again == lines[0]
     assert not stamp.holds(lines)
+
+
+def test_an_idle_session_keeps_no_views_of_what_another_moved_away(tmp_path: Path) -> None:
+    with engine(tmp_path, [cpu(4 * LAYERS), nvme(64)]) as built:
+        idle, busy = (Driver.open(built, Rows.random(6 * CHUNK, seed)) for seed in (0, 1))
+        idle.play(CHUNK + 2, CHUNK)
+        kept = built._contexts[idle.handle.session_id]
+        idle.forward(1)
+        assert all(layer is not None and layer.resident for layer in kept.resident)
+        busy.play(3 * CHUNK, CHUNK)
+        tiers = {built._store.directory.tier[line] for state in kept.session.layers for line in state.lines}
+        assert len(tiers) > 1, "nothing was moved"
+        assert kept.resident == [None] * LAYERS
