@@ -164,6 +164,7 @@ class PlannedSession:
         v: Tensor,
         committed: int,
         follows: bool = False,
+        evidence: None = None,
     ) -> Tensor:
         if layer == 0:
             self.step += 1
@@ -189,6 +190,7 @@ class PlannedSession:
         v: Tensor,
         committed: int,
         follows: bool = False,
+        evidence: None = None,
     ) -> tuple[PlannedSession, StepRequest]:
         if layer == 0:
             self.step += 1
