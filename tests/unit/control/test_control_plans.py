@@ -412,12 +412,12 @@ def test_every_family_of_the_vocabulary_has_its_facts() -> None:
             Need(need)
 
 
-@pytest.mark.parametrize("family, told", [("magicPig", True), ("quest", True), ("infLlm", False)])
-def test_a_family_that_is_slower_than_dense_attention_says_so(family: str, told: bool) -> None:
+@pytest.mark.parametrize("family, times", [("magicPig", "19.7"), ("quest", "1.5")])
+def test_a_family_that_is_slower_than_dense_attention_says_so(family: str, times: str) -> None:
     status = kvselector.plan(with_meta(kv_selector(family=family)), NOW)
     [accepted] = [one for one in status["conditions"] if one["type"] == "Accepted"]
-    assert ("slower than dense attention at 8,192 rows" in accepted["message"]) is told
-    assert ("docs/benchmarks/selectors.md" in accepted["message"]) is told
+    assert f"slower than dense attention on CPUs: {times} times its time over 8,192" in accepted["message"]
+    assert accepted["message"].endswith("docs/benchmarks/selectors.md")
 
 
 def test_a_variant_that_is_another_method_has_its_own_facts() -> None:

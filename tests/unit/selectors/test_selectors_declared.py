@@ -5,6 +5,7 @@ They may not import each other, so this holds them together."""
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -12,7 +13,15 @@ import pytest
 from kvtier_core.selectors.families import registry
 from kvtier_crds.models.families import Family
 from kvtier_crds.models.kvselector import KVSelectorSpec
-from kvtier_operator.selectorfacts import FAMILIES, SLOWER_THAN_DENSE, VARIANTS, facts_of
+from kvtier_operator.selectorfacts import (
+    FAMILIES,
+    TIMED_ROWS,
+    TIMED_SOURCE,
+    TIMES_DENSE,
+    VARIANTS,
+    facts_of,
+    slower,
+)
 from kvtier_operator.selectors import IMPLEMENTED, refusal
 from tests.unit.selectors.selector_cases import SMALL, selector
 
@@ -81,7 +90,31 @@ def test_every_family_is_declared_and_every_made_one_is_tried_here() -> None:
     assert set(IMPLEMENTED) == set(registry.FAMILIES)
     assert set(VARIANTS) <= set(CASES)
     assert {("sparq", "llamaCpp"), ("sparq", "sparF"), ("retrievalAttention", "retroInfer")} <= set(CASES)
-    assert set(FAMILIES) >= SLOWER_THAN_DENSE
+
+
+def test_what_is_told_of_time_is_what_the_page_has_measured() -> None:
+    page = (Path(__file__).parents[3] / TIMED_SOURCE).read_text()
+    table = page.split(f"### {TIMED_ROWS:,} rows")[1].split("\n\n")[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert {row[0]: row[-1] for row in rows} == TIMES_DENSE
+
+
+@pytest.mark.parametrize(
+    "family, variant, times",
+    [
+        ("quest", "", "1.5"),
+        ("quest", "evaluation", "1.1"),
+        ("sparq", "sparF", "6.6"),
+        ("sparq", "paper", "6.3"),
+        ("retrievalAttention", "retroInfer", "3.3"),
+        ("retrievalAttention", "paper", "12.2"),
+        ("magicPig", "referenceCode", "19.7"),
+        ("fromTheFuture", "", ""),
+    ],
+)
+def test_a_variant_is_told_by_its_own_time(family: str, variant: str, times: str) -> None:
+    said = slower({"family": family, family: {"variant": variant}})
+    assert (f" {times} times " in said) if times else said == ""
 
 
 def test_a_variant_is_in_the_table_only_if_it_is_another_promise() -> None:
