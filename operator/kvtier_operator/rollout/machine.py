@@ -30,6 +30,7 @@ from kvtier_operator.rollout.vocabulary import (
     Phase,
     Stage,
     Verb,
+    Verdict,
 )
 from kvtier_operator.rollout.waiting import plan_off
 
@@ -160,9 +161,11 @@ def _worth_writing(old: RolloutState, new: RolloutState, inputs: Inputs) -> bool
 
 
 def _settled(state: RolloutState) -> tuple[object, ...]:
-    """All of it that is compared."""
+    """All of it that is compared. That evidence is still too little is no news: no gate says as much."""
     gates = [
-        (one.name, one.metric, one.verdict, one.reason, one.fail_only, one.overridden) for one in state.gates
+        (one.name, one.metric, one.verdict, one.reason, one.fail_only, one.overridden)
+        for one in state.gates
+        if one.verdict is not Verdict.INSUFFICIENT
     ]
     conditions = [
         (one.type, one.status, one.reason, one.observed_generation, one.last_transition)
