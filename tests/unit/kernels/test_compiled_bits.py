@@ -35,13 +35,13 @@ def drawn(nq: int, rows: int, geometry: tuple[int, int, int], seed: int = 0) -> 
 
 
 def both(
-    monkeypatch: pytest.MonkeyPatch, *given: Tensor, **how: object
+    monkeypatch: pytest.MonkeyPatch, q: Tensor, k: Tensor, v: Tensor, *, q_pos0: int, row_pos0: int | Tensor
 ) -> tuple[AttentionState, AttentionState]:
     """Compiled, and plain."""
-    one = chunk_state(*given, scale=0.25, **how)
+    one = chunk_state(q, k, v, scale=0.25, q_pos0=q_pos0, row_pos0=row_pos0)
     with monkeypatch.context() as patched:
         patched.setattr(torch_impl, "library", lambda: None)
-        return one, chunk_state(*given, scale=0.25, **how)
+        return one, chunk_state(q, k, v, scale=0.25, q_pos0=q_pos0, row_pos0=row_pos0)
 
 
 def same(a: AttentionState, b: AttentionState) -> bool:
