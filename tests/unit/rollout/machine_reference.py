@@ -39,7 +39,7 @@ class Truth:
     """What is so at this look. holds: agents may hold the candidate. clearing: an older candidate is being
     revoked. resumes: of the open step. refused: the cause of an agent's refusal; perhaps: it may stay exact
     and be left out instead. passed: every gate, at a look that was due, every agent holds it, and the step
-    has lasted."""
+    has lasted; passed_without: the same of those that do not refuse."""
 
     deleting: bool = False
     half_adopted: bool = False
@@ -59,6 +59,7 @@ class Truth:
     resumes: int = 0
     resumable: bool = True
     passed: bool = False
+    passed_without: bool = False
     blocked: bool = False
     old_approval: bool = False
 
@@ -114,7 +115,8 @@ def against_it(here: Place, truth: Truth) -> frozenset[Place]:
         return only(back(here, "InputDrift"))
     if truth.refused:
         refused = back(here, truth.refused)
-        return frozenset({refused, onward(here, truth)}) if truth.perhaps else only(refused)
+        without = onward(here, replace(truth, passed=truth.passed_without))
+        return frozenset({refused, onward(here, truth), without}) if truth.perhaps else only(refused)
     if completed:
         return only(back(here, "LeaseExpired")) if truth.grant_over else frozenset()
     if truth.lost:

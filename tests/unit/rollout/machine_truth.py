@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier_operator.rollout.evaluation import all_pass
-from kvtier_operator.rollout.inputs import Approved, Inputs
+from kvtier_operator.rollout.inputs import AgentView, Approved, Inputs
 from kvtier_operator.rollout.moves import current_step, excluded_now
 from kvtier_operator.rollout.spec import Intent, RolloutSpec
 from kvtier_operator.rollout.state import CandidateRef, ManifestRef, RolloutState
@@ -55,12 +55,18 @@ def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
     lasted = window is not None and state.holds_candidate
     lasted = lasted and now.wall >= window.opened_at + current_step(state, spec).min_seconds
     lost_now = [view for view in views if not view.reachable and view.node in holders]
-    ready = bool(chosen) and all(taken) and all(view.reachable for view in chosen)
-    ready = ready and not lost_now and not (silent & {one.node for one in state.lost})
+    still_lost = bool(lost_now) or bool(silent & {one.node for one in state.lost})
+
+    def ready(some: list[AgentView]) -> bool:
+        held = [view.granted_fence == state.fence and view.candidate_digest == digest for view in some]
+        return bool(some) and all(held) and all(view.reachable for view in some) and not still_lost
+
     moved = now.fence != state.fence or any(
         view.highest_fence > state.fence or view.refusal == "FENCE_CONFLICT" for view in views
     )
     stray = [v for v in views if v.reachable and not v.selected and v.granted_fence == state.fence]
+    passing = lasted and not moved and not stray and window is not None
+    passing = passing and window.spec_hash == spec.window_hash and all_pass(state, inputs, spec)
     mine = now.approved is not None and now.approved.rollout_uid == UID
     intent, last = now.intent, state.last_intent
     told = None
@@ -98,13 +104,8 @@ def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
         ),
         resumes=window.resumes if window else 0,
         resumable=now.resumable,
-        passed=lasted
-        and ready
-        and not moved
-        and not stray
-        and window is not None
-        and window.spec_hash == spec.window_hash
-        and all_pass(state, inputs, spec),
+        passed=passing and ready(chosen),
+        passed_without=passing and ready([view for view in chosen if view not in refusing]),
         blocked=bool(inputs.busy_with)
         or now.candidate.digest == now.baseline.digest
         or not chosen
