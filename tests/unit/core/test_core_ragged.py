@@ -25,6 +25,8 @@ from kvtier_core.receipts import StepAnswer, StepMode, StepRequest
 from kvtier_core.tiers.base import PoolTier, SlotState
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.transactions import MoveKind, MoveRefused
+from kvtier_kernels.ops.chunk_attention.decode import Reading, attend_into
+from kvtier_kernels.state import States
 from tests.unit.core.builders import (
     CHUNK,
     LAYERS,
@@ -186,11 +188,10 @@ def test_a_shared_prefix_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     from kvtier_core import resident
 
     seen: list[list[tuple[int, int]]] = []
-    real = resident.attend_into
 
-    def watching(totals: object, scaled: torch.Tensor, readings: list[resident.Reading]) -> None:
+    def watching(totals: States, scaled: torch.Tensor, readings: list[Reading]) -> None:
         seen.append([(reading.run.count, len(reading.queries)) for reading in readings])
-        real(totals, scaled, readings)
+        attend_into(totals, scaled, readings)
 
     with engine(tmp_path, [cpu(64)]) as built:
         parent = Driver.open(built, Rows.random(TOKENS, 0))
