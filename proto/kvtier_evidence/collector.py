@@ -274,6 +274,8 @@ class WindowCollector:
         touched = Arm.CANDIDATE if unit.candidate or unit.compared else Arm.BASELINE
         self._count(metrics.REQUESTS, touched, 0.0, warm)
         if unit.compared:
+            # How many were looked at: no event in what nobody compared says nothing.
+            self._count(metrics.OUTPUT_MISMATCHES, Arm.CANDIDATE, 0.0 if unit.compared_steps else None, warm)
             if self._error_gates:
                 into = self._counts.of(metrics.OUTPUT_RELATIVE_ERROR, Arm.CANDIDATE)
                 unit.count_error(into, self._error_gates, warm=warm)

@@ -297,7 +297,9 @@ class _Look:
 
     def _zero(self, gate: GateSpec) -> GateResult:
         events = self._evidence.merged.zero_tolerance.get(gate.metric.name, 0)
-        n = self._evidence.merged.get(metrics.REQUESTS, Arm.CANDIDATE).histogram.measured
+        # An event of these can happen in any request of the candidate, a mismatch only where both were asked.
+        population = gate.metric.name if gate.metric.exact_only else metrics.REQUESTS
+        n = self._evidence.merged.get(population, Arm.CANDIDATE).histogram.measured
         outcome = zero_outcome(
             events,
             n,

@@ -61,6 +61,8 @@ def need(gate: GateSpec, *, fraction: float, sample: float, alpha: float) -> Nee
             limit = float(gate.limit)
             law = [(0.0, PLANNED_ZEROS), (min(1.0, 1.25 * limit), 1.0 - PLANNED_ZEROS)]
             return Need(gate.name, max(floor, forecast.units_for_law(limit, law, alpha, k)), served)
+        case Kind.ZERO if gate.metric.exact_only:
+            return Need(gate.name, float(gate.min_samples), sample)
         case Kind.ZERO:
             return Need(gate.name, float(gate.min_samples), fraction + (1.0 - fraction) * sample)
         case Kind.EXTERNAL:

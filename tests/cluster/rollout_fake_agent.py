@@ -231,6 +231,7 @@ class RolloutControl(FakeControl):
                     value = 0.010 + 0.001 * step
                     counts.of(metrics.TPOT_RATIO, arm).histogram.add(value, UNITS // 9)
         counts.of(metrics.OUTPUT_RELATIVE_ERROR, metrics.Arm.CANDIDATE).histogram.add(0.001, UNITS)
+        counts.of(metrics.OUTPUT_MISMATCHES, metrics.Arm.CANDIDATE).histogram.add(0.0, UNITS)
         if not shadow:
             counts.sessions_candidate, counts.sessions_total = UNITS, 2 * UNITS
         for gate in request.gates:

@@ -168,8 +168,22 @@ def test_a_compared_request_counts_its_error_and_no_latency() -> None:
     assert (c.histogram.n, c.histogram.missing) == (1, 0)
     assert c.above_up == {"output": ONE // 2, "loose": ONE // 4}, "0.05 is not above a limit of 0.05"
     assert c.above_down == c.above_up
-    assert {m for m, _ in rig.counts.metrics} == {metrics.OUTPUT_RELATIVE_ERROR, metrics.REQUESTS}
+    compared = {metrics.OUTPUT_RELATIVE_ERROR, metrics.OUTPUT_MISMATCHES, metrics.REQUESTS}
+    assert {m for m, _ in rig.counts.metrics} == compared
     assert rig.of(metrics.REQUESTS).histogram.n == 1, "the candidate computed for it"
+
+
+def test_only_a_request_that_was_looked_at_counts_as_without_a_mismatch() -> None:
+    rig = Rig()
+    for unit, compared in (("served", False), ("looked-at", True), ("never-looked-at", True)):
+        rig.assign(unit, compared=compared)
+    rig.collector.record_step("looked-at", 0, 0.0)
+    for unit in ("served", "looked-at", "never-looked-at"):
+        rig.collector.finish(unit)
+    rig.clock.advance(10.0)
+    found = rig.of(metrics.OUTPUT_MISMATCHES).histogram
+    assert (found.measured, found.missing) == (1, 1)
+    assert rig.of(metrics.REQUESTS).histogram.measured == 3
 
 
 def test_thirds_are_rounded_outward() -> None:

@@ -532,6 +532,19 @@ def test_a_pass_has_enough_units(n: int, above: int, floor: int, k: str) -> None
         assert only(got, name).verdict is not Verdict.PASS or units >= floor
 
 
+@pytest.mark.parametrize(
+    "compared,verdict", [(0, Verdict.INSUFFICIENT), (499, Verdict.INSUFFICIENT), (500, Verdict.PASS)]
+)
+def test_an_exact_candidate_passes_on_what_was_compared_and_not_on_what_it_served(
+    compared: int, verdict: Verdict
+) -> None:
+    equal = gate("outputMismatches", metrics.OUTPUT_MISMATCHES, "0", min_samples=500)
+    window = Counts().requests(5000)
+    window.counts.of(metrics.OUTPUT_MISMATCHES, "candidate").histogram.add(0.0, compared)
+    got = only(look([equal], evidence(window)), equal.name)
+    assert (got.verdict, got.n) == (verdict, compared)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 60), st.booleans()), min_size=1, max_size=8))
 def test_once_failed_always_failed(windows: list[tuple[int, int, bool]]) -> None:
