@@ -222,6 +222,7 @@ def test_closing_ends_what_is_queued_and_is_refused_afterwards(tmp_path: Path) -
 def test_closing_does_not_wait_for_a_hung_call_and_keeps_its_file(tmp_path: Path) -> None:
     """Its descriptor stays open and locked: bytes may still arrive, and nobody else may have the file."""
     files = ScriptedFiles()
+    others = set(threading.enumerate())
     tier = open_store(tmp_path, files=files, threads=1)
     items = store(tier, "a", "b")
     files.calls.clear()
@@ -236,9 +237,8 @@ def test_closing_does_not_wait_for_a_hung_call_and_keeps_its_file(tmp_path: Path
     refused(Reason.STORAGE_LOCKED, lambda: open_store(tmp_path))
     gate.opened.set()
     running.wait()
-    for thread in threading.enumerate():
-        if thread.name == "tier flash-io":
-            thread.join(10)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(10)
     again = open_store(tmp_path)
     assert again.recovery.kept == 2
     again.close()
