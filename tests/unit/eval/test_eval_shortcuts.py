@@ -50,7 +50,7 @@ def test_every_family_and_variant_is_measured() -> None:
     assert {cell.selector for cell in plan.cells} == {kind.value for kind in BASELINES} | set(CHOICES)
 
 
-@pytest.mark.parametrize("task", [Task.COPY_SPAN, Task.APPENDED_NEEDLE, Task.DROP_REPOSITION])
+@pytest.mark.parametrize("task", [Task.APPENDED_NEEDLE, Task.DROP_REPOSITION])
 def test_sharing_indexes_over_budgets_changes_no_result(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +95,7 @@ def test_an_index_of_another_selector_is_not_handed_out() -> None:
     assert made == 4
 
 
-@pytest.mark.parametrize("task", [Task.COPY_SPAN, Task.PASSKEY, Task.PERPLEXITY])
+@pytest.mark.parametrize("task", [Task.COPY_SPAN, Task.PERPLEXITY])
 def test_tokens_replayed_once_tell_what_a_second_replay_would(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,15 +119,9 @@ def test_names_of_test_files_are_unique() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_generated_files_are_current() -> None:
-    done = subprocess.run(
-        ["hack/generate", "--check"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_drift_check_sees_drift(tmp_path: Path) -> None:
-    """On a copy of what it reads, with one byte changed in each kind of generated file."""
+    """On a copy of what it reads, with one byte changed in each kind of generated file. That the checked-in
+    ones are current is for `make lint` to say."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for name in ("crds", "docs", "proto", "charts", "hack"):
