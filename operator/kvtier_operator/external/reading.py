@@ -82,6 +82,9 @@ class GateBook:
             return self._now(now, error)
         except ValueError as error:
             return self._now(now, SourceError(str(error)))
+        except (LookupError, TypeError, ArithmeticError) as error:
+            # An answer of another shape than its source's API has: it must not stop the other gates' look.
+            return self._now(now, SourceError(f"not an answer of its source: {type(error).__name__}"))
 
     async def _read_point(self, provider: Provider, now: float) -> None:
         found = await provider.point(self._query.parts[0], now)

@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvtier_evidence.carry import Carry
 from kvtier_evidence.external import Above, ExternalReading, Form
@@ -225,6 +226,32 @@ async def test_nothing_unreadable_raises_or_passes(text: str) -> None:
     look = replace(evidence(Counts(), window=key()), external=got)
     result = judge([spec], look, terms(0.5), Carry()).results[0]
     assert result.verdict is Verdict.PROVIDER_ERROR
+
+
+def matrix(*rows: Any) -> dict[str, Any]:
+    return {"resultType": "matrix", "result": list(rows)}
+
+
+HALF_OPEN = {"count": "1", "sum": "1", "buckets": [[0, "1", "+Inf", "1"]]}
+MISSHAPEN: dict[str, tuple[str, Any]] = {
+    "no rows": (COUNTERS, {"resultType": "matrix"}),
+    "a row without labels": (COUNTERS, matrix({})),
+    "a sample that is null": (COUNTERS, matrix({"metric": {"instance": "a"}, "values": [[1010.0, None]]})),
+    "a bucket without end": (
+        "exponential(x)",
+        matrix({"metric": {"instance": "a"}, "histograms": [[1010.0, HALF_OPEN]]}),
+    ),
+    "a count without end": ("point(a; b)", {"resultType": "scalar", "result": [1010.0, "+Inf"]}),
+    "a value that is null": ("a", {"resultType": "vector", "result": [{"value": None}]}),
+}
+
+
+@pytest.mark.parametrize("case", MISSHAPEN)
+async def test_an_answer_of_another_shape_is_unreadable_and_harms_no_other_gate(case: str) -> None:
+    text, data = MISSHAPEN[case]
+    fake = FakePrometheus(answer=web.json_response({"status": "success", "data": data}))
+    got = await read(fake, 1030.0, text=text, point=text.startswith("point"))
+    assert got.error is Reason.QUERY_FAILED
 
 
 async def test_another_window_begins_other_books() -> None:
