@@ -27,7 +27,7 @@ from kvtier_core.placementstamp import PlacementStamp
 from kvtier_core.planner import Path, Plan
 from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepAnswer, StepReceipt, StepRequest
-from kvtier_core.selectors.base import LayerIndex
+from kvtier_core.selectors.base import SelectorFamily
 from kvtier_core.sessions import RowStore
 from kvtier_kernels.ops.chunk_attention.decode import Reading, attend_into, no_rows, reads_in_place
 from kvtier_kernels.ops.chunk_attention.outputs import outputs
@@ -69,10 +69,11 @@ class ResidentFrame:
 
 
 class Kept(Protocol):
-    """What is kept of a session. indexes: per layer, None where nothing is to be told of new rows."""
+    """What is kept of a session. family: whose frames, of layers without an index too, bring what selections
+    wait for; None: they are rows and nothing else."""
 
     session: Session
-    indexes: list[LayerIndex | None]
+    family: SelectorFamily | None
     resident: list[ResidentLayer | None]
 
 
@@ -113,7 +114,7 @@ class ResidentDecode:
         """Writes the frame's row where nobody looks, if the frame is of the common kind; else None, and
         nothing has happened. NO_LEGAL_PATH, NOT_VISIBLE."""
         session, layers = context.session, context.resident
-        if not self._able or not self._common(session, request) or context.indexes[request.layer] is not None:
+        if not self._able or context.family is not None or not self._common(session, request):
             return None
         state = session.layers[request.layer]
         kept = layers[request.layer]

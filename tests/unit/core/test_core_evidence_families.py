@@ -258,6 +258,29 @@ def test_an_index_of_a_fixed_context_ends_with_it(tmp_path: Path) -> None:
     assert covered["longer"] == [PROMPT + 3] * 2
 
 
+@pytest.mark.parametrize(
+    ("family", "context"),
+    [
+        pytest.param("emLlm", 0, id="surprisals"),
+        pytest.param("squeezedAttention", PROMPT + 2, id="end-of-a-fixed-context"),
+    ],
+)
+def test_exact_steps_in_memory_lose_nothing_that_comes_with_a_layer_that_reads_all(
+    tmp_path: Path, family: str, context: int
+) -> None:
+    """Frames of layers without an index bring what those with one wait for."""
+    chosen = FAMILIES[family].model_copy(update={"dense_layers": (0,)})
+    rows = Rows.random(PROMPT + 5)
+    with engine(tmp_path, [cpu(64)]) as built:
+        driver = Given.opened(built, rows, chosen, context)
+        driver.forward(PROMPT)
+        for _ in range(3):
+            driver.forward(1)
+        driver.forward(1, mode(chosen))
+        (receipt,) = driver.receipts((1,))
+    assert (receipt.exactness, receipt.fallback) == (ExactnessClass.APPROXIMATE, "")
+
+
 def test_after_an_edit_a_session_is_exact_and_says_what_is_missing(tmp_path: Path) -> None:
     """Queries and surprisals are not kept, so an index of what they made cannot be made again."""
     chosen = FAMILIES["emLlm"]
