@@ -190,6 +190,35 @@ def test_a_torn_last_key_is_written_over_and_a_damaged_one_is_not_given_up(tmp_p
     assert refused.value.reason is Reason.STORAGE_UNAVAILABLE
 
 
+@pytest.mark.parametrize("operation", ["write", "sync", "sync_folder"])
+def test_a_key_is_used_only_when_its_files_name_is_durable_too(tmp_path: Path, operation: str) -> None:
+    files = ScriptedFiles(failing(operation, 0, 28))
+    keys = DataKeys(path_of(tmp_path), Mounted(), files)
+    with pytest.raises(CoreError) as refused:
+        keys.current(NAMESPACE)
+    assert refused.value.reason is Reason.STORAGE_UNAVAILABLE
+    before = files.calls.get("sync_folder", 0)
+    assert keys.current(NAMESPACE) is not None
+    assert files.calls["sync_folder"] == before + 1
+
+
+def test_no_more_keys_are_made_than_an_opening_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {str(number): bytes([number]) * KEY_BYTES for number in range(8)}
+    outer = Mounted(**names)
+    monkeypatch.setattr("kvtier_core.tiers.nvme.datakeys._MOST_BYTES", 900)
+    keys = DataKeys(path_of(tmp_path), outer, OsFileOps())
+    made: list[str] = []
+    for outer.chosen in ("0", "1", "2"):
+        made.append(str(keys.current(NAMESPACE)))
+    outer.chosen = "3"
+    with pytest.raises(CoreError) as refused:
+        keys.current(NAMESPACE)
+    assert refused.value.reason is Reason.STORAGE_UNAVAILABLE
+    assert all(DataKeys(path_of(tmp_path), outer, OsFileOps()).key(name) for name in made)
+    receipt = erase_data_keys(path_of(tmp_path), OsFileOps())
+    assert receipt is not None and receipt.keys == tuple(made)
+
+
 def test_no_key_is_made_where_the_outer_one_is_gone(tmp_path: Path) -> None:
     outer = Mounted()
     outer.chosen = None

@@ -118,16 +118,20 @@ class DataKeys:
         wrapped = _wrapping(under, name, self._path).encrypt(nonce, self._random(KEY_BYTES), _bound(outer))
         made = WrappedKey(name, outer, nonce, wrapped)
         frame = _framed({"id": name, "outer": outer, "nonce": nonce.hex(), "wrapped": wrapped.hex()})
+        if loaded.end + len(frame) > _MOST_BYTES:
+            # One byte more, and no opening would read any of them.
+            raise CoreError(
+                Reason.STORAGE_UNAVAILABLE, f"the keys {self._path.name}: {len(loaded.by_id)} fill the file"
+            )
         try:
-            new = self._path.name not in self._files.names(self._path.parent)
             fd = self._files.open(self._path, os.O_RDWR | os.O_CREAT)
             try:
                 _write(self._files, fd, frame, loaded.end)
                 self._files.sync(fd)
             finally:
                 self._files.close(fd)
-            if new:
-                self._files.sync_folder(self._path.parent)
+            # Each time: the file may be there of an attempt that ended before its name was durable.
+            self._files.sync_folder(self._path.parent)
         except OSError as error:
             raise _unavailable(self._path, error) from error
         loaded.add(made)
