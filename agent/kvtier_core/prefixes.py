@@ -40,7 +40,8 @@ class Prefixes:
         chunks and, of each, of layers, one layer each. Returns how many rows it starts with: those of whole
         chunks that are there in all layers. The scope may be left afterwards. SESSION_UNKNOWN,
         GENERATION_STALE, STEP_ORDER once it has rows, UNSUPPORTED for one with a selector, whose index would
-        lack them, BAD_ARGUMENT beyond max_tokens; nothing has changed then."""
+        lack them, BAD_ARGUMENT beyond max_tokens, NOT_VISIBLE when the scope is left meanwhile; nothing has
+        changed then."""
         with self._lock:
             session, store = self._session(session_id, generation), self._store
             layers, size = len(session.layers), store.layout.chunk_tokens
@@ -55,15 +56,32 @@ class Prefixes:
                     Reason.BAD_ARGUMENT, f"{chunks * size} rows pass the session's max_tokens {most}"
                 )
             store.start_step(session)
-            for layer, state in enumerate(session.layers):
-                # A layer at a time, as everywhere: nobody may hold the lock for a long prefix.
-                with store.lock:
-                    for chunk in range(chunks):
-                        store.borrow(session, layer, chunk, *fetch.place(chunk * layers + layer))
+            try:
+                self._borrow(session, chunks, fetch)
+            except BaseException:
+                # A scope that was left meanwhile, or a full directory: a prefix of some layers is none.
+                self._let_go(session)
+                raise
+            for state in session.layers:
                 state.frontier = chunks * size
             session.committed = chunks * size
             session.snapshot_generation += 1
             return chunks * size
+
+    def _borrow(self, session: Session, chunks: int, fetch: Fetch) -> None:
+        store, layers = self._store, len(session.layers)
+        for layer in range(layers):
+            # A layer at a time, as everywhere: nobody may hold the lock for a long prefix.
+            with store.lock:
+                for chunk in range(chunks):
+                    store.borrow(session, layer, chunk, *fetch.place(chunk * layers + layer))
+
+    def _let_go(self, session: Session) -> None:
+        for state in session.layers:
+            with self._store.lock:
+                for line in state.lines:
+                    self._store.let_go(session, line)
+                state.lines.clear()
 
     def payload(self, session_id: str, generation: int, layer: int, chunk: int) -> bytes:
         """A verified copy of a sealed chunk's payload, as a block holds it. NOT_VISIBLE when it is not there,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier_core.blockstore.outcomes import PutOutcome
+from kvtier_core.blockstore.reads import Fetch
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
@@ -202,6 +203,36 @@ def test_who_may_not_start_from_blocks_has_none_afterwards(tmp_path: Path, case:
         assert refused.value.reason is reason
         assert leases(built) == [0, 0]
         first.close()
+        driver.close()
+
+
+def test_a_prefix_whose_scope_is_left_in_the_middle_is_none(tmp_path: Path) -> None:
+    tiers = [cpu(24), nvme(32)]
+    want = own(tmp_path / "a", tiers)
+    with engine(tmp_path / "b", tiers) as built:
+        first = computed(built)
+        publish(built, first)
+        first.close()
+        driver = Driver.open(built, ROWS)
+        fetch = built.blocks.store.fetch(keys(), namespace=NAMESPACE, deadline=LATER)
+        until(built, lambda: fetch.over)
+
+        class Left:
+            """Its call is given up when the first layer is done."""
+
+            ready = fetch.ready
+
+            def place(self, index: int) -> Any:
+                if index == 1:
+                    fetch.close()
+                return fetch.place(index)
+
+        with pytest.raises(CoreError) as refused:
+            built.prefixes.start(driver.handle.session_id, driver.handle.generation, cast(Fetch, Left()))
+        assert refused.value.reason is Reason.NOT_VISIBLE
+        assert leases(built) == [0, 0]
+        assert start(built, driver) == PREFIX
+        assert torch.equal(tail(driver), want)
         driver.close()
 
 
