@@ -166,7 +166,7 @@ def _refusal(id: str, change: dict[str, Any], match: str, *backends: str) -> Ref
 
 
 def _wide_cache(extra: int) -> dict[str, Any]:
-    cache = torch.zeros(2, _PAGE, 3, 64 + extra)[..., :64]
+    cache = torch.zeros(3, _PAGE, 3, 64 + extra)[..., :64]
     return {"k_cache": cache, "v_cache": cache}
 
 
@@ -174,6 +174,8 @@ REFUSALS = (
     _refusal("dtype-of-lengths", {"seq_lens": torch.tensor([1])}, "int32"),
     _refusal("negative-length", {"seq_lens": torch.tensor([-1], dtype=torch.int32)}, r"\[0, "),
     _refusal("past-the-table", {"seq_lens": torch.tensor([999], dtype=torch.int32)}, r"\[0, "),
+    _refusal("page-past-the-cache", {"page_table": torch.full((1, 2), 99, dtype=torch.int32)}, "page ids"),
+    _refusal("negative-page", {"page_table": torch.full((1, 2), -1, dtype=torch.int32)}, "page ids"),
     _refusal("split-of-nothing", {"split_tokens": 0}, "whole pages"),
     _refusal("split-inside-a-page", {"split_tokens": 24}, "whole pages"),
     _refusal("heads", {"q": torch.zeros(1, 8, 64)}, "heads"),
@@ -184,8 +186,8 @@ REFUSALS = (
         "d48",
         {
             "q": torch.zeros(1, 3, 48),
-            "k_cache": torch.zeros(2, 16, 3, 48),
-            "v_cache": torch.zeros(2, 16, 3, 48),
+            "k_cache": torch.zeros(3, 16, 3, 48),
+            "v_cache": torch.zeros(3, 16, 3, 48),
         },
         "power of two",
         "triton",

@@ -26,9 +26,9 @@ _SHARES = 4
 def check_inputs(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, split_tokens: int
 ) -> None:
-    """Shapes, dtypes and lengths of every implementation. Raises ShapeError.
+    """Shapes, dtypes, lengths and page ids of every implementation. Raises ShapeError.
 
-    Lengths on a GPU are not looked at: that would wait for the device on every call.
+    Lengths and ids on a GPU are not looked at: that would wait for the device on every call.
     """
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ShapeError(
@@ -51,6 +51,12 @@ def check_inputs(
         and (int(seq_lens.min()) < 0 or int(seq_lens.max()) > page_table.shape[1] * page)
     ):
         raise ShapeError(f"seq_lens must lie in [0, {page_table.shape[1] * page}]")
+    if batch and seq_lens.device.type == page_table.device.type == "cpu":
+        # Pages are read by their addresses, and one that is none would be foreign memory.
+        mapped = torch.arange(page_table.shape[1]) * page < seq_lens.unsqueeze(1)
+        ids = page_table[mapped]
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= k_cache.shape[0]):
+            raise ShapeError(f"page ids of rows must lie in [0, {k_cache.shape[0]})")
 
 
 @torch.no_grad()
