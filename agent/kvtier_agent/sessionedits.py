@@ -135,6 +135,7 @@ async def _forked(parent: Session, request: ForkRequest, traceparent: str) -> tu
         fallback=parent.fallback,
     )
     parent.host.sessions[handle.session_id] = child
+    parent.host.weights.forked(parent.handle.session_id, handle.session_id)
     return child, answer
 
 

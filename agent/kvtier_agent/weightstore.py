@@ -100,6 +100,12 @@ class WeightStore:
         """By a session, as long as it is open."""
         self._layers[layer].users.add(session_id)
 
+    def forked(self, parent: str, child: str) -> None:
+        """The child uses what its parent uses."""
+        for held in self._layers.values():
+            if parent in held.users:
+                held.users.add(child)
+
 
 def check_shape(shape: WeightsShape, head_dim: int) -> None:
     """SELECTOR_GEOMETRY naming the field."""

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.v1 import attention_pb2
+from kvtier.weights import WeightsShape
 from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.cachesession import Session
 from kvtier_agent.sessionedits import SessionEditor
+from kvtier_agent.weightstore import GivenWeights
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Move, Operation, Reposition, Truncate
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm, SessionFacts
@@ -98,6 +100,22 @@ async def test_a_fork_is_a_session_of_the_same_arm_and_no_unit_of_evidence(bench
         bench.node.session(answer.child.session_id, answer.child.generation, "alpha")
     await session.host.close_session(child)
     assert bench.node.session(session.handle.session_id, session.handle.generation, "beta") is session
+
+
+async def test_a_fork_uses_its_parents_weights_after_the_parent_has_closed(bench: Bench) -> None:
+    session, _ = await opened(bench)
+    store = session.host.weights
+    kept = store.put(1, GivenWeights(WeightsShape(1, 1, False, 0.0, 0, False), "kept", bytearray(8)))
+    store.used(1, session.handle.session_id)
+    answer = await editor(bench).edit(request(bench, session, fork=attention_pb2.ForkEdit()))
+    child = bench.node.session(answer.child.session_id, answer.child.generation, "beta")
+    await session.host.close_session(session)
+    with pytest.raises(CoreError) as refused:
+        store.held(1, "another")
+    assert refused.value.reason is Reason.MODEL_MISMATCH
+    assert store.held(1, "kept") is kept
+    await child.host.close_session(child)
+    assert store.held(1, "another") is None
 
 
 @pytest.mark.parametrize("reason", [Reason.STEP_ORDER, Reason.NO_DESTINATION_CAPACITY])
