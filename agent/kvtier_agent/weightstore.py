@@ -20,6 +20,8 @@ from kvtier_core.errors import CoreError, Reason
 
 # Of one cache. Weights are in no tier's budget.
 MAX_BYTES = 1 << 30
+# Users that have closed and are not forgotten yet, besides as many as are open.
+_MOST_CLOSED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,11 @@ class GivenWeights:
 
 @dataclass(slots=True)
 class _Held:
+    """look_at: as many users are looked at for those that have closed."""
+
     weights: GivenWeights
     users: set[str] = field(default_factory=set)
+    look_at: int = _MOST_CLOSED
 
 
 class WeightStore:
@@ -58,7 +63,7 @@ class WeightStore:
             return None
         if held.weights.digest == digest:
             return held.weights
-        held.users = {user for user in held.users if self._is_open(user)}
+        self._forget_closed(held)
         if held.users:
             raise CoreError(
                 Reason.MODEL_MISMATCH,
@@ -98,13 +103,26 @@ class WeightStore:
 
     def used(self, layer: int, session_id: str) -> None:
         """By a session, as long as it is open."""
-        self._layers[layer].users.add(session_id)
+        self._use(self._layers[layer], session_id)
 
     def forked(self, parent: str, child: str) -> None:
         """The child uses what its parent uses."""
         for held in self._layers.values():
             if parent in held.users:
-                held.users.add(child)
+                self._use(held, child)
+
+    def users(self, layer: int) -> int:
+        """Sessions that are remembered as its users, some of which may have closed."""
+        return len(self._layers[layer].users)
+
+    def _use(self, held: _Held, session_id: str) -> None:
+        held.users.add(session_id)
+        if len(held.users) >= held.look_at:
+            self._forget_closed(held)
+            held.look_at = 2 * len(held.users) + _MOST_CLOSED
+
+    def _forget_closed(self, held: _Held) -> None:
+        held.users = {user for user in held.users if self._is_open(user)}
 
 
 def check_shape(shape: WeightsShape, head_dim: int) -> None:

@@ -215,6 +215,19 @@ def test_weights_are_replaced_only_when_no_open_session_uses_them() -> None:
     assert store.put(1, second) is second
 
 
+def test_sessions_that_come_and_go_leave_nothing_behind() -> None:
+    alive: set[str] = set()
+    store = WeightStore(alive.__contains__)
+    store.put(1, given())
+    for number in range(1000):
+        alive.clear()
+        alive.add(f"session-{number}")
+        store.used(1, f"session-{number}")
+    assert store.users(1) <= 128
+    with pytest.raises(CoreError):
+        store.held(1, "another")
+
+
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
