@@ -9,7 +9,6 @@ not know gRPC contexts, nor how the store works.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from kvtier_agent.blockinspect import (
 from kvtier_agent.blockloading import Loading, Wanted
 from kvtier_agent.blockmetrics import BlockMetrics
 from kvtier_agent.blockpins import MAX_SECONDS as MAX_PIN_SECONDS
-from kvtier_agent.blockscope import Caller, Span, caller_of, check_payload, span_of
+from kvtier_agent.blockscope import Caller, Span, caller_of, check_cost, check_payload, span_of
 from kvtier_agent.blockstoring import Order, Storing, stored_message
 from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.node import Node
@@ -146,10 +145,7 @@ class BlockCalls:
         source = call.source
         span = span_of(begin.span, tokens_needed=True)
         check_payload(source, begin.block_bytes, call.host.block_bytes, call.manifest.model.geometry.head_dim)
-        if not (math.isfinite(begin.recompute_seconds) and begin.recompute_seconds >= 0):
-            raise CoreError(
-                Reason.BAD_ARGUMENT, f"recompute_seconds {begin.recompute_seconds} must be finite and from 0"
-            )
+        check_cost(begin.recompute_seconds)
         assert span.tokens is not None
         count = len(span.tokens) // source.block_tokens
         if not count:

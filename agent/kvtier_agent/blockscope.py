@@ -7,6 +7,7 @@ namespace only. It must not know stores or threads; it computes no key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -129,6 +130,12 @@ def _named(keys: Sequence[bytes]) -> NDArray[np.uint8]:
     if any(len(key) != KEY_BYTES for key in keys):
         raise CoreError(Reason.BAD_ARGUMENT, f"span.keys: a key has {KEY_BYTES} bytes")
     return np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), KEY_BYTES)
+
+
+def check_cost(seconds: float) -> None:
+    """BAD_ARGUMENT for what eviction cannot order blocks by."""
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise CoreError(Reason.BAD_ARGUMENT, f"recompute_seconds {seconds} must be finite and from 0")
 
 
 def check_payload(source: BlockSource, stated: int, stored: int, head_dim: int) -> None:

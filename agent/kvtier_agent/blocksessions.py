@@ -19,7 +19,7 @@ from kvtier.v1 import blocks_pb2
 from kvtier_agent import convert
 from kvtier_agent.blockcalls import BlockCalls, Call
 from kvtier_agent.blockhost import BlockHost
-from kvtier_agent.blockscope import MAX_BLOCKS, Span, span_of
+from kvtier_agent.blockscope import MAX_BLOCKS, Span, check_cost, span_of
 from kvtier_agent.blockstoring import stored_message
 from kvtier_agent.cachesession import Session
 from kvtier_agent.node import Node
@@ -62,17 +62,23 @@ class BlockSessions:
             )
             try:
                 await host.until(lambda: fetch.over, call.deadline)
-                handle = session.handle
-                rows = await session.host.runner.call(
-                    lambda: prefixes.start(handle.session_id, handle.generation, fetch)
-                )
-            finally:
+            except BaseException:
                 host.give_back(fetch.close)
+                raise
+            handle = session.handle
+            rows = await session.host.runner.call(
+                lambda: prefixes.start(handle.session_id, handle.generation, fetch),
+                # After the step, which goes on when its caller leaves in the middle.
+                over=partial(host.give_back, fetch.close),
+            )
         return blocks_pb2.StartSessionResponse(rows=rows, boot_id=self._node.boot_id)
 
     async def publish(self, request: blocks_pb2.PublishSessionRequest) -> blocks_pb2.PublishSessionResponse:
         """Chunk by chunk, so that no more than one is held twice. What is published stays when a later one
         is refused."""
+        if self._node.draining:
+            raise CoreError(Reason.DRAINING, "the agent is draining and takes no blocks")
+        check_cost(request.recompute_seconds)
         call, session, prefixes = self._of(request.scope, request.session_id, request.session_generation)
         host, handle = call.host, session.handle
         layers = call.manifest.model.geometry.layers

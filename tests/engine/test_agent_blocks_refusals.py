@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -309,9 +310,23 @@ def test_an_agent_that_drains_takes_no_blocks_and_serves_what_it_has(server: Blo
         with pytest.raises(KvtierError) as refused:
             client.store(SOURCE, tokens_of(1, 71), [PAYLOAD], committed_frontier=BLOCK_TOKENS)
         assert refused.value.reason is Reason.DRAINING
+        rows = blocks_pb2.PublishSessionRequest(scope=server.scope(SOURCE), session_id="s")
+        assert refusal(lambda: server.stub().PublishSession(rows, timeout=10)).reason is Reason.DRAINING
         assert bytes(client.load(SOURCE, tokens).blocks[0].payload) == PAYLOAD
     finally:
         server.bench.node.draining = False
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_rows_of_a_session_are_not_published_at_a_cost_that_orders_nothing(
+    server: BlockServer, seconds: float
+) -> None:
+    rows = blocks_pb2.PublishSessionRequest(
+        scope=server.scope(SOURCE), session_id="s", recompute_seconds=seconds
+    )
+    found = refusal(lambda: server.stub().PublishSession(rows, timeout=10))
+    assert found.reason is Reason.BAD_ARGUMENT
+    assert "recompute_seconds" in str(found)
 
 
 def test_pages_of_a_tenants_blocks_follow_each_other(server: BlockServer) -> None:
