@@ -101,6 +101,12 @@ class WeightCalls:
         if not header.size_bytes:
             if found is None:
                 answer.missing.append(header.layer)
+            elif found.shape != shape:
+                raise CoreError(
+                    Reason.CHECKSUM_MISMATCH,
+                    f"the weights of layer {header.layer} that {header.digest[:19]} names have another shape",
+                    {"layer": header.layer},
+                )
             else:
                 _bind(session, header.layer, found)
                 answer.bound.append(header.layer)

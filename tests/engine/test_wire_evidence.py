@@ -443,6 +443,24 @@ def test_weights_that_an_agent_has_are_bound_by_their_digest_alone(rig_of: Calla
     other.approximate(frame)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"norm_eps": 2e-5}, id="norm"),
+        pytest.param({"interleaved": True}, id="rotation"),
+        pytest.param({"frequencies": 31}, id="frequencies"),
+    ],
+)
+def test_a_digest_of_other_weights_than_the_header_says_binds_nothing(
+    rig_of: Callable[..., Rig], change: dict[str, Any]
+) -> None:
+    one = rig_of("grpc")
+    one.give(one.weights(1, seed=9))
+    with pytest.raises(grpc.RpcError) as refused:
+        one.give(parts_of(one, 1, numbers(9), size_bytes=0, **change)[:1])
+    assert reason(detail_of(refused.value)) == "CHECKSUM_MISMATCH"
+
+
 def changed(**change: Any) -> Callable[[Rig], list[attention_pb2.GiveWeightsRequest]]:
     layer = change.pop("layer", 1)
     return lambda rig: parts_of(rig, layer, numbers(), **change)
