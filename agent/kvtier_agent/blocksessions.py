@@ -91,7 +91,14 @@ class BlockSessions:
             for chunk in range(len(keys) // layers):
                 payloads = [
                     await session.host.runner.call(
-                        partial(prefixes.payload, handle.session_id, handle.generation, layer, chunk)
+                        partial(
+                            prefixes.payload,
+                            handle.session_id,
+                            handle.generation,
+                            layer,
+                            chunk,
+                            call.deadline,
+                        )
                     )
                     for layer in range(layers)
                 ]

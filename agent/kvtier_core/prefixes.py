@@ -83,10 +83,13 @@ class Prefixes:
                     self._store.let_go(session, line)
                 state.lines.clear()
 
-    def payload(self, session_id: str, generation: int, layer: int, chunk: int) -> bytes:
+    def payload(
+        self, session_id: str, generation: int, layer: int, chunk: int, until: float | None = None
+    ) -> bytes:
         """A verified copy of a sealed chunk's payload, as a block holds it. NOT_VISIBLE when it is not there,
         sealed and committed; UNCOMMITTED_ROWS when the session's rows are those of its own history only:
-        after approximate answers or edits nobody else may start from them."""
+        after approximate answers or edits nobody else may start from them. DEADLINE: not read by `until`,
+        since nobody else is served meanwhile."""
         with self._lock:
             session, store = self._session(session_id, generation), self._store
             if session.history is not ExactnessClass.EXACT or session.positions.edited:
@@ -101,7 +104,7 @@ class Prefixes:
             line = state.lines[chunk] if chunk < len(state.lines) else NO_LINE
             if line in (NO_LINE, state.open_line):
                 raise CoreError(Reason.NOT_VISIBLE, f"chunk {chunk} of layer {layer} is not sealed")
-            return bytes(tensor_bytes(store.read_rows(line)))
+            return bytes(tensor_bytes(store.read_rows(line, until)))
 
     def _session(self, session_id: str, generation: int) -> Session:
         session = self._sessions.get(session_id)

@@ -4,6 +4,8 @@ everything given back."""
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +25,7 @@ from kvtier_core.transactions import MoveReason
 from kvtier_core.transactions.deletion import DeletionState
 from tests.unit.core.blockpump import LATER, NAMESPACE, until
 from tests.unit.core.builders import CHUNK, LAYERS, SLOT, Driver, Rows, cpu, engine, nvme, quest
+from tests.unit.core.nvme_files import Gate, ScriptedFiles
 
 CHUNKS = 3
 PREFIX = CHUNKS * CHUNK
@@ -233,6 +236,29 @@ def test_a_prefix_whose_scope_is_left_in_the_middle_is_none(tmp_path: Path) -> N
         assert leases(built) == [0, 0]
         assert start(built, driver) == PREFIX
         assert torch.equal(tail(driver), want)
+        driver.close()
+
+
+def test_storage_that_hangs_holds_a_publication_no_longer_than_its_deadline(tmp_path: Path) -> None:
+    files = ScriptedFiles()
+    with engine(tmp_path, [cpu(6), nvme(32)], files=files, clock=time.monotonic) as built:
+        driver = computed(built)
+        handle = driver.handle
+        listed = built.list_chunks(handle.session_id, handle.generation)
+        cold = next(one for one in listed if one.tier_class == "flash")
+        gate = files.script = Gate("read")
+        timer = threading.Timer(2.0, gate.opened.set)
+        timer.start()
+        try:
+            with pytest.raises(CoreError) as refused:
+                built.prefixes.payload(
+                    handle.session_id, handle.generation, cold.layer, cold.chunk, time.monotonic() + 0.05
+                )
+            assert refused.value.reason is Reason.DEADLINE
+            assert not gate.opened.is_set()
+        finally:
+            gate.opened.set()
+            timer.cancel()
         driver.close()
 
 
