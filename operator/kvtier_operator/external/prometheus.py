@@ -35,6 +35,9 @@ class PrometheusOptions:
     max_bytes: int = 8 << 20
 
     def __post_init__(self) -> None:
+        if "@" in self.url:
+            # Errors name the URL, in logs and in statuses.
+            raise ValueError("prometheus.url: no user or password in it; a secret is named by tokenFile")
         if not self.url.startswith(("https://", "http://")):
             raise ValueError(f"prometheus.url: {self.url!r} is neither https:// nor http://")
         if self.token_file is not None and not self.url.startswith("https://"):

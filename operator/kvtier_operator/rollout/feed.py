@@ -119,7 +119,8 @@ class EvidenceFeed:
         )
         for name, one in sorted(found.items()):
             if one.error is not None:
-                _log.warning("a gate's source cannot be read", extra={"gate": name, "error": one.detail})
+                told = {"gate": name, "error": one.detail[:MAX_DETAIL]}
+                _log.warning("a gate's source cannot be read", extra=told)
         return found
 
     def _reader(self, key: WindowKey, spec: RolloutSpec) -> WindowReader:

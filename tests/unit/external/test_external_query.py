@@ -86,6 +86,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "an unknown key": ({"prom": {}}, "unknown"),
     "an unknown key inside": ({"prometheus": {"url": "https://p", "password": "x"}}, "unknown"),
     "no scheme": ({"prometheus": {"url": "p:9090"}}, "neither"),
+    "a password in the address": ({"prometheus": {"url": "https://me:hidden@p"}}, "tokenFile"),
     "a token over plain http": ({"prometheus": {"url": "http://p", "tokenFile": "/t"}}, "https"),
     "pushes without a token": ({"otlp": {"certFile": "/c", "keyFile": "/k"}}, "token"),
     "pushes in plain text from anywhere": ({"otlp": {"tokenFile": "/t"}}, "TLS"),
@@ -97,5 +98,6 @@ WRONG: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_file_that_is_refused(case: str) -> None:
     raw, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         parse(raw)
+    assert "hidden" not in str(refused.value)
