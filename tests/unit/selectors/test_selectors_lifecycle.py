@@ -170,6 +170,18 @@ def test_an_index_of_the_whole_prompt_is_built_once_however_it_came() -> None:
     assert [block.first for block in life.waiting] == [15]
 
 
+@pytest.mark.parametrize("appendable", [True, False], ids=["appendable", "of-a-fixed-context"])
+def test_a_prompt_that_was_learnt_before_the_first_decode_step_is_let_go(appendable: bool) -> None:
+    works = IndexWorks(Clock(), runner=Told())
+    life = begun(works, RowFamily(incremental=False, appendable=appendable), rows=9)
+    works.end_rows(life)
+    drain(works)
+    assert (life.learnt, life.waiting_bytes > 0) == (9, True), "more of the prompt may come"
+    works.decode([life])
+    assert life.waiting_bytes == 0
+    assert works.memory.used == sum(life.held.values())
+
+
 def test_a_prompt_of_which_every_row_is_read_is_not_learnt_from() -> None:
     works = IndexWorks(Clock(), runner=Told())
     life = begun(works, LEARNS, rows=4)

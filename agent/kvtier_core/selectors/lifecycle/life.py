@@ -178,6 +178,8 @@ class LayerLife:
         if not self.decoding:
             self.prompt = self.arrived
             self.decoding = True
+            # All of it may have been learnt already, and then nothing is published that would let go of it.
+            self.trim()
 
     def refuse(self, error: CoreError) -> None:
         """For good. What runs is in vain."""

@@ -221,6 +221,9 @@ class IndexWorks:
         with self._lock:
             for life in lives:
                 life.decode()
+                session = self._of.get(id(life))
+                if session is not None:
+                    self._settle(session, life)
                 self._note(life)
         self._runner.wake(self)
 
