@@ -33,6 +33,9 @@ AUDIT = "audit"
 """What an audit's own indexes are counted as."""
 STEP_SHARE = 0.25
 """Of the decode steps of an audited session, those of which one layer is graded."""
+BEHIND_ROWS = 1024
+"""Rows behind a scan whose keys wait with a selection; with more, one that leaves some of them out is not
+graded."""
 _ROUNDED = 2.0**-16
 """What the logarithm of a state's float32 sum may be off by."""
 
@@ -102,7 +105,7 @@ class SessionAudit:
             return
         life = self._lives[layer]
         try:
-            held, behind = self._works.take_lease(life)
+            held, behind = self._works.take_lease(life, BEHIND_ROWS)
         except CoreError as error:
             self._book.end()
             self._book.failed(self._name, error.reason.value)

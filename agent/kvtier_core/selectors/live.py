@@ -67,6 +67,8 @@ class LiveFamily:
                 f"{selector.family} needs {', '.join(missing)}, which this engine does not send",
                 {"missing": ",".join(missing)},
             )
+        self.most_behind = max(OUTSIDE_ROWS, selector.persistent_rows.recent)
+        """Rows behind an index whose keys a query may need: with more it is answered exactly."""
         self.gate = gate_of(selector, self.family.facts.estimates)
         self.works = works or IndexWorks(lambda: 0.0)
         self.name = Name(cache, self.family.facts.family, self.family.digest)
@@ -211,7 +213,7 @@ class LiveIndex:
             raise CoreError(Reason.UNSUPPORTED, f"one query at a time is selected for, not {q.shape[0]}")
         self.decode()
         try:
-            with self._live.works.lease(self.life) as (held, keys):
+            with self._live.works.lease(self.life, self._live.most_behind) as (held, keys):
                 behind = _behind(rows - held.covered, keys, tail)
                 query = Query(
                     q,

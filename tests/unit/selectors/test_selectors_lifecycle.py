@@ -363,6 +363,18 @@ def test_a_query_keeps_its_epoch_and_nothing_else_does() -> None:
         pass
 
 
+@pytest.mark.parametrize("most", [BLOCK - 1, BLOCK])
+def test_keys_behind_an_index_are_copied_only_where_a_query_may_need_them(most: int) -> None:
+    """A prompt that waits for its append would be copied for every query, and under the works' lock."""
+    works = IndexWorks(Clock(), runner=Told())
+    life = begun(works)
+    drain(works)
+    works.arrive(life, block_of(2 * BLOCK, BLOCK))
+    with works.lease(life, most) as (held, behind):
+        assert held.covered == 2 * BLOCK
+        assert (behind is not None) is (most >= BLOCK)
+
+
 def test_a_build_of_a_session_that_ends_meanwhile_is_let_go() -> None:
     def end(point: Point) -> None:
         if point is Point.BUILT:

@@ -305,9 +305,12 @@ class LayerLife:
         if self.leases.get(former.epoch):
             self.retired.append(former)
 
-    def uncovered(self) -> Tensor | None:
-        """Keys [n, Hk, d] of the rows behind the published index; None without one, or when they are gone."""
+    def uncovered(self, most: int | None = None) -> Tensor | None:
+        """A copy of the keys [n, Hk, d] of the rows behind the published index; None without one, when they
+        are gone, or when there are more than `most`."""
         covered = self.covered
+        if most is not None and self.arrived - covered > most:
+            return None
         rows = [block.cut(covered, self.arrived) for block in self.waiting if block.last > covered]
         if self.published is None or not rows or rows[0].first != self.covered:
             return None

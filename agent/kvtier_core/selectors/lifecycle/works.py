@@ -228,20 +228,20 @@ class IndexWorks:
         self._runner.wake(self)
 
     @contextmanager
-    def lease(self, life: LayerLife) -> Iterator[tuple[Published, Tensor | None]]:
-        """The published index, and the keys of rows behind it where they are at hand; both of one moment. It
-        stays until the end, whatever is published meanwhile. DEPENDENCY_UNPUBLISHED, or why there is none for
-        good."""
-        held, keys = self.take_lease(life)
+    def lease(self, life: LayerLife, most: int | None = None) -> Iterator[tuple[Published, Tensor | None]]:
+        """The published index, and the keys of rows behind it where they are at hand and no more than `most`;
+        both of one moment. It stays until the end, whatever is published meanwhile. DEPENDENCY_UNPUBLISHED,
+        or why there is none for good."""
+        held, keys = self.take_lease(life, most)
         try:
             yield held, keys
         finally:
             self.end_lease(life, held)
 
-    def take_lease(self, life: LayerLife) -> tuple[Published, Tensor | None]:
+    def take_lease(self, life: LayerLife, most: int | None = None) -> tuple[Published, Tensor | None]:
         """As `lease`, for who ends it elsewhere."""
         with self._lock:
-            return life.lease(), life.uncovered()
+            return life.lease(), life.uncovered(most)
 
     def end_lease(self, life: LayerLife, held: Published) -> None:
         with self._lock:
