@@ -173,7 +173,8 @@ class CoreEngine:
             self._engine.selectors.check(terms.selector)
         if terms.placement is not None:
             preference = self._plans.placed(terms.placement).preference(self._engine.stats().tiers)
-            self._engine.prepare_lane(terms.lane, preference)
+            allowed = terms.fallbacks if terms.selector is None else None
+            self._engine.prepare_lane(terms.lane, preference, allowed)
 
     def adopt(self, manifest: RuntimeManifest) -> None:
         plans = self._plans.placed(manifest.placement)

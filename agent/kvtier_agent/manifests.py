@@ -64,10 +64,12 @@ def check_candidate(
 
 
 def placed_terms(running: RuntimeManifest, candidate: RuntimeManifest, terms: GrantTerms) -> GrantTerms:
-    """With the candidate's placement, where it has one of its own."""
-    if candidate.placement == running.placement:
+    """With the candidate's placement, where that is its own, or where it is exact and its contract is."""
+    contract = candidate.selector is None and candidate.contract != running.contract
+    if candidate.placement == running.placement and not contract:
         return terms
-    name = hashlib.sha256(candidate.placement.model_dump_json(by_alias=True).encode()).hexdigest()[:16]
+    own = "\n".join(one.model_dump_json(by_alias=True) for one in (candidate.placement, candidate.contract))
+    name = hashlib.sha256(own.encode()).hexdigest()[:16]
     return replace(terms, placement=candidate.placement, lane=name)
 
 

@@ -10,7 +10,7 @@ Shared blocks know the second one alone, so they wait for no frame. Order: the f
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ from kvtier_core.tiers.base import TierMount
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme.crypto import KeyProvider
 from kvtier_crds.beside import needs_own_engine
-from kvtier_crds.manifest import RuntimeManifest
+from kvtier_crds.manifest import Fallback, RuntimeManifest
 
 STAGING_BUFFERS = WINDOW
 MAX_SESSIONS = 1 << 27
@@ -236,11 +236,13 @@ class CacheEngine:
             self._resident.rename(self._runner.baseline_digest)
             self.prefer(preference)
 
-    def prepare_lane(self, lane: str, preference: PlacementPreference) -> None:
+    def prepare_lane(
+        self, lane: str, preference: PlacementPreference, allowed: Collection[Fallback] | None = None
+    ) -> None:
         """Lets sessions be opened, and steps be answered, by a placement of their own beside the running
-        one."""
+        one. allowed: fallbacks of a contract of their own, None: the running one's."""
         with self._lock:
-            self._lanes.prepare(lane, preference)
+            self._lanes.prepare(lane, preference, allowed)
 
     def open_session(self, spec: SessionSpec) -> SessionHandle:
         """Reserves one open chunk per layer. NO_DESTINATION_CAPACITY with numbers, BAD_ARGUMENT."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from collections.abc import Collection
 
 from kvtier_core.placement import Placement
 from kvtier_core.placements.homes import Homes
 from kvtier_core.placements.preference import PlacementPreference
 from kvtier_core.receipts import PublishArm, StepAnswer, StepMode
 from kvtier_core.stepplans import StepPlans
+from kvtier_crds.manifest import Fallback
 
 MAX_LANES = 8
 
@@ -28,7 +30,9 @@ class Lanes:
         self._placement = placement
         self._homes: OrderedDict[str, Homes] = OrderedDict()
 
-    def prepare(self, lane: str, preference: PlacementPreference) -> None:
+    def prepare(
+        self, lane: str, preference: PlacementPreference, allowed: Collection[Fallback] | None = None
+    ) -> None:
         """Makes the lane; the same one again changes nothing. The oldest goes when there are too many: its
         sessions are then planned as the baseline's."""
         if lane in self._homes:
@@ -37,7 +41,7 @@ class Lanes:
             oldest, _ = self._homes.popitem(last=False)
             self._plans.close_lane(oldest)
         self._homes[lane] = self._placement.homes_by(preference)
-        self._plans.open_lane(lane, preference)
+        self._plans.open_lane(lane, preference, allowed)
 
     def reserve(
         self, number: int, session_id: str, lane: str, layers: int, slots: int

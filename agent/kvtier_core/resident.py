@@ -88,7 +88,7 @@ class ResidentDecode:
         baseline_digest: str,
         digest_of: Callable[[int], str],
         plan: Callable[[Append, int], Plan],
-        late: Callable[[CoreError, PlanKind, float | None], CoreError],
+        late: Callable[[CoreError, PlanKind, float | None, str], CoreError],
     ) -> None:
         """plan: of rows [0, n) of an append's layer, for one query; late: what a refusal for lateness says
         besides, of the plan that was late and its deadline."""
@@ -225,7 +225,8 @@ class ResidentDecode:
             for index, frame in enumerate(frames):
                 if index not in late and self._is_late(frame):
                     error = CoreError(Reason.DEADLINE, "the deadline passed before all chunks were attended")
-                    late[index] = self._late(error, frame.layer.plan_kind, frame.request.deadline)
+                    session_id = frame.session.session_id
+                    late[index] = self._late(error, frame.layer.plan_kind, frame.request.deadline, session_id)
             if len(late) == len(frames):
                 return [late[index] for index in range(len(frames))]
             attend_into(totals, scaled, group)

@@ -8,7 +8,7 @@ give either the same bits or no answer. It must not know how plans are priced or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -144,7 +144,6 @@ class StepPlans:
         """hot: what selections read from storage lately; None: nothing is kept."""
         self._store = store
         self._clock = clock
-        self._terms = terms
         self._hot = hot
         pool = BufferPool(store.layout, buffer_limit(block_bytes(store.layout)))
         self.buffers = pool
@@ -163,12 +162,17 @@ class StepPlans:
 
     def adopt(self, contract: Contract) -> None:
         """Another contract from the next decision on."""
-        self._terms = contract_terms(contract, self._terms)
         self.planner.terms = contract_terms(contract, self.planner.terms)
 
-    def open_lane(self, lane: str, preference: PlacementPreference) -> None:
-        """A planner of its own for sessions of a candidate that is placed otherwise."""
+    def open_lane(
+        self, lane: str, preference: PlacementPreference, allowed: Collection[Allowed] | None = None
+    ) -> None:
+        """A planner of its own for sessions of an exact candidate that is placed otherwise, or whose contract
+        allows other fallbacks."""
         planner = self.planner.beside()
+        if allowed is not None:
+            own = frozenset(_ACTIONS[one] for one in allowed)
+            planner.terms = dataclasses.replace(planner.terms, fallbacks=own, approximation_allowed=False)
         planner.prefer(preference)
         self._lanes[lane] = planner
 
@@ -225,7 +229,7 @@ class StepPlans:
             except CoreError as error:
                 if promise is not None:
                     promise.leave()
-                raise self._ended(first or error, query, failed) from error
+                raise self._ended(first or error, query, failed, planner) from error
             busy = any(read.path in STREAMED for read in plan.reads)
             if next_layer_follows and not busy:
                 self.promise(session, step, append.layer + 1)
@@ -234,12 +238,12 @@ class StepPlans:
             except CoreError as error:
                 first = first or error
                 if error.reason not in AGAIN:
-                    raise self._ended(first, query, failed | {plan.kind: error.reason}) from error
+                    raise self._ended(first, query, failed | {plan.kind: error.reason}, planner) from error
                 failed[plan.kind] = error.reason
                 slack = self._slack(query)
                 if slack is not None and slack <= 0.0:
                     late = CoreError(Reason.DEADLINE, f"no time is left after {error.reason.value}")
-                    raise self._ended(late, query, failed) from error
+                    raise self._ended(late, query, failed, planner) from error
                 continue
             finally:
                 if promise is not None:
@@ -296,26 +300,29 @@ class StepPlans:
     def _slack(self, query: Query) -> float | None:
         return None if query.deadline is None else query.deadline - self._clock()
 
-    def late(self, error: CoreError, kind: PlanKind, deadline: float | None) -> CoreError:
-        """A refusal of a frame that was attended by a plan of this kind elsewhere, with the same facts as
-        `exact`'s."""
-        return self._with_fallback(error, deadline, {kind: error.reason})
+    def late(self, error: CoreError, kind: PlanKind, deadline: float | None, session_id: str) -> CoreError:
+        """A refusal of a session's frame that was attended by a plan of this kind elsewhere, with the same
+        facts as `exact`'s."""
+        terms = self._planner_of(session_id).terms
+        return self._with_fallback(error, deadline, {kind: error.reason}, terms)
 
-    def _ended(self, error: CoreError, query: Query, failed: dict[PlanKind, Reason]) -> CoreError:
-        return self._with_fallback(error, query.deadline, failed)
+    def _ended(
+        self, error: CoreError, query: Query, failed: dict[PlanKind, Reason], planner: StepPlanner
+    ) -> CoreError:
+        return self._with_fallback(error, query.deadline, failed, planner.terms)
 
     def _with_fallback(
-        self, error: CoreError, deadline: float | None, failed: dict[PlanKind, Reason]
+        self, error: CoreError, deadline: float | None, failed: dict[PlanKind, Reason], terms: PlanTerms
     ) -> CoreError:
         """The refusal, with what the contract does now (B.8). Slack is taken anew."""
         slack = None if deadline is None else deadline - self._clock()
         action = fallback_of(
             Terms(
                 slack=slack,
-                approximation_allowed=self._terms.approximation_allowed,
-                fallbacks=self._terms.fallbacks,
-                recompute=self._terms.recompute,
-                retry=self._terms.retry,
+                approximation_allowed=terms.approximation_allowed,
+                fallbacks=terms.fallbacks,
+                recompute=terms.recompute,
+                retry=terms.retry,
             )
         )
         if not failed:

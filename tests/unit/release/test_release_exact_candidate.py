@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvtier_agent.core_engine import CoreEngine
 from kvtier_agent.engine_port import FrameInput, FrameMode, FrameResult, SessionHandle, SessionTerms
 from kvtier_agent.manifests import check_candidate, placed_terms
 from kvtier_agent.tierdirs import NodeTiers
+from kvtier_core.admission import Fallback as PlannedFallback
 from kvtier_core.appends import Append
 from kvtier_core.attend import Attended
 from kvtier_core.errors import CoreError, Reason
@@ -25,7 +27,7 @@ from kvtier_core.planner import Plan
 from kvtier_core.promises import Promise
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
 from kvtier_crds.canonical import Parameters
-from kvtier_crds.manifest import Placement, RuntimeManifest, TierRole
+from kvtier_crds.manifest import Fallback, Placement, RuntimeManifest, TierRole
 from kvtier_evidence.window import WindowKey
 from tests.engine.agent_process import baseline_manifest, default_tiers
 from tests.unit.agent.agent_fakes import Bench
@@ -262,3 +264,28 @@ class TestNode:
         lease = next(iter(bench.node.caches.values())).enforcement.lease()
         assert lease is not None
         assert lease.terms.placement == SLICES and lease.terms.lane
+
+
+def test_a_candidate_of_another_contract_is_tried_under_its_own(agent: Agent) -> None:
+    """Or its gates would compare the baseline with itself. A frame that is late says what the contract of its
+    session allows."""
+    contract = agent.baseline.contract.model_copy(update={"allowed_fallbacks": (Fallback.POSTPONE,)})
+    assert contract != agent.baseline.contract
+    candidate = agent.baseline.model_copy(update={"contract": contract})
+    terms = replace(terms_of(agent.baseline, candidate), fallbacks=frozenset(contract.allowed_fallbacks))
+    assert terms.lane and terms.lane != agent.terms.lane
+    agent.engine.check_candidate(terms)
+    mine = agent.engine.open_session(SessionTerms("alpha", 0.125, TOKENS + 64, terms, serves=True))
+    theirs, moving = agent.open(serves=False), agent.open(serves=True)
+    plans = agent.engine._engine._plans
+    for planner in (plans.planner, *plans._lanes.values()):
+        # A later try is declared to take so long; without that no contract's word for it counts.
+        planner.terms = replace(planner.terms, retry=0.5)
+    ended = {
+        session: plans.late(
+            CoreError(Reason.DEADLINE, "late"), PlanKind.HEAD_GROUPS, None, session.session_id
+        ).facts["fallback"]
+        for session in (mine, theirs, moving)
+    }
+    postponed = PlannedFallback.POSTPONE_FOR_EXACT_RETRY.value
+    assert ended[mine] == postponed != ended[theirs] == ended[moving]
