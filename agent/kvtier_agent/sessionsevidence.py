@@ -109,6 +109,7 @@ def layer_weights(given: GivenWeights) -> LayerWeights:
         norm_eps=shape.norm_eps,
         inv_freq=torch.from_numpy(angles) if shape.frequencies else None,
         interleaved=shape.interleaved,
+        digest=given.digest,
     )
 
 

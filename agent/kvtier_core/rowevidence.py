@@ -33,7 +33,7 @@ class LayerWeights:
     [d_model, Hq * d]; bias float32 [Hq * d] or None; norm_weight float32 [d_model] and norm_eps: the RMS norm
     that stands before the projection. inv_freq: float64 or float32 [rotated / 2], RoPE's angle a position, of
     pairs that lie side by side (interleaved) or half of the rotated channels apart; None: the projection is
-    attended as it is."""
+    attended as it is. digest: names all of this; empty: not said."""
 
     query: Tensor
     bias: Tensor | None
@@ -41,6 +41,7 @@ class LayerWeights:
     norm_eps: float
     inv_freq: Tensor | None = None
     interleaved: bool = False
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

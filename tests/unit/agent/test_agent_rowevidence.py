@@ -157,6 +157,7 @@ def given(seed: int = 0) -> GivenWeights:
 def test_tensors_are_views_of_the_bytes_that_all_sessions_share() -> None:
     data = numbers()
     made = layer_weights(GivenWeights(SHAPE, "d", data))
+    assert made.digest == "d"
     floats = np.frombuffer(bytes(data[:-8]), np.float32)
     assert made.bias is not None and made.inv_freq is not None
     assert np.array_equal(made.query.numpy(), floats[:24].reshape(4, 6))

@@ -68,6 +68,19 @@ def test_appending_in_parts_is_appending_at_once_and_old_handles_stay(cuts: list
     assert index.made_by == first.made_by
 
 
+def test_an_index_is_named_by_the_weights_that_its_queries_are_rehearsed_with() -> None:
+    fam, c = family(), case(8, 50)
+    weights = c.evidence.weights
+    assert weights is not None
+    made = [
+        fam.build(SOURCE, c.k, c.v, replace(c.evidence, weights=replace(weights, digest=digest)))
+        for digest in ("sha256:1", "sha256:1", "sha256:2")
+    ]
+    assert made[0].facts.digest == made[1].facts.digest != made[2].facts.digest
+    grown = fam.append(made[2], c.k[:1], c.v[:1], NO_EVIDENCE)
+    assert dict(grown.facts.parts)["weights"] == "sha256:2"
+
+
 def test_a_cut_keeps_channels_and_too_deep_a_cut_asks_for_a_build() -> None:
     fam, c = family(), case(8, 50)
     index = fam.build(SOURCE, c.k, c.v, c.evidence)

@@ -291,7 +291,12 @@ class Infinigen:
     @staticmethod
     def _made(own: PartialKeys, covered: int) -> PartialKeys:
         skew = "" if own.skew is None else own.made_by
-        parts = (("skew", skew), ("keys", str(len(own.keys))), ("waiting", str(len(own.waiting_k))))
+        parts = (
+            ("weights", own.weights.digest),
+            ("skew", skew),
+            ("keys", str(len(own.keys))),
+            ("waiting", str(len(own.waiting_k))),
+        )
         return replace(own, facts=replace(own.facts, epoch=own.facts.epoch + 1, covered=covered, parts=parts))
 
     def check(self, own: PartialKeys) -> None:
