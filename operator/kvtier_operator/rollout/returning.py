@@ -66,29 +66,19 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
     spans: tuple[SpanNote, ...] = ()
     approved = inputs.cache is not None and is_mine(inputs.cache, inputs)
     if gone and not missing and not approved:
+        # Where every agent has left the pool nobody has proved anything.
+        proof = inputs.now if inputs.agents else 0.0
         target = replace(
             target,
             phase=Phase.ROLLED_BACK,
-            rollback=replace(updated, verified_at=inputs.now),
+            rollback=replace(updated, verified_at=proof),
             finished_at=inputs.now,
         )
-        notices = (
-            Notice(
-                False,
-                "BaselineRestored",
-                f"{updated.restored} of {updated.total} agents proved {short_digest(digest)}",
-            ),
-        )
-        spans = (
-            SpanNote(
-                "rollout.baseline-restored",
-                (
-                    ("kvtier.agents.restored", updated.restored),
-                    ("kvtier.rollback.cause", str(rollback.cause)),
-                    ("kvtier.rollback.seconds", round(inputs.now - rollback.started_at, 3)),
-                ),
-            ),
-        )
+        if proof:
+            notices, spans = _restored(updated, digest, inputs.now)
+        else:
+            said = "all leases have ended, and no agent is left that could prove the baseline"
+            notices = (Notice(True, "CandidateRevoked", said),)
     elif missing and gone and not rollback.revoked_at:
         how = "all leases have ended" if ended else "every agent has let go of it"
         notices = (Notice(ended, "CandidateRevoked", f"{how}; unproved: {', '.join(missing[:4])}"),)
@@ -107,6 +97,19 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
         release=release and not approved,
         requeue_after=_wait(inputs, unproved, end) if waiting else 0.0,
     )
+
+
+def _restored(rollback: Rollback, digest: str, now: float) -> tuple[tuple[Notice, ...], tuple[SpanNote, ...]]:
+    said = f"{rollback.restored} of {rollback.total} agents proved {short_digest(digest)}"
+    span = SpanNote(
+        "rollout.baseline-restored",
+        (
+            ("kvtier.agents.restored", rollback.restored),
+            ("kvtier.rollback.cause", str(rollback.cause)),
+            ("kvtier.rollback.seconds", round(now - rollback.started_at, 3)),
+        ),
+    )
+    return (Notice(False, "BaselineRestored", said),), (span,)
 
 
 def _wait(inputs: Inputs, missing: list[str], end: float) -> float:

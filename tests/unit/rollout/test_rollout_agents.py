@@ -546,3 +546,18 @@ async def test_deleted_cache_ends_the_rollout_without_a_fence() -> None:
     await world.run(3)
     assert world.where[0] == "RolledBack"
     assert world.status["rollback"]["cause"] == "ObjectDeleted"
+
+
+async def test_a_return_in_which_every_agent_has_left_the_pool_claims_no_proof() -> None:
+    world = World()
+    await to_canary(world)
+    world.intent("Abort", 1)
+    world.sims.clear()
+    await world.run(30)
+    status, rollback = world.status, world.status["rollback"]
+    assert (status["phase"], rollback["agentsTotal"]) == ("RolledBack", 0)
+    assert rollback["revokedAt"], "the leases have ended"
+    assert "verifiedAt" not in rollback
+    restored = next(one for one in status["conditions"] if one["type"] == "BaselineRestored")
+    assert (restored["status"], restored["reason"]) == ("False", "NothingProved")
+    assert "BaselineRestored" not in {reason for reason, _ in world.api.events}
