@@ -16,7 +16,7 @@ from kvtier_core.selectors.audit import SessionAudit
 from kvtier_core.selectors.base import LayerIndex, SelectorFamily, close_indexes
 from kvtier_core.selectors.fixedcontext import FixedContext
 from kvtier_core.selectors.lateevidence import LateEvidence
-from kvtier_core.selectors.live import LiveFamily
+from kvtier_core.selectors.live import LiveFamily, LiveIndex
 from kvtier_core.selectors.wanted import wanted_by
 
 
@@ -50,11 +50,12 @@ class StepContext:
         made = cls(session, source_digest, family, indexes)
         if family is not None:
             wanted = wanted_by(family, len(session.layers))
-            made.late = LateEvidence(len(session.layers)) if Need.SURPRISAL in wanted.needs else None
             context = session.spec.fixed_context or 0
             made.fixed = FixedContext(context, len(session.layers)) if wanted.fixed else None
         if isinstance(family, LiveFamily):
             spec, layers = session.spec, len(session.layers)
+            if Need.SURPRISAL in family.family.facts.needs:
+                made.late = LateEvidence(layers, family.works)
             digest = spec.candidate_digest or ""
             made.audit = family.audit(session.session_id, source_digest, layers, digest, spec.audit)
         return made
@@ -110,13 +111,16 @@ class StepContext:
             return
         if self.late is None:
             index.append(append.first, k, v, evidence)
-        else:
-            self.late.hold(append.layer, append.first, k, v, evidence)
+        elif self.late.hold(append.layer, append.first, k, v, evidence):
             self.late.deliver(append.layer, index.append)
+        elif isinstance(index, LiveIndex):
+            index.over()
 
     def close(self) -> None:
         """Ends its indexes."""
         close_indexes(self.indexes)
+        if self.late is not None:
+            self.late.close()
         self.end_audit()
 
     def end_audit(self) -> None:

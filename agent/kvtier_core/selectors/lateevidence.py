@@ -2,7 +2,9 @@
 
 Why it exists: -ln P(token) of a prompt's tokens comes out of the model behind its last layer, when the rows
 of every layer are here already. Rows wait in this place until theirs are known, and then go to their index as
-if both had come together. It must not know how an index uses them.
+if both had come together. They are as many bytes as the context itself, so they are taken from the memory of
+indexes: an engine that keeps surprisals back costs its own session's index and nobody's memory. It must not
+know how an index uses them.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -17,16 +20,29 @@ from torch import Tensor
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.rowevidence import Evidence, Surprisal
 from kvtier_core.selectors.growing import Growing
+from kvtier_core.selectors.lifecycle.memory import row_bytes
 
 Append = Callable[[int, Tensor, Tensor, Evidence], None]
+
+
+class Room(Protocol):
+    """Memory of indexes and of rows that wait."""
+
+    def take(self, count: int) -> bool:
+        """Whether so many bytes fit; they are taken then."""
+
+    def give_back(self, count: int) -> None:
+        """What was taken."""
 
 
 class LateEvidence:
     """One session's. known: rows whose surprisal is here. Not for several threads at once."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, room: Room) -> None:
         self._log = Growing((), np.float64)
+        self._room = room
         self._waiting: list[deque[tuple[int, Tensor, Tensor, Evidence]]] = [deque() for _ in range(layers)]
+        self._given_up = False
 
     @property
     def known(self) -> int:
@@ -56,9 +72,16 @@ class LateEvidence:
             raise CoreError(Reason.EVENT_BOUNDARY, f"other surprisals than before from row {first} on")
         self._log = self._log.plus(values[repeated:])
 
-    def hold(self, layer: int, first: int, k: Tensor, v: Tensor, evidence: Evidence) -> None:
-        """Keeps copies of rows k, v [n, Hk, d] at [first, first + n) of a layer, behind those that wait."""
+    def hold(self, layer: int, first: int, k: Tensor, v: Tensor, evidence: Evidence) -> bool:
+        """Keeps copies of rows k, v [n, Hk, d] at [first, first + n) of a layer, behind those that wait.
+        False, once, where there is no room for them: no row waits then, nor will until `cut`."""
+        if self._given_up:
+            return True
+        if not self._room.take(row_bytes(k, v, evidence)):
+            self.close()
+            return False
         self._waiting[layer].append((first, k.clone(), v.clone(), evidence.kept()))
+        return True
 
     def deliver(self, layer: int, append: Append) -> None:
         """Hands over those rows of the layer whose surprisals are all known, in order."""
@@ -68,17 +91,27 @@ class LateEvidence:
             last = first + int(k.shape[0])
             if last > self.known:
                 return
-            append(first, k, v, replace(evidence, surprisal=self._log.entries[first:last].copy()))
             waiting.popleft()
+            # Before whoever takes them counts them, too.
+            self._room.give_back(row_bytes(k, v, evidence))
+            append(first, k, v, replace(evidence, surprisal=self._log.entries[first:last].copy()))
 
     def cut(self, rows: int) -> None:
         """Rows [rows, ...) are gone, and with an edit every row that waits: its index is another."""
         self._log = self._log.first(min(rows, self.known))
+        self.close()
+        self._given_up = False
+
+    def close(self) -> None:
+        """No row waits any more."""
+        self._given_up = True
         for waiting in self._waiting:
+            for _, k, v, evidence in waiting:
+                self._room.give_back(row_bytes(k, v, evidence))
             waiting.clear()
 
     def fork(self) -> LateEvidence:
         """For a session of the same rows."""
-        other = LateEvidence(len(self._waiting))
+        other = LateEvidence(len(self._waiting), self._room)
         other._log = self._log
         return other

@@ -176,6 +176,10 @@ class LiveIndex:
         kept = evidence.of(self._live.family.facts.needs).kept()
         self._live.works.arrive(self.life, Block(first, k.clone(), v.clone(), kept))
 
+    def over(self) -> None:
+        """Rows that would wait for their evidence have no room: QUOTA_EXCEEDED of every selection."""
+        self._live.works.over(self._session)
+
     def end_rows(self) -> None:
         """All rows of a step are here."""
         self._live.works.end_rows(self.life)

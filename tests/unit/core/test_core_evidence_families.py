@@ -16,11 +16,14 @@ from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.receipts import ExactnessClass, PublishArm, SessionSpec, StepMode, StepReceipt, StepRequest
 from kvtier_core.rowevidence import Evidence, LayerWeights, Need, Surprisal
+from kvtier_core.selectors.lifecycle.memory import IndexMemory
+from kvtier_core.selectors.lifecycle.works import IndexWorks
 from kvtier_crds.manifest import Selector
 from tests.unit.core.builders import (
     CANDIDATE,
     CHUNK,
     HEAD_DIM,
+    KV_HEADS,
     LAYERS,
     QUERY_HEADS,
     SCALE,
@@ -32,6 +35,7 @@ from tests.unit.core.builders import (
     nvme,
 )
 from tests.unit.core.test_core_live_families import selector
+from tests.unit.selectors.lifecycle_doubles import Clock
 
 TIERS = [gpu(4), cpu(3), nvme(64)]
 PROMPT = 3 * CHUNK + 7
@@ -185,6 +189,44 @@ def test_rows_wait_for_their_surprisals_and_their_steps_are_exact(tmp_path: Path
         driver.late = True
         assert not torch.equal(driver.forward(1, mode(chosen)), exact.forward(1))
         assert {receipt.fallback for receipt in driver.receipts((0, 1))} == {""}
+
+
+def test_rows_that_wait_for_surprisals_are_in_the_memory_of_indexes(tmp_path: Path) -> None:
+    """An engine that keeps them back costs the index of its own session, and nobody's memory."""
+    chosen = FAMILIES["emLlm"]
+    rows = Rows.random(PROMPT + 4)
+    size = 4 * PROMPT * HEAD_DIM * (2 * KV_HEADS + QUERY_HEADS)
+    for limit, fallback in ((3 * size, "DEPENDENCY_UNPUBLISHED"), (size, "QUOTA_EXCEEDED")):
+        works = IndexWorks(Clock(), memory=IndexMemory(limit))
+        folder = tmp_path / str(limit)
+        with engine(folder, TIERS, indexes=works) as built:
+            driver = Given.opened(built, rows, chosen)
+            driver.late = False
+            driver.forward(PROMPT)
+            assert works.memory.used == (LAYERS * size if limit > LAYERS * size else 0)
+            driver.forward(1, mode(chosen))
+            assert {receipt.fallback for receipt in driver.receipts((0, 1))} == {fallback}
+            driver.late = True
+            driver.forward(1, mode(chosen))
+            told = {receipt.fallback for receipt in driver.receipts((0, 1))}
+            assert told == ({""} if limit > LAYERS * size else {fallback})
+        assert works.memory.used == 0
+
+
+@pytest.mark.parametrize("end", ["close", "truncate"])
+def test_rows_that_wait_for_surprisals_go_with_their_session(tmp_path: Path, end: str) -> None:
+    works = IndexWorks(Clock(), memory=IndexMemory())
+    rows = Rows.random(PROMPT)
+    with engine(tmp_path, TIERS, indexes=works) as built:
+        driver = Given.opened(built, rows, FAMILIES["emLlm"])
+        driver.forward(PROMPT)
+        assert works.memory.used > 0
+        name, generation = _named(driver)
+        if end == "close":
+            built.close_session(name, generation)
+        else:
+            built.edit_session(EditRequest(name, generation, Truncate(0), 1, None))
+        assert works.memory.used == 0
 
 
 WRONG = [

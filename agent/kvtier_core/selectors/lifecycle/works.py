@@ -186,8 +186,14 @@ class IndexWorks:
         with self._lock:
             return self.memory.used + count <= self.memory.limit // 2 and self.memory.take(count)
 
+    def take(self, count: int) -> bool:
+        """Whether `count` bytes may be held of rows that wait for what an index needs; they are taken
+        then."""
+        with self._lock:
+            return self.memory.take(count)
+
     def give_back(self, count: int) -> None:
-        """What was reserved."""
+        """What was reserved or taken."""
         with self._lock:
             self.memory.give(count)
 
@@ -208,6 +214,12 @@ class IndexWorks:
             life.weights = weights
             self._note(life)
         self._runner.wake(self)
+
+    def over(self, session: SessionLives) -> None:
+        """Ends a session's indexes: rows that would wait for what they need have no room."""
+        with self._lock:
+            if id(session) in self._sessions:
+                self._refuse(session, self._over("rows that wait for their evidence"))
 
     def end_rows(self, life: LayerLife) -> None:
         """All rows of a step are here."""
