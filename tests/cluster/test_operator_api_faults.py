@@ -113,6 +113,9 @@ def world(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
         try:
             agent.start()
             yield World(control_plane, proxy, agent, running)
+            # An approval that no agent can renew would keep the operators of other modules busy.
+            for kind in ("kvrollouts", "kvcaches", "agentpools"):
+                control_plane.kubectl("delete", kind, "--all", "-n", NAMESPACE, "--timeout=60s", timeout=90)
         finally:
             agent.cleanup()
 

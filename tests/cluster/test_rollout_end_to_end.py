@@ -44,7 +44,9 @@ class World:
 
     def cache(self, name: str) -> str:
         """Makes a cache and waits for its baseline."""
-        made = kv_cache(name, NAMESPACE, POOL, contract={"exactness": "approximate"})
+        # Small, since the caches of all tests of this module lie on the same two nodes.
+        small = (("gpu-sim", "8Mi"), ("cpu-dram", "16Mi"))
+        made = kv_cache(name, NAMESPACE, POOL, small, contract={"exactness": "approximate"})
         apply(self.cluster, made)
         wait_condition(self.cluster, f"kvcache/{name}", NAMESPACE, "Ready", "True", timeout=60)
         return str(self.get("kvcache", name)["metadata"]["uid"])
