@@ -39,9 +39,11 @@ kernels: venv ## the kernels: in the interpreter and compiled, and on the CPU
 engine simulation: venv ## one suite
 	@$(BIN)/python hack/suites.py $@
 
-cluster: clustertools
-cluster e2e: setup ## one suite, against a real API server
-	@$(BIN)/python hack/suites.py $@
+cluster: clustertools ## both cluster suites, against real API servers
+	@$(BIN)/python hack/suites.py cluster cluster-beside
+
+e2e: setup ## the demo and its claims
+	@$(BIN)/python hack/suites.py e2e
 
 bench: setup ## SUITE=name writes build/bench/name.json; without SUITE lists the suites
 	@$(BIN)/python -m tests.bench $(if $(SUITE),$(SUITE),--list) $(ARGS)

@@ -59,6 +59,21 @@ _OTHERS = tuple(
     if folder.is_dir() and folder.name not in ("core", "kernels", "selectors", "__pycache__")
 )
 
+# What runs the operator under its shipped rights stays together, since a test at its end compares what it asked
+# for with those rights; the other cluster tests have an API server of their own, and run beside it.
+_BESIDE = tuple(
+    f"tests/cluster/test_{name}.py"
+    for name in (
+        "chart_helm",
+        "controllers",
+        "crds_apiserver",
+        "kubectl_plugin",
+        "localplane_identity",
+        "localplane_lifecycle",
+        "operator_api_faults",
+    )
+)
+
 # Lanes of one group run side by side, the steps of a lane one after the other. Cluster tests mostly wait, so
 # they share the machine with what mostly computes; what keeps both cores busy itself has them for itself.
 GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
@@ -73,7 +88,8 @@ GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
             suite("kernels", 900, "tests/kernels", TRITON_INTERPRET="1"),
             suite("kernels-cpu", 600, "tests/unit/kernels"),
         ),
-        (suite("cluster", 1200, "tests/cluster"),),
+        (suite("cluster", 1200, "tests/cluster", *(f"--ignore={name}" for name in _BESIDE)),),
+        (suite("cluster-beside", 1200, *_BESIDE),),
     ),
     ((suite("engine", 1200, "tests/engine"),),),
     ((suite("e2e", 1500, "tests/e2e"),),),
