@@ -59,8 +59,8 @@ _OTHERS = tuple(
     if folder.is_dir() and folder.name not in ("core", "kernels", "selectors", "__pycache__")
 )
 
-# What runs the operator under its shipped rights stays together, since a test at its end compares what it asked
-# for with those rights; the other cluster tests have an API server of their own, and run beside it.
+# What runs the operator under its shipped rights stays together, since a test at its end compares what it
+# asked for with those rights; the other cluster tests have an API server of their own, and run beside it.
 _BESIDE = tuple(
     f"tests/cluster/test_{name}.py"
     for name in (
