@@ -78,3 +78,29 @@ def test_what_needs_padding_is_refused() -> None:
         decode_states(q, [], [], FRAME)
     with pytest.raises(ShapeError):
         decode_states(torch.randn(2, 4, 16), odd, odd, FRAME)
+
+
+HALF = torch.zeros(1, 64, 64, dtype=torch.float16)
+WHOLE = HALF.float()
+NARROW = torch.zeros(1, 64, 32)
+TURNED = WHOLE.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("query", "keys", "values"),
+    [
+        pytest.param(torch.float32, [HALF], [WHOLE], id="half-precision"),
+        pytest.param(torch.float32, [WHOLE, HALF], [WHOLE, WHOLE], id="the-second-in-half-precision"),
+        pytest.param(torch.float32, [WHOLE], [TURNED], id="columns-contiguous"),
+        pytest.param(torch.float32, [WHOLE], [WHOLE[:, :32]], id="fewer-values"),
+        pytest.param(torch.float32, [WHOLE, WHOLE[:, :, :32]], [WHOLE] * 2, id="narrower-keys"),
+        pytest.param(torch.float32, [WHOLE, NARROW], [WHOLE, NARROW], id="a-narrower-chunk"),
+        pytest.param(torch.float32, [NARROW], [NARROW], id="a-wider-query"),
+        pytest.param(torch.float64, [WHOLE], [WHOLE], id="query-in-double"),
+    ],
+)
+def test_memory_that_would_be_read_as_something_else_is_refused(
+    query: torch.dtype, keys: list[torch.Tensor], values: list[torch.Tensor]
+) -> None:
+    with pytest.raises(ShapeError):
+        decode_states(torch.zeros(1, 2, 64, dtype=query), keys, values, FRAME)

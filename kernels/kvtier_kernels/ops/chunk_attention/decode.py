@@ -49,14 +49,16 @@ def decode_states(
     `reads_in_place(R, d)`. Returns a state with m, l [n, 1, Hq] and u [n, 1, Hq, d]. Raises ShapeError.
     """
     count = len(keys)
-    if not count or q.dim() != 3 or q.shape[0] != 1:
-        raise ShapeError(f"want q [1,Hq,d] and at least one chunk, got {tuple(q.shape)} and {count}")
+    if not count or q.dim() != 3 or q.shape[0] != 1 or q.dtype is not torch.float32:
+        raise ShapeError(f"want q float32 [1,Hq,d] and a chunk, got {q.dtype} {tuple(q.shape)} and {count}")
     heads, rows, d = keys[0].shape
     hq = q.shape[1]
     if hq % heads or not reads_in_place(rows, d):
         raise ShapeError(f"{hq} query heads over {heads}, chunks of {rows} rows of {d}")
     scaled = q * frame.scale
     runs = chunk_runs(keys, values)
+    if q.shape[2] != d or any(run.keys[0].shape != keys[0].shape for run in runs):
+        raise ShapeError(f"chunks are not all {heads} heads of {rows} rows of {q.shape[2]}")
     compiled = library()
     if compiled is None:
         found = [state_plain(scaled, *rows_of(run, i), all_of(run)) for run in runs for i in range(run.count)]

@@ -13,7 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from kvtier_kernels.compiled.layout import LANES
-from kvtier_kernels.ops.chunk_attention.jobs import Integers, jobs_of, tables
+from kvtier_kernels.ops.chunk_attention.jobs import Integers, jobs_of, readable, tables
+from kvtier_kernels.ops.chunk_attention.torch_impl import ShapeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class ChunkRun:
 
 def chunk_runs(keys: Sequence[Tensor], values: Sequence[Tensor], most: int = 1 << 30) -> list[ChunkRun]:
     """Groups neighbours of n chunks, float32 [Hk, R, d] in CPU memory, into runs of at most `most`; their
-    order stays. A chunk that does not have the run's layout begins another."""
+    order stays. A chunk that does not have the run's layout begins another. ShapeError for what would be read
+    as something else."""
     runs: list[ChunkRun] = []
     first = 0
     while first < len(keys):
@@ -58,12 +60,21 @@ def chunk_runs(keys: Sequence[Tensor], values: Sequence[Tensor], most: int = 1 <
 
 
 def _alike(keys: Sequence[Tensor], values: Sequence[Tensor], a: int, b: int) -> bool:
-    """Whether two chunks have the same shape and layout."""
-    return all(x[a].shape == x[b].shape and x[a].stride() == x[b].stride() for x in (keys, values))
+    """Whether two chunks have the same shape, layout and numbers."""
+    return all(
+        x[a].shape == x[b].shape and x[a].stride() == x[b].stride() and x[a].dtype is x[b].dtype
+        for x in (keys, values)
+    )
 
 
 def _run(keys: Sequence[Tensor], values: Sequence[Tensor]) -> ChunkRun:
     k, v = keys[0], values[0]
+    # Of the others `_alike` says the same.
+    if k.shape != v.shape or not (readable(k) and readable(v)):
+        raise ShapeError(
+            f"want float32 [Hk,R,d] in CPU memory, rows contiguous, got {k.dtype} {tuple(k.shape)} and "
+            f"{v.dtype} {tuple(v.shape)}"
+        )
     rows = k.shape[1]
     addresses = [np.array([x.data_ptr() for x in some], np.int64) for some in (keys, values)]
     table = tables(addresses[0], addresses[1], 4 * k.stride(1), 4 * v.stride(1), rows)
