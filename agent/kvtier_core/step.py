@@ -308,7 +308,8 @@ class StepRunner:
         producer = self.producer(mode.candidate_digest)
         if session.producers[-1][1] == producer:
             return
-        first = request.first_row_position
+        # A frame may ask without bringing rows: those of later layers at its query come of its answer.
+        first = min(request.first_row_position, request.first_query_position)
         session.producers.append((first, producer))
         size = self._store.layout.chunk_tokens
         for state in session.layers:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +21,11 @@ from kvtier_core.blockstore.reads import Fetch
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.receipts import ExactnessClass, StepMode
+from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
 from kvtier_core.transactions import MoveReason
 from kvtier_core.transactions.deletion import DeletionState
 from tests.unit.core.blockpump import LATER, NAMESPACE, until
-from tests.unit.core.builders import CHUNK, LAYERS, SLOT, Driver, Rows, cpu, engine, nvme, quest
+from tests.unit.core.builders import CANDIDATE, CHUNK, LAYERS, SLOT, Driver, Rows, cpu, engine, nvme, quest
 from tests.unit.core.nvme_files import Gate, ScriptedFiles
 
 CHUNKS = 3
@@ -275,6 +276,36 @@ def test_rows_of_an_own_history_are_not_published(tmp_path: Path) -> None:
         with pytest.raises(CoreError) as edited:
             built.prefixes.payload(handle.session_id, handle.generation, 0, 0)
         assert edited.value.reason is Reason.UNCOMMITTED_ROWS
+
+
+def test_a_row_whose_query_was_answered_approximately_apart_from_it_is_not_published(tmp_path: Path) -> None:
+    """Rows of later layers come of that answer, though the frame that asked for it brought no row."""
+    selector = quest()
+    mode = StepMode(
+        publish=PublishArm.CANDIDATE, selector=selector, candidate_digest=CANDIDATE, may_publish=lambda: True
+    )
+    with engine(tmp_path, [cpu(24), nvme(32)]) as built:
+        driver = Driver.open(built, ROWS, selector)
+        driver.forward(PREFIX - 1)
+        last = driver.position
+        for layer in range(LAYERS):
+            built.step(driver.request(layer, last, last + 1), StepMode())
+            again = driver.request(layer, last + 1, last + 1, first_query_position=last)
+            answer = built.step(replace(again, q=ROWS.q[layer, last : last + 1]), mode)
+        assert answer.receipt.exactness is ExactnessClass.APPROXIMATE
+        driver.position, driver.step = last + 1, driver.step + 1
+        driver.forward(1)
+        handle = driver.handle
+        built.edit_session(EditRequest(handle.session_id, handle.generation, Truncate(PREFIX)))
+        with pytest.raises(CoreError) as refused:
+            built.prefixes.payload(handle.session_id, handle.generation, LAYERS - 1, CHUNKS - 1)
+        assert refused.value.reason is Reason.UNCOMMITTED_ROWS
+        # Without that row the history is exact again.
+        built.edit_session(
+            EditRequest(handle.session_id, handle.generation, Truncate(PREFIX - 1), position_epoch=2)
+        )
+        assert built.prefixes.payload(handle.session_id, handle.generation, LAYERS - 1, 0)
+        driver.close()
 
 
 class PrefixMachine(RuleBasedStateMachine):
