@@ -112,6 +112,14 @@ def test_shapes_are_refused(qs: tuple[int, ...], ks: tuple[int, ...], vs: tuple[
         chunk_state(torch.zeros(qs), torch.zeros(ks), torch.zeros(vs), scale=1.0, q_pos0=0, row_pos0=0)
 
 
+@pytest.mark.parametrize("which", range(3), ids="qkv")
+def test_memory_of_another_device_is_refused(which: int) -> None:
+    given = [torch.zeros(1, 1, 64)] * 3
+    given[which] = given[which].to("meta")
+    with pytest.raises(ShapeError, match="CPU memory"):
+        chunk_state(*given, scale=1.0, q_pos0=0, row_pos0=0)
+
+
 def test_dtype_frame_and_positions_are_refused() -> None:
     x = torch.zeros(1, 1, 64)
     with pytest.raises(ShapeError, match="float32"):

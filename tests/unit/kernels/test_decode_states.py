@@ -93,6 +93,7 @@ TURNED = WHOLE.transpose(1, 2).contiguous().transpose(1, 2)
         pytest.param(torch.float32, [WHOLE, HALF], [WHOLE, WHOLE], id="the-second-in-half-precision"),
         pytest.param(torch.float32, [WHOLE], [TURNED], id="columns-contiguous"),
         pytest.param(torch.float32, [WHOLE], [WHOLE[:, :32]], id="fewer-values"),
+        pytest.param(torch.float32, [WHOLE.to("meta")], [WHOLE], id="another-device"),
         pytest.param(torch.float32, [WHOLE, WHOLE[:, :, :32]], [WHOLE] * 2, id="narrower-keys"),
         pytest.param(torch.float32, [WHOLE, NARROW], [WHOLE, NARROW], id="a-narrower-chunk"),
         pytest.param(torch.float32, [NARROW], [NARROW], id="a-wider-query"),

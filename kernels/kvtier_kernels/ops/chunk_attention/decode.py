@@ -49,7 +49,8 @@ def decode_states(
     `reads_in_place(R, d)`. Returns a state with m, l [n, 1, Hq] and u [n, 1, Hq, d]. Raises ShapeError.
     """
     count = len(keys)
-    if not count or q.dim() != 3 or q.shape[0] != 1 or q.dtype is not torch.float32:
+    plain = q.dtype is torch.float32 and q.is_cpu
+    if not count or q.dim() != 3 or q.shape[0] != 1 or not plain:
         raise ShapeError(f"want q float32 [1,Hq,d] and a chunk, got {q.dtype} {tuple(q.shape)} and {count}")
     heads, rows, d = keys[0].shape
     hq = q.shape[1]

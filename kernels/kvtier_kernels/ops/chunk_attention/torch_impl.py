@@ -83,6 +83,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ShapeError(f"{q.shape[1]} query heads do not divide over {k.shape[1]} KV heads")
     if not (q.dtype == k.dtype == v.dtype == torch.float32):
         raise ShapeError(f"chunk_state computes in float32, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.is_cpu and k.is_cpu and v.is_cpu):
+        # What is handed on are bare addresses, and one of a device's memory would end the process.
+        raise ShapeError(f"chunk_state reads CPU memory, not {q.device}, {k.device}, {v.device}")
 
 
 def _seen(row_pos0: int | Tensor, rows: int, q_pos0: int, queries: int) -> np.ndarray:
