@@ -70,7 +70,7 @@ class GateBook:
             if self._broken is not None:
                 raise self._broken
             if not self._terms.form.counts:
-                await self._read_point(provider, now)
+                await self._read_point(provider, now, interval)
             else:
                 await self._read_counts(provider, now, interval)
             return self._now(now, None)
@@ -86,14 +86,17 @@ class GateBook:
             # An answer of another shape than its source's API has: it must not stop the other gates' look.
             return self._now(now, SourceError(f"not an answer of its source: {type(error).__name__}"))
 
-    async def _read_point(self, provider: Provider, now: float) -> None:
+    async def _read_point(self, provider: Provider, now: float, interval: float) -> None:
         found = await provider.point(self._query.parts[0], now)
         self._streak.value = None
         if found is not None:
+            self._check_fresh(found.at, now, interval)
             self._streak.take(found.at, found.value, float(self._gate.limit))
             self._streak.value = found.value
         if self._terms.point:
             count = await provider.point(self._query.parts[1], now)
+            if count is not None:
+                self._check_fresh(count.at, now, interval)
             self._count = None if count is None else int(count.value)
 
     async def _read_counts(self, provider: Provider, now: float, interval: float) -> None:
@@ -112,7 +115,11 @@ class GateBook:
                     self._take_counters(one)
             self._cursor = upto
         newest = self._newest()
-        if newest is not None and now - newest > 2.0 * max(self._pace.scrape, interval) + self._pace.lag:
+        if newest is not None:
+            self._check_fresh(newest, now, interval)
+
+    def _check_fresh(self, newest: float, now: float, interval: float) -> None:
+        if now - newest > 2.0 * max(self._pace.scrape, interval) + self._pace.lag:
             raise SourceError("no sample for longer than two intervals")
 
     def _newest(self) -> float | None:

@@ -187,12 +187,26 @@ async def test_a_point_breaches_once_per_look_and_a_good_value_ends_it() -> None
 async def test_a_declared_point_takes_its_count() -> None:
     fake = FakePrometheus(
         expressions={
-            "avg": {"resultType": "scalar", "result": [1.0, "1.5"]},
-            "n": {"resultType": "scalar", "result": [1.0, "800"]},
+            "avg": {"resultType": "scalar", "result": [1010.0, "1.5"]},
+            "n": {"resultType": "scalar", "result": [1010.0, "800"]},
         }
     )
     got = await read(fake, 1010.0, text="point(avg; n)", limit="2", point=True)
     assert (got.value, got.count, got.basis) == (1.5, 800, Basis.POINT)
+
+
+@pytest.mark.parametrize("old", [("avg",), ("n",), ("avg", "n")], ids=["value", "count", "both"])
+async def test_a_point_that_nobody_tells_any_more_is_an_error(old: tuple[str, ...]) -> None:
+    """What is pushed stays where it is: a source that fell silent must not pass on its last word."""
+    times = {name: 1010.0 if name in old else 1100.0 for name in ("avg", "n")}
+    fake = FakePrometheus(
+        expressions={
+            "avg": {"resultType": "scalar", "result": [times["avg"], "1.5"]},
+            "n": {"resultType": "scalar", "result": [times["n"], "800"]},
+        }
+    )
+    got = await read(fake, 1100.0, text="point(avg; n)", limit="2", point=True)
+    assert got.error is Reason.QUERY_FAILED
 
 
 def verdict(got: ExternalReading, text: str = COUNTERS) -> Any:
