@@ -16,7 +16,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.selectors.contract import Evidence, Index, Source
 from kvtier_core.selectors.families import registry
 from kvtier_core.selectors.growing import Growing, GrowingColumns
-from kvtier_core.selectors.lifecycle.life import Job, Kind, LayerLife, Stage
+from kvtier_core.selectors.lifecycle.life import Block, Job, Kind, LayerLife, Stage
 from kvtier_core.selectors.lifecycle.memory import IndexMemory, buffers
 from kvtier_core.selectors.lifecycle.works import (
     APPENDS_IN_A_ROW,
@@ -191,6 +191,25 @@ def test_a_prompt_of_which_every_row_is_read_is_not_learnt_from() -> None:
     works.end_rows(life)
     drain(works)
     assert life.learnt == 5
+
+
+def test_rows_that_wait_are_weighed_once_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step brings a row to every layer, and under the works' lock."""
+    weighed: list[int] = []
+
+    def weigh(block: Block) -> int:
+        weighed.append(block.first)
+        return 1
+
+    monkeypatch.setattr(Block, "size", property(weigh))
+    works = IndexWorks(Clock(), runner=Told())
+    life = begun(works, rows=1)
+    for first in range(1, 200):
+        works.arrive(life, block_of(first, 1))
+    assert len(weighed) == 200
+    assert works.memory.used == life.waiting_bytes == 200
+    drain(works)
+    assert life.waiting_bytes == 0
 
 
 def test_rows_that_leave_no_room_end_the_sessions_indexes_with_the_numbers() -> None:

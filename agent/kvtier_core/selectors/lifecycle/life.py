@@ -112,9 +112,9 @@ class Job:
 @dataclass(slots=True, eq=False)
 class LayerLife:
     """block: rows of one append. arrived: rows that came. prompt: of them, those that a learning family is
-    built over; final once `decoding`. learnt: rows that the published index was built over. retired: former
-    indexes that a query still reads, by the count of `leases` of their epoch. wanted_at: since when queries
-    ask for more than is published; None: they do not."""
+    built over; final once `decoding`. learnt: rows that the published index was built over. waiting_bytes: of
+    all blocks in `waiting`. retired: former indexes that a query still reads, by the count of `leases` of
+    their epoch. wanted_at: since when queries ask for more than is published; None: they do not."""
 
     family: Family
     source: Source
@@ -125,6 +125,7 @@ class LayerLife:
     decoding: bool = False
     weights: LayerWeights | None = None
     waiting: deque[Block] = field(default_factory=deque)
+    waiting_bytes: int = 0
     published: Published | None = None
     running: Job | None = None
     refused: CoreError | None = None
@@ -167,6 +168,7 @@ class LayerLife:
         self.arrived = block.last
         if not self.ended and (self._learns or self.family.facts.appendable):
             self.waiting.append(block)
+            self.waiting_bytes += block.size
 
     def end_rows(self) -> None:
         """All rows of a step are here."""
@@ -193,6 +195,7 @@ class LayerLife:
 
     def _let_go(self) -> None:
         self.waiting.clear()
+        self.waiting_bytes = 0
         self.running = None
         if self.published is not None:
             former, self.published = self.published, None
@@ -269,7 +272,7 @@ class LayerLife:
             return
         done = self.covered if self.family.facts.appendable else self.arrived
         while self.waiting and self.waiting[0].last <= done:
-            self.waiting.popleft()
+            self.waiting_bytes -= self.waiting.popleft().size
 
     def failed(self, job: Job) -> None:
         """The job ended without an index. What is published and what waits is as it was."""
@@ -323,7 +326,3 @@ class LayerLife:
         for one in (*self.retired, *(() if self.published is None else (self.published,))):
             found.update(one.buffers)
         return found
-
-    @property
-    def waiting_bytes(self) -> int:
-        return sum(block.size for block in self.waiting)
