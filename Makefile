@@ -36,7 +36,10 @@ unit: venv ## the unit suites, one a core
 kernels: venv ## the kernels: in the interpreter and compiled, and on the CPU
 	@$(BIN)/python hack/suites.py kernels kernels-cpu
 
-engine simulation: venv ## one suite
+engine: venv ## agents and clients, with a model and without
+	@$(BIN)/python hack/suites.py engine-agents engine
+
+simulation: venv ## the block store on one clock and one seed
 	@$(BIN)/python hack/suites.py $@
 
 cluster: clustertools ## both cluster suites, against real API servers

@@ -74,8 +74,15 @@ _BESIDE = tuple(
     )
 )
 
-# Lanes of one group run side by side, the steps of a lane one after the other. Cluster tests mostly wait, so
-# they share the machine with what mostly computes; what keeps both cores busy itself has them for itself.
+# Agents by themselves, without a model; what has one runs beside them.
+_AGENTS = tuple(
+    f"tests/engine/{file.name}"
+    for pattern in ("test_agent_*.py", "test_wire_*.py")
+    for file in sorted((REPOSITORY / "tests" / "engine").glob(pattern))
+)
+
+# Lanes of one group run side by side, the steps of a lane one after the other. Cluster tests mostly wait, and
+# an engine waits for its agent, so three lanes keep two cores busy; the demo has the machine for itself.
 GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
     (
         (suite("unit-core", 600, *_CORE),),
@@ -88,10 +95,15 @@ GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
             suite("kernels", 900, "tests/kernels", TRITON_INTERPRET="1"),
             suite("kernels-cpu", 600, "tests/unit/kernels"),
         ),
-        (suite("cluster", 1200, "tests/cluster", *(f"--ignore={name}" for name in _BESIDE)),),
-        (suite("cluster-beside", 1200, *_BESIDE),),
+        (
+            suite("cluster", 1200, "tests/cluster", *(f"--ignore={name}" for name in _BESIDE)),
+            suite("engine-agents", 1200, *_AGENTS),
+        ),
+        (
+            suite("cluster-beside", 1200, *_BESIDE),
+            suite("engine", 1200, "tests/engine", *(f"--ignore={name}" for name in _AGENTS)),
+        ),
     ),
-    ((suite("engine", 1200, "tests/engine"),),),
     ((suite("e2e", 1500, "tests/e2e"),),),
 )
 
