@@ -29,8 +29,11 @@ def missing() -> str:
     """Why there are no compiled kernels here; empty where there are."""
     if find_spec("llvmlite") is None:
         return "llvmlite is not installed"
-    from kvtier_kernels.compiled.machine import UnsupportedMachine, check_machine
-
+    try:
+        from kvtier_kernels.compiled.machine import UnsupportedMachine, check_machine
+    except (ImportError, OSError) as error:
+        # It is there and does not load: built for another Python, or with a library missing.
+        return f"llvmlite cannot be loaded: {error}"
     try:
         check_machine()
     except UnsupportedMachine as error:

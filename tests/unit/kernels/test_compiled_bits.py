@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -171,6 +172,11 @@ def test_without_the_compiler_the_plain_operations_run(monkeypatch: pytest.Monke
     assert compiled.missing.__wrapped__() == "llvmlite is not installed"
     monkeypatch.setattr(compiled, "missing", compiled.missing.__wrapped__)
     assert compiled.library.__wrapped__() is None
+
+
+def test_a_compiler_that_does_not_load_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvtier_kernels.compiled.machine", None)
+    assert compiled.missing.__wrapped__().startswith("llvmlite cannot be loaded: ")
 
 
 def test_a_processor_without_fused_multiply_adds_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
