@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup venv controlplane clustertools demo test lint generate bench soak unit kernels engine simulation cluster e2e clean
+.PHONY: help setup venv controlplane clustertools demo test lint generate bench soak unit house selectors kernels engine simulation cluster e2e clean
 
 PYTHON ?= python3
 SUITE ?=
@@ -32,6 +32,12 @@ lint: venv ## style, types, import rules, generated files
 
 unit: venv ## the unit suites, one a core
 	@$(BIN)/python hack/suites.py unit-core unit
+
+house: venv ## the house, the vocabulary and the plugin
+	@$(BIN)/python hack/suites.py $@
+
+selectors: venv ## selectors and their evaluation
+	@$(BIN)/python hack/suites.py selectors eval
 
 kernels: venv ## the kernels: in the interpreter and compiled, and on the CPU
 	@$(BIN)/python hack/suites.py kernels kernels-cpu

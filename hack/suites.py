@@ -50,13 +50,27 @@ def suite(name: str, deadline_s: float, *folders: str, **environment: str) -> St
     return Step(name, argv, deadline_s, tuple(environment.items()))
 
 
-# The unit suites are two, each for one core: the engine core's tests compute, the others are many and short.
-# Those of the kernels compute as well, and run with the kernels' own.
-_CORE = ("tests/unit/core", "tests/unit/selectors")
+# The unit suites are two, each for one core and under two minutes: the core's tests compute, the others
+# are many and short. What computes more than that runs with others of its kind (kernels, selectors and their
+# evaluation), and what starts programs or reads the whole repository is the house's.
+_CORE = ("tests/unit/core",)
+_HOUSE = ("tests/unit/house", "tests/unit/crds", "tests/unit/kubectl")
+_APART = ("core", "kernels", "selectors", "eval", "house", "crds", "kubectl", "__pycache__")
 _OTHERS = tuple(
     f"tests/unit/{folder.name}"
     for folder in sorted((REPOSITORY / "tests" / "unit").iterdir())
-    if folder.is_dir() and folder.name not in ("core", "kernels", "selectors", "__pycache__")
+    if folder.is_dir() and folder.name not in _APART
+)
+_SELECTING = tuple(
+    f"tests/unit/core/test_core_{name}.py"
+    for name in (
+        "candidate",
+        "evidence_families",
+        "hotblocks",
+        "live_audit",
+        "live_families",
+        "live_lifecycle",
+    )
 )
 
 # What runs the operator under its shipped rights stays together, since a test at its end compares what it
@@ -82,10 +96,10 @@ _AGENTS = tuple(
 )
 
 # Lanes of one group run side by side, the steps of a lane one after the other. Cluster tests mostly wait, and
-# an engine waits for its agent, so three lanes keep two cores busy; the demo has the machine for itself.
+# an engine waits for its agent, so three lanes keep two cores busy; the demo waits for leases and people.
 GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
     (
-        (suite("unit-core", 600, *_CORE),),
+        (suite("unit-core", 600, *_CORE, *(f"--ignore={name}" for name in _SELECTING)),),
         (suite("unit", 600, *_OTHERS),),
     ),
     (
@@ -94,6 +108,7 @@ GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
             suite("simulation", 600, "tests/simulation"),
             suite("kernels", 900, "tests/kernels", TRITON_INTERPRET="1"),
             suite("kernels-cpu", 600, "tests/unit/kernels"),
+            suite("selectors", 600, "tests/unit/selectors", *_SELECTING),
         ),
         (
             suite("cluster", 1200, "tests/cluster", *(f"--ignore={name}" for name in _BESIDE)),
@@ -104,7 +119,10 @@ GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
             suite("engine", 1200, "tests/engine", *(f"--ignore={name}" for name in _AGENTS)),
         ),
     ),
-    ((suite("e2e", 1500, "tests/e2e"),),),
+    (
+        (suite("e2e", 1500, "tests/e2e"),),
+        (suite("house", 600, *_HOUSE), suite("eval", 600, "tests/unit/eval")),
+    ),
 )
 
 
