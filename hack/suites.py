@@ -96,7 +96,7 @@ _AGENTS = tuple(
 )
 
 # Lanes of one group run side by side, the steps of a lane one after the other. Cluster tests mostly wait, and
-# an engine waits for its agent, so three lanes keep two cores busy; the demo waits for leases and people.
+# an engine waits for its agent, so three lanes keep two cores busy; the demo has the machine for itself.
 GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
     (
         (suite("unit-core", 600, *_CORE, *(f"--ignore={name}" for name in _SELECTING)),),
@@ -109,6 +109,8 @@ GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
             suite("kernels", 900, "tests/kernels", TRITON_INTERPRET="1"),
             suite("kernels-cpu", 600, "tests/unit/kernels"),
             suite("selectors", 600, "tests/unit/selectors", *_SELECTING),
+            suite("eval", 600, "tests/unit/eval"),
+            suite("house", 600, *_HOUSE),
         ),
         (
             suite("cluster", 1200, "tests/cluster", *(f"--ignore={name}" for name in _BESIDE)),
@@ -119,10 +121,7 @@ GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
             suite("engine", 1200, "tests/engine", *(f"--ignore={name}" for name in _AGENTS)),
         ),
     ),
-    (
-        (suite("e2e", 1500, "tests/e2e"),),
-        (suite("house", 600, *_HOUSE), suite("eval", 600, "tests/unit/eval")),
-    ),
+    ((suite("e2e", 1500, "tests/e2e"),),),
 )
 
 
