@@ -24,11 +24,11 @@ class Gate:
         tier.submit_read = self._hold  # type: ignore[method-assign]
 
     def _hold(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
-        if self.open:
-            self._submit(items, deadline, sink)
-            return
         with self._lock:
-            self._waiting += [(item, index, deadline, sink) for index, item in enumerate(items)]
+            if not self.open:
+                self._waiting += [(item, index, deadline, sink) for index, item in enumerate(items)]
+                return
+        self._submit(items, deadline, sink)
 
     @property
     def waiting(self) -> int:
@@ -44,6 +44,12 @@ class Gate:
         with self._lock:
             self._waiting.sort(key=lambda waiting: waiting[0].identity.chunk_digest != key)
         self.let(1)
+
+    def release(self) -> None:
+        """Lets all go on, those that come later too."""
+        with self._lock:
+            self.open = True
+        self.let(len(self._waiting))
 
     def let(self, count: int) -> None:
         """Lets so many of the oldest go on."""

@@ -106,24 +106,25 @@ def test_storage_that_does_not_answer_costs_the_call_and_nobody_else(server: Blo
         assert bytes(other.load(SOURCE, hot).blocks[0].payload) == payload_of(3000)
         assert late.result(10).reason is Reason.FETCH_LATE
     eventually(lambda: not server.host.calls, "the call has ended")
-    gate.open = True
-    gate.let(gate.waiting)
+    gate.release()
     eventually(server.idle, "nothing is held")
     assert len(server.client().load(SOURCE, tokens_of(COLD)).blocks) == COLD
 
 
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_client_that_leaves_gives_everything_back(server: BlockServer, gate: Gate, after: int) -> None:
+    keys = [block.key for block in server.client().lookup(SOURCE, tokens_of(COLD)).blocks]
     request = blocks_pb2.LoadBlocksRequest(scope=server.scope(SOURCE), span=span(COLD))
     call = server.stub().LoadBlocks(request, timeout=20)
-    eventually(lambda: gate.waiting > 0, "the reads have been asked for")
-    gate.let(after)
-    for _ in range(after):
+    eventually(lambda: gate.holds(keys[0]), "a read has been asked for")
+    for at in range(after):
+        # Reads are asked for one after another: each must wait here before it can be let through.
+        eventually(lambda: gate.holds(keys[at]), "the read has been asked for")  # noqa: B023
+        gate.let_block(keys[at])
         next(call)
     call.cancel()
     eventually(lambda: not server.host.calls, "the call has ended")
-    gate.open = True
-    gate.let(gate.waiting)
+    gate.release()
     eventually(server.idle, "nothing is held")
     assert len(server.client().load(SOURCE, tokens_of(COLD)).blocks) == COLD
 
@@ -179,10 +180,7 @@ def test_a_reader_that_joined_goes_on_when_the_first_leaves(server: BlockServer,
         second = pool.submit(server.client().load, SOURCE, tokens_of(COLD))
         eventually(lambda: server.store.reads.flights.counts["joined"] > 0, "the second has joined")
         first.cancel()
-        gate.open = True
-        while not second.done():
-            gate.let(gate.waiting)
-            threading.Event().wait(0.005)
+        gate.release()
         assert [bytes(block.payload) for block in second.result().blocks] == [
             payload_of(at) for at in range(COLD)
         ]
@@ -343,15 +341,14 @@ def test_a_cache_that_is_removed_ends_its_calls_first(server: BlockServer, gate:
     (last,) = list(call)
     assert last.error.reason == common_pb2.CACHE_UNKNOWN
     assert host.calls == 0
-    gate.open = True
-    gate.let(gate.waiting)
+    gate.release()
     with pytest.raises(KvtierError) as refused:
         server.client().lookup(SOURCE, tokens_of(1))
     assert refused.value.reason is Reason.CACHE_UNKNOWN
 
 
 def test_metrics_count_what_happened(server: BlockServer, gate: Gate) -> None:
-    gate.open = True
+    gate.release()
     client = server.client()
     client.lookup(SOURCE, tokens_of(COLD + 20))
     client.load(SOURCE, tokens_of(COLD))
