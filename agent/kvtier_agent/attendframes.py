@@ -57,11 +57,17 @@ class FrameDesk:
         self.metrics = metrics
         self._telemetry = telemetry
 
-    async def claim(self, session: Session) -> None:
+    @staticmethod
+    def takeover() -> float:
+        """Until when claims that begin now may wait, on the event loop's clock."""
+        return asyncio.get_running_loop().time() + TAKEOVER_SECONDS
+
+    async def claim(self, session: Session, until: float) -> None:
         """Makes the session this stream's; one at a time. A client that lost its stream comes with another
-        before this end has noticed, so the old one is given a moment. BAD_ARGUMENT."""
+        before this end has noticed, so the old one is given a moment: all sessions of a message the same one,
+        from `takeover`. BAD_ARGUMENT."""
         try:
-            async with asyncio.timeout(TAKEOVER_SECONDS):
+            async with asyncio.timeout_at(until):
                 while session.streaming:
                     session.stream_ended.clear()
                     await session.stream_ended.wait()

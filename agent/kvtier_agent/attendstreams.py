@@ -16,6 +16,7 @@ from typing import TypeVar
 from kvtier.v1 import attention_pb2
 from kvtier_agent import attendframes, convert
 from kvtier_agent.attendframes import FrameDesk
+from kvtier_agent.cacheframes import DEFECT
 from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.cachesession import FrameAnswer, FrameWork, Session
 from kvtier_agent.errors import to_detail
@@ -27,7 +28,6 @@ from kvtier_core.release.enforcement import ServedArm
 MAX_FRAMES = 32
 # Messages of several frames that wait unread by the engine.
 _MANY_AHEAD = 8
-_DEFECT = "internal failure; see the agent's log"
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -123,24 +123,25 @@ class FrameStream:
         """Sets what became of each frame; never raises a refusal."""
         works: dict[CacheHost, list[tuple[_Received, FrameWork, float]]] = {}
         sessions: set[str] = set()
+        until = self._desk.takeover()
         for received in message:
             if received.refused is not None:
                 continue
             try:
-                work, deadline = await self._work(received, sessions)
+                work, deadline = await self._work(received, sessions, until)
             except CoreError as error:
                 received.refused = error
                 continue
             except Exception:
                 log.exception("frame failed")
-                received.refused = CoreError(Reason.INTERNAL, _DEFECT)
+                received.refused = CoreError(Reason.INTERNAL, DEFECT)
                 continue
             works.setdefault(work.session.host, []).append((received, work, deadline))
         await asyncio.gather(*(self._attend(host, of_host) for host, of_host in works.items()))
 
-    async def _work(self, received: _Received, sessions: set[str]) -> tuple[FrameWork, float]:
+    async def _work(self, received: _Received, sessions: set[str], until: float) -> tuple[FrameWork, float]:
         frame = received.frame
-        session = await self._checked(frame)
+        session = await self._checked(frame, until)
         if frame.session_id in sessions:
             raise CoreError(Reason.BAD_ARGUMENT, "one message carries one frame of a session")
         sessions.add(frame.session_id)
@@ -149,13 +150,14 @@ class FrameStream:
         converted, queries = convert.frame_input(frame, session.host.manifest, deadline, asked)
         return FrameWork(session, converted, queries), deadline
 
-    async def _checked(self, frame: attention_pb2.AttendFrame) -> Session:
-        """The frame's session, which becomes this stream's when it is new here."""
+    async def _checked(self, frame: attention_pb2.AttendFrame, until: float) -> Session:
+        """The frame's session, which becomes this stream's when it is new here; another stream of it is
+        waited for until then."""
         node = self._desk.node
         if self._many or not self._owned:
             session = node.session(frame.session_id, frame.generation, frame.tenant)
             if self._owned.get(frame.session_id) is not session:
-                await self._desk.claim(session)
+                await self._desk.claim(session, until)
                 self._owned[frame.session_id] = session
         node.check_boot(frame.boot_id)
         session = node.session(frame.session_id, frame.generation, frame.tenant)
@@ -169,14 +171,14 @@ class FrameStream:
         try:
             if len(frames) == 1:
                 work = frames[0][1]
-                answers = [await _in_time(host.attend(work.session, work.frame, work.queries), latest)]
+                answers = [await _in_time(host.frames.attend(work.session, work.frame, work.queries), latest)]
             else:
-                answers = await _in_time(host.attend_many([work for _, work, _ in frames]), latest)
+                answers = await _in_time(host.frames.attend_many([work for _, work, _ in frames]), latest)
         except CoreError as error:
             answers = [error] * len(frames)
         except Exception:
             log.exception("frames failed")
-            answers = [CoreError(Reason.INTERNAL, _DEFECT)] * len(frames)
+            answers = [CoreError(Reason.INTERNAL, DEFECT)] * len(frames)
         for (received, _, _), answer in zip(frames, answers, strict=True):
             if isinstance(answer, CoreError):
                 received.refused = answer

@@ -147,7 +147,7 @@ class FrameServer:
         for host, of_host in works.items():
             answers: Sequence[FrameAnswer | CoreError]
             try:
-                answers = host.attend_now([work for _, work in of_host], self._evidence(host))
+                answers = host.frames.attend_now([work for _, work in of_host], self._evidence(host))
             except Exception:
                 log.exception("frames failed")
                 answers = [CoreError(Reason.INTERNAL, _DEFECT)] * len(of_host)
@@ -162,7 +162,7 @@ class FrameServer:
         try:
             work = self._work(turn, rings, received_at, set())
             host = work.session.host
-            answer = host.attend_one_now(work, self._evidence(host))
+            answer = host.frames.attend_one_now(work, self._evidence(host))
         except CoreError as error:
             answer = error
         except Exception:

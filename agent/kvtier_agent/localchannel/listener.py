@@ -221,7 +221,7 @@ class _Office:
     async def _claim(self, token: bytes) -> tuple[Session, bytes]:
         session = self._tokens.redeem(token, self._namespace)
         try:
-            await self._desk.claim(session)
+            await self._desk.claim(session, self._desk.takeover())
         except CoreError:
             # It came before its other stream had ended; it may come again.
             self._tokens.give_back(token, session)

@@ -46,7 +46,7 @@ async def open_session(bench: Bench, root: str = "root", **more: object) -> Sess
 
 
 async def prefill(session: Session) -> None:
-    await session.host.attend(session, frame(session.handle.session_id, 0), 7)
+    await session.host.frames.attend(session, frame(session.handle.session_id, 0), 7)
 
 
 async def test_a_lease_that_ends_while_the_answer_is_computed_publishes_the_exact_one(bench: Bench) -> None:
@@ -54,7 +54,7 @@ async def test_a_lease_that_ends_while_the_answer_is_computed_publishes_the_exac
     session = await open_session(bench)
     await prefill(session)
     bench.engine.hook = lambda: bench.clock.advance(2)
-    answer = await session.host.attend(session, frame(session.handle.session_id, 1), 1)
+    answer = await session.host.frames.attend(session, frame(session.handle.session_id, 1), 1)
     assert bench.engine.modes[-1].publish_candidate
     assert answer.arm is ServedArm.BASELINE
     assert answer.fallback == "LeaseExpired"
@@ -79,7 +79,7 @@ async def test_a_candidates_answer_does_not_leave_after_its_permission_though_it
         return result
 
     bench.engine.step = late  # type: ignore[method-assign]
-    answer = await session.host.attend(session, frame(session.handle.session_id, 1), 1)
+    answer = await session.host.frames.attend(session, frame(session.handle.session_id, 1), 1)
     assert [mode.publish_candidate for mode in bench.engine.modes] == [True, True, False]
     assert bench.engine.frames[-1] == bench.engine.frames[-2]
     assert answer.arm is ServedArm.BASELINE
@@ -94,7 +94,7 @@ async def test_a_revocation_counts_the_step_that_still_runs(bench: Bench) -> Non
     host = session.host
     seen: list[int] = []
     bench.engine.hook = lambda: seen.append(host.enforcement.in_flight)
-    await host.attend(session, frame(session.handle.session_id, 1), 1)
+    await host.frames.attend(session, frame(session.handle.session_id, 1), 1)
     assert seen == [1]
     proof = await bench.node.revoke(bench.command(), "GateFailed", b"n")
     assert proof.in_flight_candidate == 0
@@ -113,7 +113,7 @@ async def test_a_step_whose_caller_gave_up_is_in_flight_until_the_engine_has_end
         release.wait(20)
 
     bench.engine.hook = hang
-    step = asyncio.create_task(host.attend(session, frame(session.handle.session_id, 1), 1))
+    step = asyncio.create_task(host.frames.attend(session, frame(session.handle.session_id, 1), 1))
     await asyncio.to_thread(begun.wait, 20)
     step.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -132,7 +132,7 @@ async def test_a_step_that_is_not_taken_is_not_in_flight(bench: Bench) -> None:
     host = session.host
     assert await host.runner.close(20)
     with pytest.raises(CoreError) as refused:
-        await host.attend(session, frame(session.handle.session_id, 1), 1)
+        await host.frames.attend(session, frame(session.handle.session_id, 1), 1)
     assert refused.value.reason is Reason.CACHE_UNKNOWN
     assert host.enforcement.in_flight == 0
 
@@ -149,7 +149,7 @@ async def test_a_baseline_under_a_higher_fence_ends_the_candidate_though_its_dig
     proof = await bench.node.prove(session.host.name, bench.fence, bench.node.boot_id, b"n")
     assert (proof.candidate_digest, proof.in_flight_candidate) == ("", 0)
     assert (proof.baseline_digest, proof.highest_fence) == (bench.baseline.digest(), bench.fence)
-    answer = await session.host.attend(session, frame(session.handle.session_id, 1), 1)
+    answer = await session.host.frames.attend(session, frame(session.handle.session_id, 1), 1)
     assert not bench.engine.modes[-1].publish_candidate
     assert (answer.arm, answer.fallback) == (ServedArm.BASELINE, "BaselineApplied")
     with pytest.raises(CoreError) as refused:
@@ -211,7 +211,7 @@ async def test_a_compared_step_counts_once_with_its_largest_layer(bench: Bench) 
     errors = []
     for layer, diff in enumerate((0.03, 0.01)):
         bench.engine.comparison = FrameComparison(diff, 1.0)
-        answer = await host.attend(session, frame(session.handle.session_id, 1, layer), 1)
+        answer = await host.frames.attend(session, frame(session.handle.session_id, 1, layer), 1)
         errors.append(answer.compared_error)
     assert errors == [None, pytest.approx(0.03)]
     assert host.report_outcome(session, Outcome(2, 0.1, 0.2, False)) == ""
@@ -233,7 +233,7 @@ async def test_a_compared_step_that_is_sent_again_counts_once(bench: Bench) -> N
             for layer in range(2):
                 # The first decode step is always compared, others by their hash.
                 session.first_decode_step = None
-                await session.host.attend(session, frame(handle, step, layer), 1)
+                await session.host.frames.attend(session, frame(handle, step, layer), 1)
     session.host.report_outcome(session, Outcome(2, 0.1, 0.2, False))
     bench.clock.advance(30)
     [counts] = metrics_of(bench, key, "outputRelativeError")
@@ -251,7 +251,7 @@ async def test_degenerate_norms(bench: Bench, diff: float, exact: float, missing
     await prefill(session)
     bench.engine.comparison = FrameComparison(diff, exact)
     for layer in range(2):
-        await session.host.attend(session, frame(session.handle.session_id, 1, layer), 1)
+        await session.host.frames.attend(session, frame(session.handle.session_id, 1, layer), 1)
     session.host.report_outcome(session, Outcome(2, 0.1, 0.2, False))
     bench.clock.advance(30)
     [metric] = metrics_of(bench, key, "outputRelativeError")
@@ -324,7 +324,7 @@ async def test_time_per_token_of_a_request(bench: Bench, reported: bool, expecte
         bench.clock.advance(0.5)
         for layer in range(2):
             queries = 7 if step == 0 else 1
-            await host.attend(session, frame(session.handle.session_id, step, layer), queries)
+            await host.frames.attend(session, frame(session.handle.session_id, step, layer), queries)
     if reported:
         assert host.report_outcome(session, Outcome(5, 1.0, 2.0, False)) == ""
     bench.clock.advance(30)
@@ -347,7 +347,7 @@ async def test_a_ratio_gates_blocks_are_counted_above_the_threshold_it_was_given
         bench.clock.advance(1.0)
         for layer in range(2):
             queries = 7 if step == 0 else 1
-            await session.host.attend(session, frame(session.handle.session_id, step, layer), queries)
+            await session.host.frames.attend(session, frame(session.handle.session_id, step, layer), queries)
     bench.clock.advance(30)
     [host] = bench.node.caches.values()
     found = host.evidence.read(key, "", 0).increments.blocks
@@ -397,7 +397,9 @@ async def test_stall_is_counted_once_for_a_request_that_is_still_running(bench: 
         for layer in range(2):
             queries = 7 if step == 0 else 1
             for _ in range(times):
-                await session.host.attend(session, frame(session.handle.session_id, step, layer), queries)
+                await session.host.frames.attend(
+                    session, frame(session.handle.session_id, step, layer), queries
+                )
     bench.clock.advance(30)
     [metric] = metrics_of(bench, key, "exposedStallFraction")
     # Two decode steps of two layers with 0.25 s each, over two seconds from first to last token.
@@ -503,7 +505,7 @@ async def test_the_one_query_at_the_end_of_a_later_prefill_is_no_decode(bench: B
         for layer in range(2):
             for first, queries in blocks:
                 asked = replace(frame(handle, step, layer), first_query_position=first)
-                await session.host.attend(session, asked, queries)
+                await session.host.frames.attend(session, asked, queries)
                 compared.append(bench.engine.modes[-1].compare)
     assert compared == [False] * 4 + [True] * 2
     session.host.report_outcome(session, Outcome(2, 0.1, 0.2, False))

@@ -51,8 +51,8 @@ async def test_sessions_that_lack_a_need_are_no_evidence_of_either_arm(bench: Be
     told = {one.fallback for one in sessions}
     assert told == {"", "UNSUPPORTED"}
     for one in sessions:
-        answer = await one.host.attend(one, frame(one.handle.session_id, 0), 7)
-        answer = await one.host.attend(one, frame(one.handle.session_id, 1), 1)
+        answer = await one.host.frames.attend(one, frame(one.handle.session_id, 0), 7)
+        answer = await one.host.frames.attend(one, frame(one.handle.session_id, 1), 1)
         assert (answer.arm, answer.fallback, answer.compared_error) == (
             ServedArm.BASELINE,
             one.fallback,

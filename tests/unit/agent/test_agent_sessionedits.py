@@ -150,14 +150,14 @@ async def test_after_an_edit_steps_of_any_number_are_steps(bench: Bench) -> None
     session, _ = await opened(bench)
     for step in range(3):
         for layer in range(2):
-            await session.host.attend(
+            await session.host.frames.attend(
                 session, frame(session.handle.session_id, step, layer), 1 if step else 7
             )
     assert (session.progress.tokens, session.last_answered_step) == (3, 2)
     await editor(bench).edit(request(bench, session, drop=ranges))
     assert session.stalled_upto == (-1, -1) and session.step_errors == {}
     # Step 2 once more is another step, and a decode: the session had its prefill.
-    prepared = session.host._prepare(session, frame(session.handle.session_id, 2, 0), 1)
+    prepared = session.host.frames._prepare(session, frame(session.handle.session_id, 2, 0), 1)
     assert prepared.decode
-    await session.host.attend(session, frame(session.handle.session_id, 2, 1), 1)
+    await session.host.frames.attend(session, frame(session.handle.session_id, 2, 1), 1)
     assert session.progress.tokens == 4
