@@ -178,6 +178,11 @@ class Metrics:
         self.compared_steps = Counter(
             "kvtier_agent_compared_steps", "Steps answered twice for comparison", registry=registry
         )
+        self.evidence_lost = Counter(
+            "kvtier_agent_evidence_lost",
+            "Errors of compared steps that a late event loop has made missing values",
+            registry=registry,
+        )
         self.sessions = Gauge("kvtier_agent_sessions", "Open sessions", registry=registry)
         self.frames_in_flight = Gauge(
             "kvtier_agent_frames_in_flight", "Attention frames queued or running", registry=registry

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -20,23 +19,21 @@ from kvtier.local.frames import EvidenceRecord, FrameRecord, evidence_place, spa
 from kvtier.local.receipts import AnswerPacker, refusal
 from kvtier.v1 import attention_pb2
 from kvtier_agent.attendframes import FrameDesk
+from kvtier_agent.cacheframes import DEFECT
 from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.cachesession import FrameAnswer, FrameWork, Session
 from kvtier_agent.convert import check_frame_numbers, packed_answer
 from kvtier_agent.engine_port import FrameInput
 from kvtier_agent.errors import to_detail
-from kvtier_agent.evidence_port import FrameEvidence, Progress
+from kvtier_agent.evidence_port import FrameEvidence
 from kvtier_agent.localchannel.rings import FLOAT_BYTES, Rings
 from kvtier_agent.localchannel.tokens import is_open
 from kvtier_agent.rowevidence import RowEvidence, checked
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import ServedArm
-from kvtier_evidence.window import WindowKey
 
 log = logging.getLogger(__name__)
 DOUBLE_BYTES = 8
-_Post = Callable[[Callable[[], None]], None]
-_DEFECT = "internal failure; see the agent's log"
 _EvidenceOf = Callable[[CacheHost], FrameEvidence]
 
 
@@ -150,7 +147,7 @@ class FrameServer:
                 answers = host.frames.attend_now([work for _, work in of_host], self._evidence(host))
             except Exception:
                 log.exception("frames failed")
-                answers = [CoreError(Reason.INTERNAL, _DEFECT)] * len(of_host)
+                answers = [CoreError(Reason.INTERNAL, DEFECT)] * len(of_host)
             for (turn, _), answer in zip(of_host, answers, strict=True):
                 if isinstance(answer, CoreError):
                     turn.refused = answer
@@ -167,7 +164,7 @@ class FrameServer:
             answer = error
         except Exception:
             log.exception("frame failed")
-            answer = CoreError(Reason.INTERNAL, _DEFECT)
+            answer = CoreError(Reason.INTERNAL, DEFECT)
         if isinstance(answer, CoreError):
             turn.refused = answer
         else:
@@ -247,27 +244,6 @@ class FrameServer:
         elif turn.refused is not None:
             code = turn.refused.reason.name
         self._desk.metrics.frame_seconds[arm.value, code].observe(time.monotonic() - received_at)
-
-
-class LoopEvidence:
-    """Tells a cache's evidence of frames from another thread, in order: on the event loop, where it lives."""
-
-    def __init__(self, evidence: FrameEvidence, post: _Post) -> None:
-        """post: calls a function on the event loop, soon and without waiting; never raises."""
-        self._evidence = evidence
-        self._post = post
-
-    def step_error(self, key: WindowKey, unit: str, step: int, error: float) -> None:
-        self._post(partial(self._evidence.step_error, key, unit, step, error))
-
-    def progress(self, key: WindowKey, unit: str, progress: Progress) -> None:
-        self._post(partial(self._evidence.progress, key, unit, progress))
-
-    def stall(self, key: WindowKey, unit: str, seconds: float) -> None:
-        self._post(partial(self._evidence.stall, key, unit, seconds))
-
-    def zero_tolerance(self, key: WindowKey, counter: str) -> None:
-        self._post(partial(self._evidence.zero_tolerance, key, counter))
 
 
 def _evidence(turn: Turn, given: EvidenceRecord, tensors: NDArray[np.float32]) -> RowEvidence:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import logging
 import os
 import re
@@ -28,13 +30,15 @@ from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.cachesession import Session
 from kvtier_agent.errors import to_detail
 from kvtier_agent.localchannel.channel import Channel
-from kvtier_agent.localchannel.frames import FrameServer, LoopEvidence
+from kvtier_agent.localchannel.evidence import LoopEvidence
+from kvtier_agent.localchannel.frames import FrameServer
 from kvtier_agent.localchannel.tokens import TokenBook
 from kvtier_core.errors import CoreError, Reason
 
 log = logging.getLogger(__name__)
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _BACKLOG = 128
+_LOCK_TRIES = 16
 # Connections that have not attached yet are counted as channels, so there is room for a few above sessions.
 _SPARE_CHANNELS = 16
 WATCH_SECONDS = 0.5
@@ -109,9 +113,8 @@ class ChannelServer:
         try:
             listener = _Listener(self._folder, namespace, lambda one: self._accepted(namespace, one))
         except OSError as error:
-            raise CoreError(
-                Reason.STORAGE_UNAVAILABLE, f"no local channels in {self._folder}: {error.strerror}"
-            ) from None
+            message = f"no local channels in {self._folder / namespace}: {error.strerror}"
+            raise CoreError(Reason.STORAGE_UNAVAILABLE, message) from None
         if self._watch is None:
             self._watch = asyncio.get_running_loop().create_task(self._watching())
         return listener
@@ -130,7 +133,7 @@ class ChannelServer:
                 loop.call_soon_threadsafe(call)
 
         def evidence_of(host: CacheHost) -> LoopEvidence:
-            return LoopEvidence(host.evidence, post)
+            return LoopEvidence(host.evidence, post, self._desk.metrics.evidence_lost.inc)
 
         office = _Office(self._desk, self._tokens, namespace, loop, post)
         name = f"local-channel-{self._numbered}"
@@ -238,29 +241,28 @@ class _Listener:
     def __init__(self, parent: Path, namespace: str, accepted: Callable[[socket.socket], None]) -> None:
         """OSError, and then nothing is left behind but folders."""
         folder = parent / namespace
-        for one in (parent, folder):
-            one.mkdir(mode=0o700, exist_ok=True)
-            one.chmod(0o700)
         self.path = folder / wire.SOCKET_NAME
         self._accepted = accepted
         self._pause: asyncio.TimerHandle | None = None
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._held = _locked(folder)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except BaseException:
+            os.close(self._held)
+            raise
         try:
             self._socket.setblocking(False)
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISSOCK(self.path.lstat().st_mode):
                     self.path.unlink()
-            descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                self._socket.bind(f"/proc/self/fd/{descriptor}/{wire.SOCKET_NAME}")
-            finally:
-                os.close(descriptor)
+            self._socket.bind(f"/proc/self/fd/{self._held}/{wire.SOCKET_NAME}")
             self.path.chmod(0o600)
             self._socket.listen(_BACKLOG)
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket.fileno(), self._accept)
         except BaseException:
             self._socket.close()
+            os.close(self._held)
             raise
 
     def _accept(self) -> None:
@@ -286,7 +288,34 @@ class _Listener:
             self._pause.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
+        # The lock is let go last: until then no other agent can have put a socket there.
         with contextlib.suppress(OSError):
             self.path.unlink()
         with contextlib.suppress(OSError):
             self.path.parent.rmdir()
+        os.close(self._held)
+
+
+def _locked(folder: Path) -> int:
+    """Makes the folder and its parent private and locks it; a descriptor of it that holds the lock. It is the
+    folder itself that is locked, so that nothing is left behind in it. OSError: EBUSY when another agent
+    holds it."""
+    for _ in range(_LOCK_TRIES):
+        for one in (folder.parent, folder):
+            one.mkdir(mode=0o700, exist_ok=True)
+            one.chmod(0o700)
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(held), folder.stat()):
+                    return held
+        except BlockingIOError:
+            os.close(held)
+            raise OSError(errno.EBUSY, "another agent has its channels there") from None
+        except BaseException:
+            os.close(held)
+            raise
+        # Its owner has removed it between the two calls.
+        os.close(held)
+    raise OSError(errno.EBUSY, "another agent makes and removes it")
