@@ -2,7 +2,8 @@
 
 Writes build/soak.json; exit status 1 when a claim fails. `--simulation` runs seeds of the simulated store
 instead, `--gates` simulated rollouts through the judge, `--machine` the release machine against a reference,
-`--kills` an operator that is killed at every write of a rollout, on a real API server."""
+`--kills` an operator that is killed at every write of a rollout, on a real API server, `--fences` an agent
+that is killed at every call by which it makes a fence durable."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ from tests.soak.gates.__main__ import main as gates
 from tests.soak.measures import Memory
 from tests.soak.soakfiles import Rates, SoakFiles
 from tests.soak.workload import MAX_TURNS, OPERATIONS, Board, Client, Corpus
+from tests.unit.release.agent_kills import main as fences
 from tests.unit.rollout.machine_fuzz import main as machine
 
 LAYOUT = ChunkLayout(2, 64, 64)
@@ -253,6 +255,7 @@ def main() -> int:
     parser.add_argument("--gates", action="store_true", help="simulated rollouts through the judge instead")
     parser.add_argument("--machine", action="store_true", help="the release machine in bad luck instead")
     parser.add_argument("--kills", action="store_true", help="SIGKILL at every write of a rollout instead")
+    parser.add_argument("--fences", action="store_true", help="SIGKILL at every durable write of an agent")
     options, rest = parser.parse_known_args()
     if options.gates:
         return gates(["--seed", str(options.seed), *rest])
@@ -262,6 +265,8 @@ def main() -> int:
         return machine(["--seed", str(options.seed), *rest])
     if options.kills:
         return kills(rest)
+    if options.fences:
+        return fences(["--seed", str(options.seed), *rest])
     if rest:
         parser.error(f"unknown: {' '.join(rest)}")
     with tempfile.TemporaryDirectory(prefix="kvtier-soak-", dir=options.folder) as folder:

@@ -33,6 +33,7 @@ from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.receipts import SelectionFacts
+from kvtier_core.release.durable import Syscalls
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
 from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.manifest import RuntimeManifest
@@ -202,7 +203,9 @@ class Bench:
         clock: FakeClock | None = None,
         blocks_of: BlocksOf = lambda engine: None,
         baseline: RuntimeManifest | None = None,
+        calls: Syscalls | None = None,
     ) -> None:
+        """calls: of what is made durable; the real ones by default."""
         self.clock = clock or FakeClock()
         self.engines: list[FakeEngine] = []
         self.engines_made: Callable[[RuntimeManifest], FakeEngine] = FakeEngine
@@ -214,7 +217,7 @@ class Bench:
         configs = [TierConfig.parse(json.dumps(tier)) for tier in default_tiers(folder / "nvme")]
         self.node = Node(
             name="node-a",
-            state=StateDir(folder / "state"),
+            state=StateDir(folder / "state", calls),
             tiers=NodeTiers(configs, "uid-a"),
             limits=Limits(session_idle_seconds=5.0),
             clock=self.clock,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier_core.tiers.nvme import NvmeTier
 from kvtier_core.tiers.transfer import EraseItem, TransferItem
+from tests.forking import Tell, forked
 from tests.unit.core.nvme_files import KillingFiles, MemoryFiles
 from tests.unit.core.nvme_store import (
     FOREVER,
@@ -28,7 +27,6 @@ from tests.unit.core.nvme_store import (
 )
 
 SLOTS = 8
-Tell = Callable[[str], None]
 
 
 class Workload:
@@ -111,31 +109,9 @@ def fixed(tier: NvmeTier, tell: Tell) -> None:
     tier.close()
 
 
-def _play(folder: Path, at: int, how: str, out: int) -> None:
-    """In a child: never returns."""
-    pipe = os.fdopen(out, "w")
-    try:
-        tier = open_store(folder, SLOTS, KillingFiles(at, how), threads=1)
-        fixed(tier, lambda event: print(event, file=pipe, flush=True))
-        print("end", file=pipe, flush=True)
-    finally:
-        os._exit(3)
-
-
 def _killed(folder: Path, at: int, how: str) -> tuple[list[str], bool]:
     """Events that a child told before it was killed at its `at`-th operation; False: it ran to the end."""
-    back, out = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(back)
-        _play(folder, at, how, out)
-    os.close(out)
-    with os.fdopen(back, "rb") as pipe:
-        told = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
-    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    assert killed or told.endswith("end\n"), f"the child failed by itself: {told!r}"
-    return told.removesuffix("end\n").splitlines(), killed
+    return forked(lambda tell: fixed(open_store(folder, SLOTS, KillingFiles(at, how), threads=1), tell))
 
 
 @pytest.mark.parametrize("how", ["before", "half"])
