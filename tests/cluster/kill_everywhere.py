@@ -1,8 +1,9 @@
 """`make soak ARGS=--kills`: SIGKILL of the operator at every external write of a completing, a returning and
 an adopting rollout, before it is sent and after the server accepted it.
 
-Points come from a run without a death. Writes build/kills.json after each; `--from N` goes on. Exit status 1
-when a run does not end as the undisturbed one, or never came to its point.
+Points come from a run without a death. Writes build/kills.json after each; `--resume` keeps what is there
+without a problem and tries the others. Exit status 1 when a run does not end as the undisturbed one, or never
+came to its point.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from tests.cluster.kill_harness import (
     SCENARIOS,
     KillHarness,
+    Point,
     Scenario,
     certain,
     differs,
@@ -30,14 +32,35 @@ REPORT = Path(__file__).resolve().parents[2] / "build" / "kills.json"
 Row = dict[str, object]
 
 
-def walk(harness: KillHarness, scenario: Scenario, start: int, step: int) -> list[Row]:
+class Report:
+    """What was tried, in a file that is whole after each point."""
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self._path = path
+        kept: list[Row] = json.loads(path.read_text(encoding="utf-8")) if resume and path.exists() else []
+        self.rows = [row for row in kept if not row["problem"]]
+
+    def has(self, scenario: Scenario, point: Point) -> bool:
+        wanted = (scenario.name, str(point))
+        return any((row["scenario"], row["point"]) == wanted for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(self.rows, indent=1), encoding="utf-8")
+        fresh.replace(self._path)
+
+
+def walk(harness: KillHarness, scenario: Scenario, step: int, report: Report) -> None:
     """One row for each point tried."""
     reference = harness.run(scenario)
     found = points(reference)
     print(f"{scenario.name}: {reference.cost} writes of its own, {len(found)} points", flush=True)
-    rows: list[Row] = []
-    for number in range(start, len(found), step):
+    for number in range(0, len(found), step):
         point, began = found[number], time.monotonic()
+        if report.has(scenario, point):
+            continue
         try:
             ran = harness.run(scenario, point)
         except EventuallyError as error:
@@ -49,31 +72,32 @@ def walk(harness: KillHarness, scenario: Scenario, start: int, step: int) -> lis
         taken = time.monotonic() - began
         print(f"{number:4d} {point}: {problem or 'same'} ({cost} writes, {taken:.1f} s)", flush=True)
         where: Row = {"scenario": scenario.name, "number": number, "point": str(point)}
-        rows.append({**where, "reached": died, "writes": cost, "problem": problem})
-    return rows
+        report.add({**where, "reached": died, "writes": cost, "problem": problem})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [scenario.name for scenario in SCENARIOS]
     parser.add_argument("--scenario", choices=names, action="append", help="default: all")
-    parser.add_argument("--from", dest="start", type=int, default=0, help="number of the first point")
+    parser.add_argument("--resume", action="store_true", help="keep what the report has without a problem")
     parser.add_argument("--every", type=int, default=1, help="try each n-th point only")
     options = parser.parse_args(argv)
     wanted = [one for one in SCENARIOS if one.name in (options.scenario or names)]
-    rows: list[Row] = []
+    report = Report(REPORT, options.resume)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-kills-") as folder,
         open_cluster(None) as cluster,
         kill_harness(cluster, Path(folder), "kills") as harness,
     ):
         for scenario in wanted:
-            rows += walk(harness, scenario, options.start, options.every)
-            REPORT.parent.mkdir(parents=True, exist_ok=True)
-            REPORT.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    bad = [row for row in rows if row["problem"]]
-    print(f"{len(rows)} points, {len(bad)} with another end; report: {REPORT}")
-    return 1 if bad or not rows else 0
+            walk(harness, scenario, options.every, report)
+    for name in names:
+        tried = [row for row in report.rows if row["scenario"] == name]
+        reached, wrong = (sum(bool(row[what]) for row in tried) for what in ("reached", "problem"))
+        print(f"{name}: {len(tried)} points, {reached} reached, {wrong} with another end")
+    bad = [row for row in report.rows if row["problem"]]
+    print(f"{len(report.rows)} points, {len(bad)} with another end; report: {REPORT}")
+    return 1 if bad or not report.rows else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -283,8 +283,9 @@ def place_of(state: RolloutState) -> Place:
     return Place(str(state.phase), str(state.stage), state.step, state.attempt, cause)
 
 
-def run(seed: int, steps: int) -> Counter[str]:
-    """Raises Broken with the seed of the life in which it happened."""
+def run(seed: int, steps: int, tell: Callable[[int, int], None] = lambda done, seed: None) -> Counter[str]:
+    """Raises Broken with the seed of the life in which it happened. tell: hears after each life how many
+    steps are done and which seed is next, from which another run can go on."""
     seen: Counter[str] = Counter()
     done = 0
     while done < steps:
@@ -300,6 +301,7 @@ def run(seed: int, steps: int) -> Counter[str]:
         seen[f"ended {world.state.phase}"] += 1
         seen["passes"] += world.passes
         seed += 1
+        tell(done, seed)
     return seen
 
 
@@ -309,8 +311,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=1_000_000)
     options = parser.parse_args(argv)
     began = time.monotonic()
+
+    def tell(done: int, seed: int) -> None:
+        if done % (SEQUENCE * 25) == 0:
+            taken = time.monotonic() - began
+            print(f"{done} steps in {taken:.0f} s, nothing broken; next: --seed {seed}", flush=True)
+
     try:
-        seen = run(options.seed, options.steps)
+        seen = run(options.seed, options.steps, tell)
     except Broken as broken:
         print(f"BROKEN {broken}")
         return 1
