@@ -18,35 +18,9 @@ from kvtier_core.errors import CoreError
 from kvtier_core.release.enforcement import CacheEnforcement
 from kvtier_core.release.fences import Judgement
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
-from kvtier_evidence import metrics
-from kvtier_evidence.collector import cohort_seconds
-from kvtier_evidence.delta import DeltaLog
-from kvtier_evidence.gates import ONE, Pair
-from kvtier_evidence.window import WindowCounts, WindowKey
+from kvtier_evidence.window import WindowKey
 from tests.cluster.fake_agent import AgentState, FakeAgent, FakeControl, Held, Refusal
-
-UNITS = 900
-"""Requests of each arm in a window, all there from its first cohort on."""
-
-
-@dataclass
-class Harm:
-    """What goes wrong in the windows of this agent; shared with the test, read at each ReadEvidence."""
-
-    bad_output: bool = False
-    stage: str = ""
-    """Where the output is bad; empty: everywhere."""
-    silent: bool = False
-    prompts: tuple[str, ...] = ("a", "b")
-
-
-@dataclass
-class Window:
-    counts: WindowCounts
-    log: DeltaLog
-    opened_at: float
-    cohort: float
-    harmful: bool
+from tests.release_agents.evidence import Harm, MadeUpWindow, made_up_counts, made_up_window
 
 
 @dataclass
@@ -56,7 +30,7 @@ class RolloutState(AgentState):
     harm: Harm = field(default_factory=Harm)
     probe_digest: str = ""
     leases: dict[tuple[str, str], CacheEnforcement] = field(default_factory=dict)
-    windows: dict[WindowKey, Window] = field(default_factory=dict)
+    windows: dict[WindowKey, MadeUpWindow] = field(default_factory=dict)
     stages: list[str] = field(default_factory=list)
     stages_of_cache: dict[str, list[str]] = field(default_factory=dict)
 
@@ -168,14 +142,8 @@ class RolloutControl(FakeControl):
             window = self.state.windows.get(window_of(request.window))
             if window is None or self.state.harm.silent:
                 raise Refusal("WINDOW_UNKNOWN", "no such window")
-            here = self.state.harm.stage in ("", request.window.stage)
-            if self.state.harm.bad_output and here and not window.harmful:
-                window.harmful = True
-                self._spoil(window)
-            settled = int((time.monotonic() - window.opened_at) / window.cohort)
-            delta = window.log.read(
-                request.epoch, request.ack_seq, settled_cohort=settled, assigned_units=2 * UNITS
-            )
+            spoiled = self.state.harm.here(window_of(request.window))
+            delta = window.read(request.epoch, request.ack_seq, spoiled=spoiled, clock=time.monotonic)
             return delta_message(delta)
 
         return await self._answer("ReadEvidence", context, run)
@@ -212,41 +180,15 @@ class RolloutControl(FakeControl):
         key = window_of(request.window)
         if key in self.state.windows:
             return
-        counts = self._counts(request)
-        log = DeltaLog(self.state.boot_id, counts)
-        log.changed()
-        cohort = cohort_seconds(request.settle_ms / 1000)
-        self.state.windows[key] = Window(counts, log, time.monotonic(), cohort, harmful=False)
-
-    def _counts(self, request: control.GrantRequest) -> WindowCounts:
-        """Two arms of equal size and law: what a harmless candidate at half of the traffic looks like."""
-        counts = WindowCounts()
-        shadow = request.fence.stage == "Shadow"
-        for arm in (metrics.Arm.CANDIDATE, metrics.Arm.BASELINE):
-            counts.of(metrics.REQUESTS, arm).histogram.add(1.0, UNITS)
-            if not shadow:
-                counts.of(metrics.MEASURED, arm).histogram.add(1.0, UNITS)
-                counts.of(metrics.EXPOSED_STALL_FRACTION, arm).histogram.add(0.0, UNITS)
-                for step in range(9):
-                    value = 0.010 + 0.001 * step
-                    counts.of(metrics.TPOT_RATIO, arm).histogram.add(value, UNITS // 9)
-        counts.of(metrics.OUTPUT_RELATIVE_ERROR, metrics.Arm.CANDIDATE).histogram.add(0.001, UNITS)
-        counts.of(metrics.OUTPUT_MISMATCHES, metrics.Arm.CANDIDATE).histogram.add(0.0, UNITS)
-        if not shadow:
-            counts.sessions_candidate, counts.sessions_total = UNITS, 2 * UNITS
-        for gate in request.gates:
-            if gate.metric == metrics.TASK_SCORE_DROP:
-                for prompt in self.state.harm.prompts:
-                    counts.probes[gate.name, self.state.probe_digest, prompt] = Pair.of(0.0)
-        return counts
-
-    def _spoil(self, window: Window) -> None:
-        """From now on every further compared request is far over the limit of the gate called output."""
-        into = window.counts.of(metrics.OUTPUT_RELATIVE_ERROR, metrics.Arm.CANDIDATE)
-        into.histogram.add(9.0, UNITS)
-        for sums in (into.above_up, into.above_down):
-            sums["output"] = sums.get("output", 0) + UNITS * ONE
-        window.log.changed()
+        counts = made_up_counts(
+            request.fence.stage,
+            [(gate.name, gate.metric) for gate in request.gates],
+            probe_digest=self.state.probe_digest,
+            prompts=self.state.harm.prompts,
+        )
+        self.state.windows[key] = made_up_window(
+            self.state.boot_id, counts, settle_seconds=request.settle_ms / 1000, clock=time.monotonic
+        )
 
 
 def _refusal(error: CoreError) -> Refusal:
