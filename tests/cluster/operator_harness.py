@@ -96,7 +96,7 @@ class RunningOperator:
 
     def idle(self) -> bool:
         asked = asyncio.run_coroutine_threadsafe(_async(self.operator.idle), self.loop)
-        return asked.result(5)
+        return bool(asked.result(5))
 
 
 async def _async(function: Any) -> Any:
