@@ -31,6 +31,7 @@ from tests.cluster.operator_harness import (
     tier_class,
     wait_condition,
 )
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(240)
 NAMESPACE = "op-process"
@@ -218,11 +219,3 @@ def command(world: World, identity: str) -> Iterator[Command]:
         popen.wait(10)
         for reader in readers:
             reader.join(5)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

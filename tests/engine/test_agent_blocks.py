@@ -230,11 +230,11 @@ def test_a_deletion_waits_for_readers_and_says_so(server: BlockServer) -> None:
 def test_a_full_disk_refuses_what_has_no_room_and_serves_what_there_is(tmp_path: Path) -> None:
     files = FullDisk()
     with block_server(tmp_path, memory=16, files=files) as server:
-        client = server.client(timeout=2.0)
+        client = server.client(timeout=20.0)
         tokens, payloads, _ = stored(client, 8)
         files.full = True
         more = tokens_of(30, 3)
-        answer = client.store(
+        answer = server.client(timeout=3.0).store(
             SOURCE, more, [payload_of(3000 + at) for at in range(30)], committed_frontier=len(more)
         )
         kept = [at for at, block in enumerate(answer) if block.refusal is None]
@@ -306,11 +306,11 @@ def test_two_readers_of_one_bad_copy_both_read_another(
         """Neither looks at the copy before both hold it."""
         if id(self) not in met:
             met.add(id(self))
-            both.wait(10.0)
+            both.wait(30.0)
         return encode(self, *step)
 
     with block_server(tmp_path, memory=16) as server:
-        client, other = server.client(timeout=10.0), server.client(timeout=10.0)
+        client, other = server.client(timeout=20.0), server.client(timeout=20.0)
         tokens, payloads, keys = stored(client, 40)
         client.load(SOURCE, tokens[: 4 * BLOCK_TOKENS])
         line = server.store.directory.find(keys[1])
@@ -322,7 +322,7 @@ def test_two_readers_of_one_bad_copy_both_read_another(
         with ThreadPoolExecutor(2) as readers:
             loads = [readers.submit(each.load, SOURCE, Keys((keys[1],))) for each in (client, other)]
             for load in loads:
-                assert bytes(load.result(20.0).blocks[0].payload) == payloads[1]
+                assert bytes(load.result(60.0).blocks[0].payload) == payloads[1]
         assert len(met) == 2
         eventually(server.idle, "nothing is held")
 

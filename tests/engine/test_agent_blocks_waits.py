@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,7 +72,7 @@ def test_each_block_leaves_as_soon_as_it_is_there(server: BlockServer, gate: Gat
             block = pool.submit(next, arriving)
             eventually(lambda: gate.holds(keys[at]), "the read has been asked for")  # noqa: B023
             gate.let_block(keys[at])
-            loaded: LoadedBlock = block.result(10)
+            loaded: LoadedBlock = block.result(30)
             assert (loaded.index, bytes(loaded.payload)) == (at, payload_of(at))
             assert server.store.reads.fetched == at + 1
     arriving.close()
@@ -81,30 +80,27 @@ def test_each_block_leaves_as_soon_as_it_is_there(server: BlockServer, gate: Gat
     eventually(server.idle, "nothing is held")
 
 
+async def turns() -> None:
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 def test_storage_that_does_not_answer_costs_the_call_and_nobody_else(server: BlockServer, gate: Gate) -> None:
     hot = tokens_of(1, 3)
-    other = server.client(timeout=5.0)
+    other = server.client(timeout=20.0)
 
     def slow() -> KvtierError:
         with pytest.raises(KvtierError) as refused:
-            server.client(timeout=1.0).load(SOURCE, tokens_of(COLD))
+            server.client(timeout=3.0).load(SOURCE, tokens_of(COLD))
         return refused.value
-
-    async def lag() -> float:
-        """The longest that the loop kept anyone waiting in half a second."""
-        worst, end = 0.0, time.monotonic() + 0.5
-        while time.monotonic() < end:
-            before = time.monotonic()
-            await asyncio.sleep(0)
-            worst = max(worst, time.monotonic() - before)
-        return worst
 
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(slow)
         eventually(lambda: gate.waiting > 0, "the read has been asked for")
-        assert server.on_loop(lag) < 0.5
+        # The loop turns and others are served while storage keeps still; with it they would wait for ever.
+        server.on_loop(turns)
         assert bytes(other.load(SOURCE, hot).blocks[0].payload) == payload_of(3000)
-        assert late.result(10).reason is Reason.FETCH_LATE
+        assert late.result(30).reason is Reason.FETCH_LATE
     eventually(lambda: not server.host.calls, "the call has ended")
     gate.release()
     eventually(server.idle, "nothing is held")
@@ -138,7 +134,7 @@ def test_a_reader_that_stalls_holds_nothing_beyond_its_deadline(server: BlockSer
     )
     pinned = client.lookup(SOURCE, tokens[: 8 * BLOCK_TOKENS], pin_seconds=30)
     request = blocks_pb2.LoadBlocksRequest(
-        scope=server.scope(SOURCE, deadline_ms=1500), span=span(len(sent), 5), pin_id=pinned.pin_id
+        scope=server.scope(SOURCE, deadline_ms=3000), span=span(len(sent), 5), pin_id=pinned.pin_id
     )
     # Small windows of flow control, so that a reader who reads nothing is noticed.
     narrow = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
@@ -157,7 +153,7 @@ def test_a_writer_that_stalls_is_ended_at_its_deadline(server: BlockServer) -> N
 
     def parts() -> Iterator[blocks_pb2.StoreBlocksPart]:
         begun = blocks_pb2.StoreBegin(
-            scope=server.scope(SOURCE, deadline_ms=300),
+            scope=server.scope(SOURCE, deadline_ms=2000),
             span=span(2, 9),
             block_bytes=len(payload_of(0)),
             committed_frontier=2 * BLOCK_TOKENS,

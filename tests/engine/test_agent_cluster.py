@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
-import socket
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from kvtier_crds.models.kvnode import KVNode
 from tests.cluster.kvtier_localplane import Cluster, eventually
 from tests.engine.agent_process import CALL_SECONDS, baseline_manifest, quest_candidate, running_agent
 from tests.engine.attention_driver import Engine
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -84,7 +84,7 @@ def test_registration_drain_and_return(control_plane: Cluster, kubeconfig: Path)
             model = KVNode.model_validate(json.loads(shown)) if shown.strip() else None
             return model if model is not None and model.status is not None and ready(model) else None
 
-        result = eventually(found, 30)
+        result = eventually(found, 120)
         assert result is not None
         return result
 
@@ -106,16 +106,17 @@ def test_registration_drain_and_return(control_plane: Cluster, kubeconfig: Path)
         stored = control_plane.get("kvnode", NODE)
         [owner] = stored["metadata"]["ownerReferences"]
         assert (owner["kind"], owner["uid"]) == ("Node", uid)
-        eventually(lambda: lease()["holderIdentity"] == agent.boot_id, 30)
+        eventually(lambda: lease()["holderIdentity"] == agent.boot_id, 60)
         renewed = lease()["renewTime"]
-        eventually(lambda: lease()["renewTime"] > renewed, 30)
+        eventually(lambda: lease()["renewTime"] > renewed, 60)
         written = control_plane.get("kvnode", NODE)["metadata"]["resourceVersion"]
 
-        request = agent.grant(manifest, quest_candidate(manifest), ttl_ms=4_000)
+        request = agent.grant(manifest, quest_candidate(manifest))
         node = kv_node(lambda node: bool(node.status and node.status.candidates))
         assert node.status is not None
         [held] = node.status.candidates
         assert (held.fence, held.digest) == (request.fence.value, request.digest)
+        agent.grant(manifest, quest_candidate(manifest), ttl_ms=3_000)
         # It leaves the status when the lease has ended, though nobody told the agent.
         kv_node(lambda node: not (node.status and node.status.candidates))
         after = control_plane.get("kvnode", NODE)["metadata"]["resourceVersion"]
@@ -142,7 +143,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def wait_for(self, name: str) -> Span:
         while True:
-            span = self.spans.get(timeout=30)
+            span = self.spans.get(timeout=60)
             if span.name == name:
                 return span
 
@@ -179,7 +180,7 @@ def test_one_trace_from_the_operators_call_to_the_step() -> None:
             session.close()
             agent.control.GetState(control_pb2.GetStateRequest(), timeout=CALL_SECONDS, metadata=metadata)
             state = kept.wait_for("Control.GetState")
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as scraped:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as scraped:
                 metrics = scraped.read().decode()
         assert step.trace_id.hex() == "a" * 32
         [link] = step.links
@@ -187,10 +188,3 @@ def test_one_trace_from_the_operators_call_to_the_step() -> None:
         assert state.trace_id.hex() == TRACE
         assert 'kvtier_agent_rpc_duration_seconds_count{code="OK",method="Control.Grant"}' in metrics
         assert "kvtier_agent_compared_steps_total 1.0" in metrics
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port

@@ -11,7 +11,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.kvtier_localplane import Cluster, eventually
+from tests.ports import free_port
 
 from .processes import Child, installed
 
@@ -42,12 +42,6 @@ _START = time.monotonic()
 def elapsed() -> float:
     """Seconds since the demo started."""
     return time.monotonic() - _START
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -19,12 +19,12 @@ from kvtier.v1 import control_pb2, control_pb2_grpc
 from kvtier_agent import node as node_module
 from kvtier_agent.cachesession import CacheName
 from kvtier_agent.cli import EXIT_CUT_OFF, build_parser, main
+from kvtier_agent.commands import Command
 from kvtier_agent.config import AgentConfig, ConfigError
 from kvtier_agent.engine_port import EngineRunner
 from kvtier_agent.evidence_windows import EvidenceWindows
 from kvtier_agent.keyedlocks import KeyedLocks
 from kvtier_agent.metricshttp import MetricsHttp
-from kvtier_agent.node import Command
 from kvtier_agent.nodeends import CacheEnds
 from kvtier_agent.rpc import RpcScope
 from kvtier_agent.server import AgentServer
@@ -36,6 +36,7 @@ from kvtier_core.release.leases import FenceToken
 from kvtier_crds.manifest import RuntimeManifest
 from tests.cluster.kvtier_localplane.pki import CertificateAuthority
 from tests.engine.agent_process import CACHE, agent_arguments, baseline_manifest, default_tiers
+from tests.ports import free_port
 from tests.unit.agent.agent_fakes import Bench, FakeEngine
 
 
@@ -283,9 +284,7 @@ async def test_a_command_that_lost_its_caller_is_waited_for() -> None:
 
 
 async def test_the_metrics_port_is_closed_with_its_thread() -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    port = free_port()
     served = MetricsHttp(port, "127.0.0.1", CollectorRegistry())
     socket.create_connection(("127.0.0.1", port), 5).close()
     assert await served.stop(10) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import aiohttp
@@ -12,16 +11,11 @@ from kvtier_operator.external.config import ExternalOptions, OtlpOptions
 from kvtier_operator.external.prometheus import PrometheusOptions
 from kvtier_operator.external.query import parse_query
 from kvtier_operator.external.serving import sources
+from tests.ports import free_port
 from tests.unit.evidence.evidence_builders import key
 from tests.unit.external.prometheus_fake import FakePrometheus, application, serving
 from tests.unit.external.test_external_otlp import PROTO, export, total
 from tests.unit.external.test_external_reading import OPENED, PACE, gate
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 async def test_none_is_none() -> None:
