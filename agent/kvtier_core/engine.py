@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from kvtier_core.assembly import LiveConfiguration, LiveTier, Node, build_tiers, check_manifest, close_tiers
+from kvtier_core.carrying import Carriage
 from kvtier_core.credits import PINNED, STAGING, CreditLedger
 from kvtier_core.edits.checks import placed
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
@@ -60,7 +61,7 @@ from kvtier_core.streaming import READ_TIMEOUT_SECONDS
 from kvtier_core.tiers.base import TierMount
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme.crypto import KeyProvider
-from kvtier_crds.beside import needs_own_engine
+from kvtier_crds.beside import changed_fields, needs_own_engine
 from kvtier_crds.manifest import Fallback, RuntimeManifest
 
 STAGING_BUFFERS = WINDOW
@@ -198,15 +199,11 @@ class CacheEngine:
             self._plans.late,
         )
         self._store.moved = self._forget_views
-        self.prefixes = Prefixes(self._store, self._lock, self._sessions, self._contexts)
-        self._edits = Edits(
-            self._store,
-            self._manifest.model,
-            node.clock,
-            self._number,
-            self._runner.producer,
-            self._runner.digest_of,
-        )
+        mine = self._store, self._lock, self._sessions, self._contexts
+        self.prefixes = Prefixes(*mine)
+        self.carriage = Carriage(*mine, self._runner, self.open_session, self.close_session)
+        producers = self._runner.producer, self._runner.digest_of
+        self._edits = Edits(self._store, self._manifest.model, node.clock, self._number, *producers)
         self._statistics = Statistics(
             live, self._store, self._all_credits, self._shared, staging, recoveries(tiers)
         )
@@ -225,9 +222,10 @@ class CacheEngine:
         """Runs another exact manifest over the same tiers: its placement and contract, and its name, from the
         next frame on; sessions go on. UNSUPPORTED when anything else differs, MANIFEST_INVALID."""
         check_manifest(manifest)
-        refused = needs_own_engine(self.live_manifest(), manifest)
-        if refused:
-            raise CoreError(Reason.UNSUPPORTED, refused)
+        running = self.live_manifest()
+        if needs_own_engine(running, manifest):
+            fields = ", ".join(changed_fields(running, manifest))
+            raise CoreError(Reason.UNSUPPORTED, f"{fields} cannot all change in an engine that runs")
         with self._lock:
             self._manifest = manifest
             self._live = replace(self._live, placement=manifest.placement, contract=manifest.contract)
@@ -372,11 +370,11 @@ class CacheEngine:
                 return self._general(request, mode)
             return in_candidates_name(self._resident.answer(frame), mode)
 
-    def _forget_views(self, session: Session) -> None:
+    def _forget_views(self, session: Session, line: int) -> None:
         """Views of the place that a chunk has left would keep its memory."""
         context = self._contexts.get(session.session_id)
         if context is not None:
-            context.forget_views()
+            context.forget_line(line)
 
     def _prepared(self, request: StepRequest, mode: StepMode) -> ResidentFrame | None:
         """The frame on the short way; None when it is not for that."""

@@ -70,6 +70,7 @@ class Lanes:
             and bool(mode.lane)
             and not mode.compare
             and mode.selector is None
+            and mode.plan is None
             and self._plans.lane_of(session_id) == mode.lane
         )
 

@@ -33,6 +33,10 @@ class PlacementStamp:
         cells = self._directory.cells("epoch")
         return [cells[line] for line in self._lines]
 
+    def covers(self, line: int) -> bool:
+        """Whether it was taken of that line among others."""
+        return line in self._lines
+
     def holds(self, lines: list[int]) -> bool:
         """Whether the layer still has these lines, each at the same placement version and readable. A few
         comparisons while nothing at all has changed in the directory."""

@@ -59,7 +59,7 @@ class RowStore:
         self._owners: dict[int, tuple[Session, ...]] = {}
         self._borrowed: dict[int, tuple[int, int]] = {}
         self._epochs = 0
-        self.moved: Callable[[Session], object] = lambda session: None
+        self.moved: Callable[[Session, int], object] = lambda session, line: None
         self.transactions = Transactions(directory, ledger, tiers, self.identity_of, self._published)
         self.placement: Placement
 
@@ -90,7 +90,7 @@ class RowStore:
         self.identities[line] = identity
         for session in self._owners[line]:
             session.snapshot_generation += 1
-            self.moved(session)
+            self.moved(session, line)
 
     def start_step(self, session: Session) -> None:
         """Names the recency of what the session seals from now on."""

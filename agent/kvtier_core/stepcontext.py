@@ -71,6 +71,12 @@ class StepContext:
         """Lets go of what frames on the short way keep."""
         self.resident = [None] * len(self.session.layers)
 
+    def forget_line(self, line: int) -> None:
+        """As `forget_views`, of the layer whose chunk that line is; a line of none changes nothing."""
+        for layer, kept in enumerate(self.resident):
+            if kept is not None and kept.stamp.covers(line):
+                self.resident[layer] = None
+
     def begin(self, request: StepRequest) -> None:
         """A frame comes. Surprisals that come with it are taken, and rows that waited for them go to the
         layer's index: they are of tokens and not of the frame, so they stay when it is refused. A frame of
