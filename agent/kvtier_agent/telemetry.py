@@ -179,7 +179,7 @@ class Metrics:
             "kvtier_agent_compared_steps", "Steps answered twice for comparison", registry=registry
         )
         self.evidence_lost = Counter(
-            "kvtier_agent_evidence_lost",
+            "kvtier_agent_evidence_lost_steps",
             "Errors of compared steps that a late event loop has made missing values",
             registry=registry,
         )
