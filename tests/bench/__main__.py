@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the suites and end")
     parser.add_argument("--markdown", type=Path, help="also write the table there, for the documentation")
     parser.add_argument("--out", type=Path, help="file (default: build/bench/SUITE.json)")
-    args = parser.parse_args(argv)
+    args, more = parser.parse_known_args(argv)
     if args.suite is not None and args.suite.replace("-", "_") in suites():
         args.suite = args.suite.replace("-", "_")
     if args.list or args.suite is None:
@@ -39,7 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.suite not in suites():
         print(f"no suite {args.suite!r}; there are: {', '.join(suites())}", file=sys.stderr)
         return 2
-    rows: list[Row] = list(importlib.import_module(f"tests.bench.{PREFIX}{args.suite}").rows())
+    module = importlib.import_module(f"tests.bench.{PREFIX}{args.suite}")
+    # A suite that takes arguments of its own reads them itself; the others take none.
+    if more and not hasattr(module, "parser"):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    rows: list[Row] = list(module.rows(more) if hasattr(module, "parser") else module.rows())
     out = args.out or FOLDER / f"{args.suite}.json"
     write_report(out, rows)
     if args.markdown is not None:

@@ -1,0 +1,50 @@
+"""Release control at scale, against a real API server, with the operator as it is shipped and many agents.
+
+`ARGS="--minutes 30 --idle-minutes 10"` is the run that docs/benchmarks/release.md tells of; `--caches 60
+--agents 10 --minutes 0.2 --idle-minutes 0.2` is over in a minute. `--parts` chooses among the parts below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from tests.bench import release_load
+from tests.bench.release_objects import Sizes
+from tests.bench.release_world import open_world
+from tests.bench.rows import Row
+
+PARTS = ("load",)
+
+
+def rows(arguments: Sequence[str] = ()) -> Iterator[Row]:
+    options = parser().parse_args(arguments)
+    parts = options.parts.split(",")
+    unknown = sorted(set(parts) - set(PARTS))
+    if unknown:
+        raise ValueError(f"--parts: {', '.join(unknown)}; there are: {', '.join(PARTS)}")
+    if "load" in parts:
+        yield from asyncio.run(_load(options))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m tests.bench release", description=__doc__)
+    made.add_argument("--caches", type=int, default=1000, help="each with one rollout")
+    made.add_argument("--agents", type=int, default=200)
+    made.add_argument("--pool-size", type=int, default=5, help="agents of a pool, on which a cache lies")
+    made.add_argument("--minutes", type=float, default=3.0, help="of edits")
+    made.add_argument("--idle-minutes", type=float, default=1.0)
+    made.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    return made
+
+
+async def _load(options: argparse.Namespace) -> list[Row]:
+    sizes = Sizes(options.caches, options.agents, options.pool_size)
+    async with open_world(sizes) as world, release_load.watched(world) as load:
+        await release_load.populate(load)
+        return [
+            *await release_load.under_edits(load, options.minutes),
+            *await release_load.by_steps(load),
+            *await release_load.idle(load, options.idle_minutes),
+        ]

@@ -1,0 +1,93 @@
+"""What the watches tell a bench: when an edit was seen, when a status answered it, how often fences moved.
+
+Both moments come from the same watch, so the time that it takes to deliver is in neither. It must not edit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tests.bench.release_api import Json
+
+Key = tuple[str, str, str]
+"""Plural, namespace, name."""
+
+
+@dataclass
+class Tracker:
+    """Fed by watches. `latencies`: seconds from a spec's change to the status that has observed it."""
+
+    statuses: dict[Key, Json] = field(default_factory=dict)
+    uids: dict[Key, str] = field(default_factory=dict)
+    latencies: list[float] = field(default_factory=list)
+    transitions: Counter[str] = field(default_factory=Counter)
+    last_change: float = 0.0
+    _generations: dict[Key, int] = field(default_factory=dict)
+    _open: dict[Key, dict[int, float]] = field(default_factory=dict)
+
+    def feed(self, plural: str, kind: str, obj: Json, now: float) -> None:
+        """One event of a watch."""
+        metadata = obj["metadata"]
+        key = plural, metadata["namespace"], metadata["name"]
+        self.last_change = now
+        if kind == "DELETED":
+            self.statuses.pop(key, None)
+            return
+        status = obj.get("status") or {}
+        before = self.statuses.get(key) or {}
+        self.statuses[key], self.uids[key] = status, metadata["uid"]
+        generation = int(metadata.get("generation") or 0)
+        if generation > self._generations.get(key, 0):
+            self._generations[key] = generation
+            self._open.setdefault(key, {})[generation] = now
+        observed = int(status.get("observedGeneration") or 0)
+        waiting = self._open.get(key)
+        if waiting:
+            for one in [one for one in waiting if one <= observed]:
+                self.latencies.append(now - waiting.pop(one))
+        if plural == "kvrollouts" and before and status.get("fence") != before.get("fence"):
+            self.transitions[str(status.get("stage"))] += 1
+
+    def unanswered(self) -> int:
+        """Edits that no status has observed yet."""
+        return sum(len(waiting) for waiting in self._open.values())
+
+    def begin(self) -> None:
+        """Counts from now on; what is still open is forgotten."""
+        self.latencies.clear()
+        self.transitions.clear()
+        self._open.clear()
+
+
+def lateness(moments: list[float], interval: float) -> list[float]:
+    """How late each read of one window was, in seconds, by the operator's own rule: the first read sets the
+    beat, and a beat that was missed is made up for once."""
+    if not moments:
+        return []
+    due, late = moments[0] + interval, []
+    for moment in moments[1:]:
+        if moment < due:
+            # An extra look, or the answer to one that was sent twice.
+            continue
+        late.append(moment - due)
+        due += (int((moment - due) / interval) + 1) * interval
+    return late
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Of the values as they are, the next one above the share; 0 without any."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Of the straight line that is nearest by squares; 0 for fewer than two points."""
+    if len(points) < 2:
+        return 0.0
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
