@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,17 @@ import grpc
 import numpy as np
 import pytest
 
-from kvtier.v1 import attention_pb2, blocks_pb2, common_pb2
+from kvtier.v1 import attention_pb2, blocks_pb2, common_pb2, control_pb2
+from kvtier_agent.boottime import boottime_ns
 from kvtier_crds.manifest import Geometry, RuntimeManifest
-from tests.engine.agent_process import Agent, baseline_manifest, detail_of, running_agent
+from tests.engine.agent_process import (
+    CACHE,
+    Agent,
+    baseline_manifest,
+    detail_of,
+    quest_candidate,
+    running_agent,
+)
 from tests.engine.attention_driver import CALL_SECONDS, Driver, Engine, named, wire_geometry
 
 pytestmark = pytest.mark.timeout(400)
@@ -310,3 +322,56 @@ def test_support_digest_is_not_the_hash_of_nothing(engine: Engine, manifest: Run
     assert answer.receipt.support_digest
     assert answer.receipt.support_digest != f"sha256:{hashlib.sha256(b'').hexdigest()}"
     session.close()
+
+
+def until(found: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Waits for a condition of another process; fails at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process does nothing inside, whatever arrives for it."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        state = Path(f"/proc/{pid}/stat")
+        until(lambda: state.read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_an_agent_stopped_past_its_lease_serves_no_step_of_the_candidate_when_it_goes_on(
+    agent: Agent, engine: Engine, manifest: RuntimeManifest
+) -> None:
+    """What arrived meanwhile is answered by what is permitted now: a step exactly, a renewal not at all."""
+    ttl_ms = 1_000
+    candidate = quest_candidate(manifest)
+    agent.grant(manifest, candidate)
+    session = engine.open(manifest)
+    session.forward(600)
+    assert {a.receipt.exactness for a in session.forward(1)} == {attention_pb2.APPROXIMATE}
+    held = agent.grant(manifest, candidate, ttl_ms=ttl_ms)
+    with stopped(agent.process.pid):
+        ended = boottime_ns() + ttl_ms * 1_000_000
+        frame = session.frame(0, 1, session.frontier)
+        session.send(frame)
+        item = control_pb2.RenewItem(cache=CACHE, fence=held.fence, digest=held.digest, ttl_ms=ttl_ms)
+        renewal = control_pb2.RenewRequest(boot_id=agent.boot_id, items=[item])
+        renewing = agent.control.Renew.future(renewal, timeout=CALL_SECONDS)
+        until(lambda: boottime_ns() > ended)
+    answer = session.receive()
+    session.note(0, frame)
+    assert answer.receipt.exactness == attention_pb2.EXACT_OVER_APPROXIMATE_HISTORY
+    assert answer.receipt.fallback == "LeaseExpired"
+    assert np.abs(session.output(answer) - session.expected(frame)).max() < 2e-5
+    [result] = renewing.result().results
+    assert common_pb2.Reason.Name(result.error.reason) == "LEASE_EXPIRED"
+    cache = agent.state().caches[0]
+    assert not cache.HasField("candidate")
+    assert (cache.returned_reason, cache.returned_fence) == ("LeaseExpired", held.fence.value)
+    session.close()
+    agent.revoke()
