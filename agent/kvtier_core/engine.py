@@ -271,7 +271,7 @@ class CacheEngine:
             bound = source.digest()
             indexes: list[LayerIndex | None] = [None] * layers
             if family is not None:
-                indexes = list(family.indexes(bound, layers))
+                indexes = list(family.indexes(bound, layers, spec.score_scale))
             self._sessions[session_id] = session
             self._contexts[session_id] = StepContext.opened(session, bound, family, indexes)
             return SessionHandle(session_id, number)

@@ -1,4 +1,4 @@
-"""Whether one engine can answer by two manifests at once: the baseline that it runs and a candidate.
+"""What a candidate may change beside the running baseline, and whether it needs an engine of its own for that.
 
 Why it exists: the operator refuses a candidate before any agent hears of it, an agent refuses one that it is
 granted all the same, and both must draw the line at the same place. Pure; it must not know what an engine or
@@ -10,21 +10,50 @@ from __future__ import annotations
 from kvtier_crds.manifest import RuntimeManifest
 
 BESIDE = frozenset({"selector", "contract", "placement"})
-"""Fields of which each session may have its own. Rows, tiers and numerics are one for all sessions."""
+"""Fields of which each session may have its own in one engine. Rows, tiers and numerics are one for all."""
+
+OWN_ENGINE = frozenset({"tiers", "page_tokens", "chunk_tokens"})
+"""Fields that an engine is built for; a candidate that changes one has an engine beside the baseline's."""
 
 
 def changed_fields(old: RuntimeManifest, new: RuntimeManifest) -> tuple[str, ...]:
-    """Names of the manifest's top-level fields that differ, sorted."""
-    before, after = old.model_dump(by_alias=True), new.model_dump(by_alias=True)
-    return tuple(sorted(name for name in after if before.get(name) != after[name]))
+    """Names of the manifest's top-level fields that differ, sorted, as the documents write them."""
+    return tuple(sorted(_written(name) for name in _changed(old, new)))
 
 
-def needs_own_engine(running: RuntimeManifest, candidate: RuntimeManifest) -> str:
-    """The sentence for a person, naming the fields; empty when one engine can answer by both."""
-    fields = [name for name in changed_fields(running, candidate) if name not in BESIDE]
-    if not fields:
-        return ""
-    return (
-        f"{', '.join(fields)} cannot change beside the running baseline: all sessions of a cache share its "
-        f"rows and tiers; a rollout may change {', '.join(sorted(BESIDE))}"
-    )
+def needs_own_engine(running: RuntimeManifest, candidate: RuntimeManifest) -> bool:
+    """Whether one engine cannot answer by both."""
+    return bool(_changed(running, candidate) - BESIDE)
+
+
+def needs_new_cache(running: RuntimeManifest, candidate: RuntimeManifest) -> str:
+    """The sentence for a person why the candidate cannot stand beside the baseline at all; empty when it
+    can."""
+    fields = _changed(running, candidate) - BESIDE - OWN_ENGINE
+    if fields:
+        legal = ", ".join(sorted(_written(name) for name in BESIDE | OWN_ENGINE))
+        named = ", ".join(sorted(_written(name) for name in fields))
+        return (
+            f"{named} cannot change beside the running baseline, only in a new KVCache; a rollout may change "
+            f"{legal}"
+        )
+    if candidate.selector is not None and needs_own_engine(running, candidate):
+        return (
+            "a selector is judged against the baseline's own engine: bring the other changes by a rollout of "
+            "their own first"
+        )
+    return ""
+
+
+def beside(running: RuntimeManifest, candidate: RuntimeManifest) -> RuntimeManifest:
+    """What would run: the baseline with everything that a candidate may change taken from it."""
+    return running.model_copy(update={name: getattr(candidate, name) for name in BESIDE | OWN_ENGINE})
+
+
+def _changed(old: RuntimeManifest, new: RuntimeManifest) -> frozenset[str]:
+    before, after = old.model_dump(), new.model_dump()
+    return frozenset(name for name in after if before[name] != after[name])
+
+
+def _written(name: str) -> str:
+    return RuntimeManifest.model_fields[name].alias or name

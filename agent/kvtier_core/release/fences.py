@@ -48,6 +48,7 @@ class FenceRecord:
     rollout_uid: str = ""
     key_secret: str = ""  # names the keys that what is stored is encrypted under; empty: the agent's default
     admission: str = ""  # of transfers, JSON; empty: undeclared
+    place: str = ""  # names the folders that the baseline's engine has on storage
 
 
 class FenceStore(Protocol):
