@@ -271,6 +271,9 @@ class CacheFrames:
             lost = not self._enforcement.may_publish(session.assignment)
             fallback = self._enforcement.why_exact() if lost else result.receipt.fallback
         self._check_fallback(session, result, evidence)
+        if result.refused is not None:
+            # By the candidate's own engine: also of a session that it was to answer for comparison only.
+            _count(session.window, result.refused, evidence)
         return FrameAnswer(result, served, fallback, self._compared(session, frame, result, evidence))
 
     def _progress(
@@ -321,7 +324,7 @@ class CacheFrames:
         if session.window is not None and session.counted:
             evidence.step_error(session.window, session.handle.session_id, frame.step, total)
             terms = session.assignment.terms
-            if terms is not None and terms.selector is None and total != 0:
+            if terms is not None and terms.selector is None and not total <= terms.tolerance:
                 evidence.zero_tolerance(session.window, OUTPUT_MISMATCHES)
         return total
 
@@ -347,8 +350,13 @@ def count_refusal(
     window: WindowKey | None, assignment: Assignment, error: CoreError, evidence: FrameEvidence
 ) -> None:
     """Of a session's frame, or of its opening."""
+    if assignment.arm is ServedArm.CANDIDATE:
+        _count(window, error, evidence)
+
+
+def _count(window: WindowKey | None, error: CoreError, evidence: FrameEvidence) -> None:
     counter = _COUNTER_OF.get(error.reason)
-    if window is not None and counter is not None and assignment.arm is ServedArm.CANDIDATE:
+    if window is not None and counter is not None:
         evidence.zero_tolerance(window, counter)
 
 

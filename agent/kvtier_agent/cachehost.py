@@ -112,7 +112,8 @@ class CacheHost:
         window = self.window if assignment.terms is not None else None
         candidate = assignment.terms if self._may_need_candidate(assignment) else None
         serves = assignment.arm is ServedArm.CANDIDATE
-        terms = SessionTerms(facts.tenant, score_scale, max_tokens, candidate, gives, serves)
+        compared = candidate is not None and assignment.sampled
+        terms = SessionTerms(facts.tenant, score_scale, max_tokens, candidate, gives, serves, compared)
         try:
             handle = await self.runner.call(lambda: self.runner.engine.open_session(terms))
         except CoreError as error:

@@ -7,9 +7,10 @@ from importlib.metadata import version
 from kvtier.v1 import control_pb2, control_pb2_grpc
 from kvtier_agent import convert, evidence_convert
 from kvtier_agent.admission_wire import admission_message, admission_terms
+from kvtier_agent.commands import Command, ProofFacts
 from kvtier_agent.errors import to_detail
 from kvtier_agent.manifests import parse_manifest
-from kvtier_agent.node import Command, Node, ProofFacts
+from kvtier_agent.node import Node
 from kvtier_agent.plan_report import plan_message
 from kvtier_agent.rpc import RpcScope, ServicerContext, metadata_of
 from kvtier_core.errors import CoreError, Reason

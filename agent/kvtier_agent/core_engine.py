@@ -33,6 +33,7 @@ from kvtier_agent.rowevidence import EngineGives
 from kvtier_agent.sessionsevidence import SessionsEvidence, asked_of, layer_weights
 from kvtier_agent.tierdirs import NodeTier
 from kvtier_agent.weightstore import GivenWeights
+from kvtier_core.carrying import Carriage
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
@@ -139,6 +140,7 @@ class CoreEngine:
             tenant=terms.tenant,
             score_scale=terms.score_scale,
             max_tokens=terms.max_tokens,
+            session_id=terms.session_id,
             selector=selector,
             candidate_digest=None if candidate is None else candidate.candidate_digest,
             audit=0.0 if candidate is None else float(candidate.sample_fraction),
@@ -154,6 +156,10 @@ class CoreEngine:
     @property
     def prefixes(self) -> Prefixes:
         return self._engine.prefixes
+
+    @property
+    def carriage(self) -> Carriage:
+        return self._engine.carriage
 
     def close_session(self, session_id: str, generation: int) -> int:
         released = self._engine.close_session(session_id, generation)

@@ -37,7 +37,8 @@ Payload = bytes | NDArray[np.float32]
 @dataclass(frozen=True)
 class SessionTerms:
     """A new session; its model, geometry and tenant were checked. `candidate` prepares indexes for it, of
-    what the engine `gives`; serves: that candidate is its arm."""
+    what the engine `gives`; serves: that candidate is its arm; compared: both answers are computed of some of
+    its steps. session_id: empty, the engine names it."""
 
     tenant: str
     score_scale: float
@@ -45,6 +46,8 @@ class SessionTerms:
     candidate: GrantTerms | None
     gives: EngineGives = GIVES_NOTHING
     serves: bool = False
+    compared: bool = False
+    session_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,14 @@ class FrameComparison:
 
 @dataclass(slots=True)
 class FrameResult:
-    """`out`: float32 bytes [queries, queryHeads, headDim]. `from_candidate`: whose answer `out` is."""
+    """`out`: float32 bytes [queries, queryHeads, headDim]. `from_candidate`: whose answer `out` is. refused:
+    what the candidate's own engine refused, where the baseline answers in its place; told once a session."""
 
     out: bytes
     receipt: FrameReceipt | StepReceipt
     comparison: FrameComparison | None
     from_candidate: bool
+    refused: CoreError | None = None
 
 
 @dataclass(frozen=True)

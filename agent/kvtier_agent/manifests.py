@@ -11,7 +11,7 @@ from kvtier_agent.cachesession import CacheName
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.placements.policy import check_policy
 from kvtier_core.release.leases import GrantTerms
-from kvtier_crds.beside import BESIDE, needs_own_engine
+from kvtier_crds.beside import beside, needs_new_cache, needs_own_engine
 from kvtier_crds.manifest import (
     NUMERICS_VERSION,
     Exactness,
@@ -39,15 +39,16 @@ def parse_manifest(encoded: bytes, digest: str) -> RuntimeManifest:
 def check_candidate(
     running: RuntimeManifest, candidate: RuntimeManifest, terms: GrantTerms, window: WindowKey
 ) -> str:
-    """A candidate may differ from the running baseline in what each session may have of its own; returns the
-    digest recomputed from what would run. Raises MANIFEST_MISMATCH, MANIFEST_INVALID, UNSUPPORTED,
+    """A candidate may differ from the running baseline in what a rollout may change; returns the digest
+    recomputed from what would run. Raises MANIFEST_MISMATCH, MANIFEST_INVALID, UNSUPPORTED,
     CANDIDATE_REFUSED, BAD_ARGUMENT."""
     if running.digest() != terms.baseline_digest:
         message = f"baseline_digest {terms.baseline_digest} is not the running {running.digest()}"
         raise CoreError(Reason.MANIFEST_MISMATCH, message)
-    would_run = running.model_copy(update={name: getattr(candidate, name) for name in BESIDE})
-    if would_run.digest() != terms.candidate_digest:
-        raise CoreError(Reason.UNSUPPORTED, needs_own_engine(running, candidate))
+    refused = needs_new_cache(running, candidate)
+    would_run = beside(running, candidate)
+    if refused or would_run.digest() != terms.candidate_digest:
+        raise CoreError(Reason.UNSUPPORTED, refused or "the candidate's digest is of another manifest")
     check_policy(candidate.placement, candidate.model.geometry)
     if candidate.contract.exactness is Exactness.EXACT and candidate.selector is not None:
         raise CoreError(Reason.CANDIDATE_REFUSED, "contract.exactness exact forbids a selector")
@@ -64,7 +65,12 @@ def check_candidate(
 
 
 def placed_terms(running: RuntimeManifest, candidate: RuntimeManifest, terms: GrantTerms) -> GrantTerms:
-    """With the candidate's placement, where that is its own, or where it is exact and its contract is."""
+    """With the candidate's placement, where that is its own, or where it is exact and its contract is; or
+    for an engine of its own, which has both. Chunks of another size are merged at other rows, so their
+    answers are the same up to rounding only: within the contract's tolerance."""
+    if needs_own_engine(running, candidate):
+        same = candidate.chunk_tokens == running.chunk_tokens
+        return replace(terms, own=True, tolerance=0.0 if same else float(running.contract.tolerance))
     contract = candidate.selector is None and candidate.contract != running.contract
     if candidate.placement == running.placement and not contract:
         return terms

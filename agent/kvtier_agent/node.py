@@ -14,14 +14,20 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from kvtier_agent.admission_wire import admission_of, admission_text
-from kvtier_agent.blockhost import BlockHost
+from kvtier_agent.admission_wire import admission_of
 from kvtier_agent.cachehost import CacheHost, manifest_set_digest_input
 from kvtier_agent.cachesession import CacheName, Session
+from kvtier_agent.candidateengines import (
+    BlocksOf,
+    CandidateEngines,
+    EngineFactory,
+    candidate_digest,
+    place_of,
+)
+from kvtier_agent.commands import Command, ProofFacts, record_of
 from kvtier_agent.config import Limits
 from kvtier_agent.endings import BlockingEnd
 from kvtier_agent.engine_port import EnginePort, EngineRunner, TierReport
@@ -29,8 +35,9 @@ from kvtier_agent.evidence_port import EvidencePort, WindowTerms
 from kvtier_agent.keyedlocks import KeyedLocks
 from kvtier_agent.manifests import check_baseline, check_candidate, parse_manifest, placed_terms
 from kvtier_agent.nodeends import CacheEnds
+from kvtier_agent.pairedengine import PairedEngine
 from kvtier_agent.statedir import StateDir
-from kvtier_agent.tierdirs import NodeTier, NodeTiers
+from kvtier_agent.tierdirs import FIRST, NodeTiers, other_place
 from kvtier_agent.tiersums import add_report
 from kvtier_core.admission import UNDECLARED, AdmissionTerms
 from kvtier_core.errors import CoreError, Reason
@@ -50,31 +57,8 @@ REPORT_SECONDS = 5.0
 # Why a candidate's session is exact after a baseline was applied under a higher fence.
 BASELINE_APPLIED = "BaselineApplied"
 
+
 Asked = tuple[Sequence[TierReport], NodePlan | None, Sequence[IndexState]]
-EngineFactory = Callable[[RuntimeManifest, Sequence[NodeTier], str], EnginePort]
-"""From the manifest, the node's tiers and the name of the cache's keys (empty: the agent's own)."""
-BlocksOf = Callable[[EnginePort], BlockHost | None]
-
-
-@dataclass(frozen=True)
-class ProofFacts:
-    """Digests recomputed from the live configuration, over a nonce."""
-
-    baseline_digest: str
-    candidate_digest: str
-    in_flight_candidate: int
-    highest_fence: int
-    nonce_digest: bytes
-
-
-@dataclass(frozen=True)
-class Command:
-    """What every mutating call carries. `content` leaves out nonce, deadline and boot id."""
-
-    cache: CacheName
-    fence: FenceToken
-    boot_id: str
-    content: str
 
 
 class Node:
@@ -109,6 +93,7 @@ class Node:
         self._book = FenceBook(state.fences)
         self._locks = KeyedLocks()
         self._ends = CacheEnds()
+        self._candidates = CandidateEngines(tiers, engine_factory, blocks_of)
         self._opening = 0
         self._asking: asyncio.Future[list[Asked]] | None = None
         self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
@@ -131,7 +116,7 @@ class Node:
                 manifest = parse_manifest(
                     self._state.load_manifest(record.baseline_digest), record.baseline_digest
                 )
-                host = await self._build(name, manifest, returned, record.key_secret)
+                host = await self._build(name, manifest, returned, record.key_secret, record.place)
                 self.caches[record.uid] = host
                 host.admit(admission_of(record.admission))
             except CoreError as error:
@@ -144,6 +129,9 @@ class Node:
         """Files that no cache claims any more. A removed one's fence is kept, so its files are known."""
         self._state.drop_unused_manifests(frozenset(record.baseline_digest for record in records))
         self.tiers.sweep({record.uid for record in records if record.kind is CommandKind.REMOVE})
+        for record in records:
+            if record.baseline_digest:
+                self.tiers.clear(record.uid, other_place(record.place))
         self.tiers.tell_unknown({record.uid for record in records})
 
     async def close(self, seconds: float) -> Sequence[str]:
@@ -190,22 +178,28 @@ class Node:
             check_baseline(manifest, command.cache, self.tiers.device_kind())
             host = self.caches.get(uid)
             fresh = host is None or host.baseline_digest != digest or host.key_secret != key_secret
+            beside = self._candidates.runs(host, digest, key_secret)
+            place = FIRST if host is None else other_place(place_of(host)) if beside else place_of(host)
             if fresh:
-                self.tiers.for_manifest(manifest)
+                self.tiers.for_manifest(manifest, place)
             if judgement is Judgement.ADVANCE:
                 if host is not None and host.enforcement.lease() is not None:
                     host.enforcement.revoke(BASELINE_APPLIED)
                     self.changed.set()
                 await self._in_thread(lambda: self._state.save_manifest(digest, encoded))
-                await self._commit(command, CommandKind.APPLY, digest, key_secret, admission)
-            if host is not None and host.may_become(manifest, key_secret):
+                await self._commit(
+                    record_of(command, CommandKind.APPLY, digest, key_secret, admission, place)
+                )
+            if host is not None and beside:
+                self._candidates.adopt(host, manifest)
+            elif host is not None and host.may_become(manifest, key_secret):
                 adopting = host.runner.engine
                 await self._in_thread(lambda: adopting.adopt(manifest))
                 host.become(manifest)
             elif fresh:
                 await self._end(uid)
                 try:
-                    host = await self._build(command.cache, manifest, None, key_secret)
+                    host = await self._build(command.cache, manifest, None, key_secret, place)
                 except CoreError as error:
                     self.faults[uid] = f"{error.reason}: {error.message}"
                     self.changed.set()
@@ -228,7 +222,7 @@ class Node:
             self._check_boot(command.boot_id)
             judgement = self._book.judge(uid, command.fence.value, CommandKind.REMOVE, command.content)
             if judgement is Judgement.ADVANCE:
-                await self._commit(command, CommandKind.REMOVE, "")
+                await self._commit(record_of(command, CommandKind.REMOVE, ""))
             self.faults.pop(uid, None)
             ended = await self._end(uid)
             erased = await self._in_thread(lambda: self.tiers.erase_keys(uid))
@@ -256,12 +250,13 @@ class Node:
             running = await self._in_thread(host.runner.engine.live_manifest)
             recomputed = check_candidate(running, candidate, terms, window.key)
             terms = placed_terms(running, candidate, terms)
-            await self._in_thread(lambda: host.runner.engine.check_candidate(terms))
+            if terms.own:
+                await self._candidates.prepare(host, candidate, self.caches.values())
+            else:
+                await self._in_thread(lambda: host.runner.engine.check_candidate(terms))
             host.evidence.check(window)
             if judgement is Judgement.ADVANCE:
-                await self._commit(
-                    command, CommandKind.GRANT, host.baseline_digest, host.key_secret, host.admission
-                )
+                await self._commit(_unchanged(command, CommandKind.GRANT, host))
             lease = host.enforcement.grant(terms, judgement, received)
             host.evidence.open(window)
             host.window = window.key
@@ -288,9 +283,7 @@ class Node:
             host.enforcement.revoke(reason)
             self.changed.set()
             if judgement is Judgement.ADVANCE:
-                await self._commit(
-                    command, CommandKind.REVOKE, host.baseline_digest, host.key_secret, host.admission
-                )
+                await self._commit(_unchanged(command, CommandKind.REVOKE, host))
             log.info("candidate of cache %s revoked: %s", uid, reason)
             return await self._proof(host, nonce)
 
@@ -399,6 +392,12 @@ class Node:
             await asyncio.wait([asyncio.gather(*closing, return_exceptions=True)], timeout=REPORT_SECONDS)
         return len(expired)
 
+    async def tend_candidates(self) -> None:
+        """Brings sessions home from engines that no candidate needs any more, and closes those; call it now
+        and then."""
+        for host in list(self.caches.values()):
+            await self._candidates.tend(host, self._locks.hold)
+
     # --- internal ----------------------------------------------------------------------------------------
 
     def _check_boot(self, boot_id: str) -> None:
@@ -406,34 +405,20 @@ class Node:
             message = f"boot id {boot_id!r} is not {self.boot_id}: the agent restarted or was never seen"
             raise CoreError(Reason.BOOT_ID_MISMATCH, message, {"boot_id": self.boot_id})
 
-    async def _commit(
-        self,
-        command: Command,
-        kind: CommandKind,
-        baseline: str,
-        key_secret: str = "",
-        admission: AdmissionTerms = UNDECLARED,
-    ) -> None:
-        record = FenceRecord(
-            uid=command.cache.uid,
-            namespace=command.cache.namespace,
-            name=command.cache.name,
-            value=command.fence.value,
-            kind=kind,
-            content=command.content,
-            baseline_digest=baseline,
-            rollout_uid=command.fence.rollout_uid,
-            key_secret=key_secret,
-            admission=admission_text(admission),
-        )
+    async def _commit(self, record: FenceRecord) -> None:
         await self._in_thread(lambda: self._book.commit(record))
 
     async def _build(
-        self, name: CacheName, manifest: RuntimeManifest, returned: LocalReturn | None, key_secret: str
+        self,
+        name: CacheName,
+        manifest: RuntimeManifest,
+        returned: LocalReturn | None,
+        key_secret: str,
+        place: str,
     ) -> CacheHost:
-        tiers = self.tiers.for_manifest(manifest)
+        tiers = self.tiers.for_manifest(manifest, place)
         engine = await self._in_thread(lambda: self._engine_factory(manifest, tiers, key_secret))
-        runner = EngineRunner(engine, name.uid, self.limits.agent_in_flight)
+        runner = EngineRunner(PairedEngine(engine, place), name.uid, self.limits.agent_in_flight)
         enforcement = CacheEnforcement(self.clock, returned)
         evidence = self._evidence_factory(self.boot_id)
         blocks = self._blocks_of(engine)
@@ -448,7 +433,11 @@ class Node:
             ended = len(host.sessions)
             host.sessions.clear()
             self._ends.begin(uid, host)
-        endless = await self._ends.end(uid, self.limits.control_deadline_seconds)
+        seconds = self.limits.control_deadline_seconds
+        if not await self._candidates.end_blocks(uid, seconds):
+            endless = f"a call on blocks of the former baseline of cache {uid} does not end"
+        else:
+            endless = await self._ends.end(uid, seconds)
         if endless:
             self.faults[uid] = f"{Reason.DEADLINE}: {endless}"
             self.changed.set()
@@ -457,9 +446,7 @@ class Node:
 
     async def _proof(self, host: CacheHost, nonce: bytes) -> ProofFacts:
         running = await self._in_thread(host.runner.engine.live_manifest)
-        lease = host.enforcement.lease()
-        baseline = running.digest()
-        candidate = lease.terms.candidate_digest if lease is not None else ""
+        baseline, candidate = running.digest(), candidate_digest(host)
         joined = nonce + baseline.encode() + candidate.encode() + self.boot_id.encode()
         return ProofFacts(
             baseline_digest=baseline,
@@ -480,6 +467,11 @@ def check_owner(session: Session, generation: int, tenant: str) -> None:
     if session.handle.generation != generation:
         message = f"generation {generation} is not {session.handle.generation}"
         raise CoreError(Reason.GENERATION_STALE, message)
+
+
+def _unchanged(command: Command, kind: CommandKind, host: CacheHost) -> FenceRecord:
+    """What a command leaves of a cache's baseline: everything."""
+    return record_of(command, kind, host.baseline_digest, host.key_secret, host.admission, place_of(host))
 
 
 def _same_name(name: CacheName, wanted: CacheName) -> bool:

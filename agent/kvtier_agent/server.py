@@ -27,13 +27,14 @@ from kvtier_agent.blockmetrics import BlockMetrics, StoreCollector
 from kvtier_agent.blocks_service import BlocksService
 from kvtier_agent.boottime import boottime_ns
 from kvtier_agent.caller import OperatorOnly
+from kvtier_agent.candidateengines import BlocksOf, EngineFactory
 from kvtier_agent.config import AgentConfig, ConfigError, TlsFiles
 from kvtier_agent.control_service import AGENT_VERSION, ControlService
 from kvtier_agent.evidence_port import EvidencePort
 from kvtier_agent.indexworker import IndexCollector
 from kvtier_agent.localchannel.listener import ChannelServer
 from kvtier_agent.metricshttp import MetricsHttp
-from kvtier_agent.node import BlocksOf, EngineFactory, Node
+from kvtier_agent.node import Node
 from kvtier_agent.rpc import RpcScope
 from kvtier_agent.statedir import DirectoryLock, StateDir
 from kvtier_agent.telemetry import Metrics, Telemetry, otlp_processor
@@ -134,7 +135,7 @@ class AgentServer:
         os.chmod(self._config.socket_path, 0o600)
         endpoints = self._endpoints(port)
         registration = self._registration_factory(self._config, self.node, self._metrics, endpoints)
-        tasks = [asyncio.create_task(self._housekeeping())]
+        tasks = [asyncio.create_task(self._housekeeping()), asyncio.create_task(self._tending())]
         if registration is not None:
             tasks.append(asyncio.create_task(registration.run()))
         _announce("ready", endpoints, self.node.boot_id)
@@ -230,6 +231,15 @@ class AgentServer:
                     self._metrics.tier_used_bytes.labels(report.class_name).set(report.used_bytes)
             except Exception:
                 log.exception("housekeeping failed")
+
+    async def _tending(self) -> None:
+        """Ends second engines that no candidate needs; carrying sessions home may take longer than a tick."""
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            try:
+                await self.node.tend_candidates()
+            except Exception:
+                log.exception("a second engine could not be tended")
 
     def _control_server(self) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(options=self._options())

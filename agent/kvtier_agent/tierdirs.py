@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtier_agent.config import SIMULATED_DEVICE_KIND, ConfigError, Medium, TierConfig
@@ -32,6 +32,10 @@ from kvtier_crds.manifest import RuntimeManifest
 log = logging.getLogger(__name__)
 
 READY = "Ready"
+# Where a cache's engine keeps its files, below the node's folder of a tier: two engines of one cache have two
+# places, and which of them is the baseline's is in its fence record.
+FIRST, SECOND = "", "second"
+PLACES = (FIRST, SECOND)
 # A condition that came and went with each block would be written to the API server as often.
 PACED_SECONDS = 300.0
 PACED = f"{Reason.WRITE_BUDGET}: writes were put off: the endurance of its class is used up for now"
@@ -94,9 +98,9 @@ class NodeTiers:
     def all(self) -> Sequence[NodeTier]:
         return tuple(self._by_name.values())
 
-    def for_manifest(self, manifest: RuntimeManifest) -> Sequence[NodeTier]:
-        """The manifest's tiers in its order; raises TIER_INCAPABLE, NUMERICS_MISMATCH, STORAGE_UNAVAILABLE
-        or NO_DESTINATION_CAPACITY naming the tier class."""
+    def for_manifest(self, manifest: RuntimeManifest, place: str = FIRST) -> Sequence[NodeTier]:
+        """The manifest's tiers in its order, with their folders of that place; raises TIER_INCAPABLE,
+        NUMERICS_MISMATCH, STORAGE_UNAVAILABLE or NO_DESTINATION_CAPACITY naming the tier class."""
         chosen = []
         for wanted in manifest.tiers:
             name = wanted.tier_class_name
@@ -117,8 +121,24 @@ class NodeTiers:
             if wanted.budget_bytes > tier.usable_bytes:
                 message = f"budget {wanted.budget_bytes} of tier {name} is over its {tier.usable_bytes} bytes"
                 raise CoreError(Reason.NO_DESTINATION_CAPACITY, message, {"tier_class": name})
-            chosen.append(tier)
+            chosen.append(_placed(tier, place))
         return tuple(chosen)
+
+    def check_room(self, wanted: RuntimeManifest, others: Sequence[RuntimeManifest]) -> None:
+        """Whether its budgets fit beside those of others that run here. NO_DESTINATION_CAPACITY with the
+        numbers of the first class that is short."""
+        for tier in wanted.tiers:
+            name = tier.tier_class_name
+            taken = sum(
+                one.budget_bytes for each in others for one in each.tiers if one.tier_class_name == name
+            )
+            have = self._by_name[name].usable_bytes
+            if tier.budget_bytes + taken > have:
+                message = (
+                    f"tier {name} has {have} bytes, {taken} are promised to what runs and "
+                    f"{tier.budget_bytes} more are needed"
+                )
+                raise CoreError(Reason.NO_DESTINATION_CAPACITY, message, {"tier_class": name})
 
     def device_kind(self) -> str:
         """Of the gpu tier; `simulated` when there is none."""
@@ -141,33 +161,47 @@ class NodeTiers:
                 self.erase_keys(uid)
             except CoreError as error:
                 log.warning("keys of the removed cache %s are not erased yet: %s", uid, error)
+        for folder, name in self._folders():
+            _sweep(name, folder, removed)
+
+    def clear(self, uid: str, place: str) -> None:
+        """Removes what a cache's engine left in the folders of a place, its keys first. Raises nothing."""
+        for folder, name in self._folders(place):
+            try:
+                erase_data_keys(store_path(folder, uid).with_suffix(KEYS_SUFFIX), self._files)
+            except CoreError as error:
+                log.warning("tier %s: keys of cache %s are not erased yet: %s", name, uid, error)
+            _sweep(name, folder, {uid})
+
+    def _folders(self, *places: str) -> Iterator[tuple[Path, str]]:
+        """With their class; of all places when none is named. The second place may never have been made."""
         for tier in self._by_name.values():
-            if tier.directory is not None:
-                _sweep(tier.config.class_name, tier.directory, removed)
+            for place in places or PLACES:
+                if tier.directory is not None:
+                    folder = tier.directory / place
+                    if place == FIRST or folder.is_dir():
+                        yield folder, tier.config.class_name
 
     def erase_keys(self, uid: str) -> list[tuple[str, KeysErased]]:
         """Overwrites a removed cache's data keys, durably, on each nvme tier that has or had some; class
         names and receipts. Its store must be closed. STORAGE_UNAVAILABLE: not all are known to be erased, ask
         again."""
         found: list[tuple[str, KeysErased]] = []
-        for tier in self._by_name.values():
-            if tier.directory is not None:
-                path = store_path(tier.directory, uid).with_suffix(KEYS_SUFFIX)
-                erased = erase_data_keys(path, self._files)
-                if erased is not None:
-                    found.append((tier.config.class_name, erased))
+        for folder, name in self._folders():
+            erased = erase_data_keys(store_path(folder, uid).with_suffix(KEYS_SUFFIX), self._files)
+            if erased is not None:
+                found.append((name, erased))
         return found
 
     def tell_unknown(self, known: Collection[str]) -> None:
         """Says which stores belong to no cache of these uids. They are left: the state that knew them may be
         lost."""
-        for tier in self._by_name.values():
-            if tier.directory is not None:
-                ours = {store_path(tier.directory, uid) for uid in known}
-                unknown = sorted(path.name for path in _stores(tier.directory) - ours)
-                if unknown:
-                    name, listed = tier.config.class_name, ", ".join(unknown)
-                    log.warning("tier %s: stores of caches that this agent does not know: %s", name, listed)
+        for folder, name in self._folders():
+            ours = {store_path(folder, uid) for uid in known}
+            unknown = sorted(path.name for path in _stores(folder) - ours)
+            if unknown:
+                listed = ", ".join(unknown)
+                log.warning("tier %s: stores of caches that this agent does not know: %s", name, listed)
 
     def close(self) -> None:
         for lock in self._locks:
@@ -194,6 +228,22 @@ class NodeTiers:
     def _bytes_per_day(self, config: TierConfig, directory: Path) -> int | None:
         rated, share = config.drive_writes_per_day, config.write_share
         return None if rated is None else bytes_per_day(self._drive_bytes(directory), rated, share)
+
+
+def _placed(tier: NodeTier, place: str) -> NodeTier:
+    """STORAGE_UNAVAILABLE when the place's folder cannot be made."""
+    if tier.directory is None or place == FIRST:
+        return tier
+    directory = tier.directory / place
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise CoreError(Reason.STORAGE_UNAVAILABLE, f"{directory}: {error.strerror or error}") from error
+    return replace(tier, directory=directory)
+
+
+def other_place(place: str) -> str:
+    return SECOND if place == FIRST else FIRST
 
 
 def _stores(folder: Path) -> set[Path]:

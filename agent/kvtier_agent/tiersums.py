@@ -4,6 +4,9 @@ It must not know caches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from kvtier_agent.engine_port import TierReport
 from kvtier_agent.tierdirs import PACED, READY
 
@@ -24,6 +27,21 @@ def add_report(node: TierReport, engine: TierReport) -> TierReport:
         condition=_worse(node.condition, engine.condition),
         held=node.held + engine.held,
     )
+
+
+def summed(reports: Sequence[TierReport], others: Sequence[TierReport]) -> list[TierReport]:
+    """Of two engines of one cache, by class."""
+    known = {one.class_name for one in reports}
+    added = [_capacities(one, others) for one in reports]
+    return added + [one for one in others if one.class_name not in known]
+
+
+def _capacities(report: TierReport, others: Sequence[TierReport]) -> TierReport:
+    for other in others:
+        if other.class_name == report.class_name:
+            both = add_report(report, other)
+            report = replace(both, capacity_bytes=report.capacity_bytes + other.capacity_bytes)
+    return report
 
 
 def _worse(node: str, engine: str) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 
+from kvtier_agent.candidateengines import BlocksOf
+from kvtier_agent.commands import Command
 from kvtier_agent.config import Limits, TierConfig
 from kvtier_agent.convert import cache_name
 from kvtier_agent.engine_port import (
@@ -24,7 +26,7 @@ from kvtier_agent.engine_port import (
 )
 from kvtier_agent.evidence_port import GateTerms, WindowTerms
 from kvtier_agent.evidence_windows import EvidenceWindows
-from kvtier_agent.node import BlocksOf, Command, Node
+from kvtier_agent.node import Node
 from kvtier_agent.rowevidence import EngineGives, EvidenceAsked
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTier, NodeTiers

@@ -10,6 +10,7 @@ import pytest
 from kvtier.v1 import attention_pb2
 from kvtier.weights import WeightsShape
 from kvtier_agent.cachehost import CacheHost
+from kvtier_agent.candidateengines import paired
 from kvtier_agent.cachesession import Session
 from kvtier_agent.sessionedits import SessionEditor
 from kvtier_agent.weightstore import GivenWeights
@@ -30,7 +31,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 async def opened(bench: Bench) -> tuple[Session, FakeEngine]:
     host: CacheHost = next(iter(bench.node.caches.values()))
     session = await host.open_session(SessionFacts("beta", "", "root", "root"), 0.125, 100, "")
-    engine = host.runner.engine
+    engine = paired(host).running.engine
     assert isinstance(engine, FakeEngine)
     return session, engine
 

@@ -210,18 +210,29 @@ def test_the_candidate_becomes_the_baseline_and_sessions_go_on(agent: Agent) -> 
     [("chunk_tokens", 512), ("tiers", running().tiers[:1])],
     ids=["chunk-tokens", "tiers"],
 )
-def test_what_all_sessions_share_is_refused(agent: Agent, field: str, value: object) -> None:
+def test_an_engine_that_runs_takes_no_other_tiers_or_chunks(agent: Agent, field: str, value: object) -> None:
+    other = agent.baseline.model_copy(update={field: value})
+    with pytest.raises(CoreError) as refused:
+        agent.engine.adopt(other)
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert {"chunk_tokens": "chunkTokens"}.get(field, field) in refused.value.message
+    assert terms_of(agent.baseline, other).own
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("numerics_version", "f32-other/1"), ("device_kind", "H200")],
+    ids=["numerics", "device"],
+)
+def test_what_no_engine_beside_could_change_is_refused(agent: Agent, field: str, value: object) -> None:
     other = agent.baseline.model_copy(update={field: value})
     terms = terms_of(agent.baseline, other)
     window = WindowKey("rollout", 1, "Shadow", 0, other.digest(), agent.baseline.digest(), "sha256:g", 2)
-    for act in (
-        lambda: check_candidate(agent.baseline, other, terms, window),
-        lambda: agent.engine.adopt(other),
-    ):
-        with pytest.raises(CoreError) as refused:
-            act()
-        assert refused.value.reason is Reason.UNSUPPORTED
-        assert {"chunk_tokens": "chunkTokens"}.get(field, field) in refused.value.message
+    with pytest.raises(CoreError) as refused:
+        check_candidate(agent.baseline, other, terms, window)
+    assert refused.value.reason is Reason.UNSUPPORTED
+    named = {"numerics_version": "numericsVersion", "device_kind": "deviceKind"}[field]
+    assert named in refused.value.message
 
 
 def test_a_placement_that_no_policy_can_read_is_refused_at_the_grant(agent: Agent) -> None:

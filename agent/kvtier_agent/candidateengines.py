@@ -1,0 +1,155 @@
+"""Second engines of a node's caches: built for a candidate where there is room, adopted, or closed.
+
+Why it exists: an engine owns memory and files, so one beside the baseline's is a matter of budgets, folders
+and orderly ends, which neither a lease nor a session knows. It must not judge fences: its caller holds the
+cache's lock where a command is carried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from kvtier_agent.blockhost import BlockHost
+from kvtier_agent.cachehost import CacheHost
+from kvtier_agent.endings import BlockingEnd
+from kvtier_agent.engine_port import EnginePort
+from kvtier_agent.pairedengine import PairedEngine
+from kvtier_agent.tierdirs import NodeTier, NodeTiers, other_place
+from kvtier_core.admission import UNDECLARED
+from kvtier_core.errors import CoreError, Reason
+from kvtier_crds.manifest import RuntimeManifest
+
+EngineFactory = Callable[[RuntimeManifest, Sequence[NodeTier], str], EnginePort]
+"""From the manifest, the node's tiers and the name of the cache's keys (empty: the agent's own)."""
+BlocksOf = Callable[[EnginePort], BlockHost | None]
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0
+
+
+def paired(host: CacheHost) -> PairedEngine:
+    """What a host's runner runs."""
+    engine = host.runner.engine
+    assert isinstance(engine, PairedEngine)
+    return engine
+
+
+def place_of(host: CacheHost) -> str:
+    return paired(host).running.place
+
+
+def candidate_digest(host: CacheHost) -> str:
+    """Of the candidate whose lease is held, recomputed from the engine that runs it, where that is its own;
+    empty without one."""
+    lease = host.enforcement.lease()
+    if lease is None:
+        return ""
+    if not lease.terms.own:
+        return lease.terms.candidate_digest
+    beside = paired(host).beside
+    return "" if beside is None or beside.retired else beside.engine.live_manifest().digest()
+
+
+class CandidateEngines:
+    """Of one node; on the event loop."""
+
+    def __init__(self, tiers: NodeTiers, factory: EngineFactory, blocks_of: BlocksOf) -> None:
+        self._tiers = tiers
+        self._factory = factory
+        self._blocks_of = blocks_of
+        self._former_blocks: dict[str, BlockHost] = {}
+
+    async def prepare(self, host: CacheHost, candidate: RuntimeManifest, hosts: Iterable[CacheHost]) -> None:
+        """Has an engine for it beside the baseline's; again is nothing. TIER_INCAPABLE, STORAGE_UNAVAILABLE,
+        NO_DESTINATION_CAPACITY with numbers; QUEUE_FULL while sessions of an earlier one are still in it."""
+        engines, digest = paired(host), candidate.digest()
+        beside = engines.beside
+        if beside is not None and beside.digest == digest and not beside.retired:
+            return
+        if beside is not None and not await self._closed(host):
+            left = engines.seated_in(beside)
+            raise CoreError(
+                Reason.QUEUE_FULL,
+                f"{left} sessions are still in the engine of an earlier manifest",
+                {"sessions": str(left)},
+            )
+        place = other_place(engines.running.place)
+        tiers = self._tiers.for_manifest(candidate, place)
+        self._tiers.check_room(candidate, [running for one in hosts for running in _running(one)])
+        # What an engine left there that did not end in order is nobody's.
+        await asyncio.to_thread(self._tiers.clear, host.name.uid, place)
+        built = await asyncio.to_thread(self._factory, candidate, tiers, host.key_secret)
+        if (runs := built.live_manifest().digest()) != digest:
+            await asyncio.to_thread(built.close)
+            raise CoreError(Reason.UNSUPPORTED, f"an engine for {digest} would run {runs}")
+        engines.attach(built, digest, place)
+        log.info("cache %s: an engine for candidate %s is there", host.name.uid, digest)
+
+    def runs(self, host: CacheHost | None, digest: str, key_secret: str) -> bool:
+        """Whether the engine beside the baseline's is of that manifest, to be adopted as it is."""
+        if host is None or host.key_secret != key_secret:
+            return False
+        beside = paired(host).beside
+        return beside is not None and beside.digest == digest and not beside.retired
+
+    def adopt(self, host: CacheHost, manifest: RuntimeManifest) -> None:
+        """The second engine is the baseline's now. Sessions move to it, with their rows; shared blocks do
+        not, so they are missed and computed again."""
+        engines, former = paired(host), host.blocks
+        engines.swap()
+        host.become(manifest)
+        host.blocks = self._blocks_of(engines.running.engine)
+        # The new store has no bounds yet, whatever those of the former one were.
+        host.admission = UNDECLARED
+        if former is not None:
+            self._former_blocks[host.name.uid] = former
+
+    async def tend(self, host: CacheHost, hold: Callable[[str], AbstractAsyncContextManager[None]]) -> None:
+        """Closes the second engine once nobody needs it: its sessions are brought home first, which may take
+        several calls. hold: the cache's lock."""
+        if not self._idle(host):
+            return
+        await asyncio.to_thread(paired(host).settle)
+        async with hold(host.name.uid):
+            if self._idle(host):
+                await self._closed(host)
+
+    @staticmethod
+    def _idle(host: CacheHost) -> bool:
+        """Whether there is a second engine that no lease is held for."""
+        beside, lease = paired(host).beside, host.enforcement.lease()
+        if beside is None:
+            return False
+        return beside.retired or lease is None or lease.terms.candidate_digest != beside.digest
+
+    async def _closed(self, host: CacheHost) -> bool:
+        """Whether it is closed now; sessions that cannot move keep it."""
+        engines, uid = paired(host), host.name.uid
+        await asyncio.to_thread(engines.settle)
+        if not await self.end_blocks(uid, CLOSE_SECONDS):
+            return False
+        slot = await asyncio.to_thread(engines.detach)
+        if slot is None:
+            return False
+        end = BlockingEnd(slot.engine.close, f"close-second-{uid}")
+        if await end.within(CLOSE_SECONDS):
+            await asyncio.to_thread(self._tiers.clear, uid, slot.place)
+        else:
+            log.warning("cache %s: a second engine does not end; its files stay until the next start", uid)
+        return True
+
+    async def end_blocks(self, uid: str, seconds: float) -> bool:
+        """Ends calls on the blocks of a baseline that was replaced; whether they are over."""
+        former = self._former_blocks.get(uid)
+        if former is not None and not await former.close(seconds):
+            return False
+        self._former_blocks.pop(uid, None)
+        return True
+
+
+def _running(host: CacheHost) -> list[RuntimeManifest]:
+    beside = paired(host).beside
+    return [host.manifest] + ([] if beside is None else [beside.engine.live_manifest()])

@@ -1,0 +1,443 @@
+"""One cache's engine and, at times, a second one beside it: a candidate's with other tiers, or the baseline's
+former one whose sessions have not all moved yet.
+
+Why it exists: everybody else deals with one engine of a cache. Here each session has a seat that says in
+which engine its rows are; a frame is answered there, or brings the session home first. It must not know
+leases: whether a candidate may answer a frame, the frame's mode says.
+
+A session that is compared is in both engines, frame by frame, exact first; the others are in one. Rows are
+carried, never computed again (`kvtier_core.carrying`). Each seat has a lock that is held for a whole frame,
+so that nobody moves a session while it is stepped; the engines have their own, never held together.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from kvtier_agent.engine_port import (
+    BlockFacts,
+    EnginePort,
+    FrameComparison,
+    FrameInput,
+    FrameMode,
+    FrameResult,
+    SessionHandle,
+    SessionTerms,
+    TierReport,
+)
+from kvtier_agent.rowevidence import EngineGives
+from kvtier_agent.seats import Seat, Slot, carry, unseat
+from kvtier_agent.tiersums import summed
+from kvtier_agent.weightstore import GivenWeights
+from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.nodeplan import NodePlan
+from kvtier_core.prefixes import Prefixes
+from kvtier_core.receipts import PublishArm, StepReceipt
+from kvtier_core.release.leases import GrantTerms
+from kvtier_core.selectors.lifecycle.works import IndexState
+from kvtier_crds.manifest import RuntimeManifest
+
+log = logging.getLogger(__name__)
+_EXACT = FrameMode(False, False, None, lambda: False)
+# What a candidate's engine may refuse while the baseline's can still answer.
+_FALLS_BACK = frozenset(
+    {
+        Reason.NO_DESTINATION_CAPACITY,
+        Reason.STORAGE_UNAVAILABLE,
+        Reason.CREDIT_PRESSURE,
+        Reason.NO_LEGAL_PATH,
+    }
+)
+
+
+@runtime_checkable
+class _HasPrefixes(Protocol):
+    @property
+    def prefixes(self) -> Prefixes: ...
+
+
+class PairedEngine:
+    """Implements EnginePort. `running` is the baseline's, `beside` the other one."""
+
+    def __init__(self, engine: EnginePort, place: str = "") -> None:
+        self.running = Slot(engine, place=place)
+        self.beside: Slot | None = None
+        self._seats: dict[str, Seat] = {}
+        self._table = threading.Lock()
+        # Held while a session is opened in the second engine, which must not end meanwhile.
+        self._opening = threading.Lock()
+        self.prefixes = SessionPrefixes(self)
+
+    # The second engine.
+
+    def attach(self, engine: EnginePort, digest: str, place: str) -> None:
+        """Sessions of the candidate of that digest are opened in it from now on."""
+        if self.beside is not None:
+            raise ValueError("a second engine is there")
+        self.beside = Slot(engine, digest, place)
+
+    def swap(self) -> None:
+        """The candidate's engine is the baseline's now. Sessions of the other one move with their next frame,
+        or by `settle`."""
+        if self.beside is None:
+            raise ValueError("no second engine is there")
+        retired, self.running = self.running, self.beside
+        retired.retired, self.beside = True, retired
+
+    def detach(self) -> Slot | None:
+        """The second engine, for its caller to close; None while a session is in it. For a thread."""
+        with self._opening:
+            beside = self.beside
+            if beside is None or self.seated_in(beside):
+                return None
+            self.beside = None
+            return beside
+
+    def settle(self) -> int:
+        """Brings sessions out of the second engine; how many are left in it, since they cannot be carried or
+        find no room. For a thread."""
+        beside = self.beside
+        if beside is None:
+            return 0
+        for seat in self._all():
+            with seat.lock:
+                if not seat.closed and seat.within(beside):
+                    try:
+                        self._bring_home(seat)
+                    except CoreError as error:
+                        log.info("session %s stays where it is: %s", seat.session_id, error.message)
+        return self.seated_in(beside)
+
+    def seated_in(self, slot: Slot) -> int:
+        return sum(seat.within(slot) for seat in self._all())
+
+    def _all(self) -> list[Seat]:
+        with self._table:
+            return list(self._seats.values())
+
+    # Sessions.
+
+    def open_session(self, terms: SessionTerms) -> SessionHandle:
+        """A session of a candidate with an engine of its own is opened there, and in the baseline's when it
+        is compared; where it finds no room there it is the baseline's, and its first frame says so."""
+        candidate = terms.candidate
+        if candidate is None or not candidate.own:
+            return self._open(terms, self.running)
+        plain = replace(terms, candidate=None, serves=False)
+        with self._opening:
+            beside = self.beside
+            if beside is None or beside.digest != candidate.candidate_digest:
+                gone = CoreError(Reason.NO_CANDIDATE, "the candidate's engine is not there")
+                return self._open(plain, self.running, gone, told=True)
+            if terms.compared:
+                handle = self._open(plain, self.running)
+                self._mirror(self._seats[handle.session_id], beside, plain)
+                return handle
+            try:
+                return self._open(plain, beside)
+            except CoreError as error:
+                if error.reason not in _FALLS_BACK:
+                    raise
+                return self._open(plain, self.running, error)
+
+    def _open(
+        self, terms: SessionTerms, home: Slot, refusal: CoreError | None = None, *, told: bool = False
+    ) -> SessionHandle:
+        handle = home.engine.open_session(terms)
+        self._seat(handle, home, refusal, told)
+        return handle
+
+    def _seat(self, handle: SessionHandle, home: Slot, refusal: CoreError | None, told: bool) -> None:
+        name, at = handle.session_id, handle.generation
+        with self._table:
+            self._seats[name] = Seat(name, at, home, at, refusal=refusal, told=told)
+
+    def _mirror(self, seat: Seat, beside: Slot, terms: SessionTerms) -> None:
+        try:
+            opened = beside.engine.open_session(replace(terms, session_id=seat.session_id))
+        except CoreError as error:
+            seat.refusal = error
+            return
+        seat.mirror, seat.mirrored_at = beside, opened.generation
+
+    def close_session(self, session_id: str, generation: int) -> int:
+        with self.seated(session_id, generation) as seat:
+            seat.closed = True
+            with self._table:
+                self._seats.pop(session_id, None)
+            unseat(seat)
+            return seat.home.engine.close_session(session_id, seat.at)
+
+    @contextmanager
+    def seated(self, session_id: str, generation: int) -> Iterator[Seat]:
+        """The session's seat, which nobody moves meanwhile. SESSION_UNKNOWN, GENERATION_STALE."""
+        seat = self._seats.get(session_id)
+        if seat is None:
+            raise CoreError(Reason.SESSION_UNKNOWN, f"no session {session_id} here")
+        with seat.lock:
+            seat.check(generation)
+            yield seat
+
+    def _bring_home(self, seat: Seat, deadline: float | None = None) -> None:
+        """Into the baseline's engine, whatever it is now; the seat's lock is held. What `carry` refuses."""
+        running = self.running
+        if seat.mirror is running:
+            # It was adopted meanwhile, and has every row already.
+            former, at = seat.home, seat.at
+            seat.home, seat.at, seat.mirror = running, seat.mirrored_at, None
+            former.engine.close_session(seat.session_id, at)
+            return
+        unseat(seat)
+        if seat.home is not running:
+            carry(seat, running, deadline)
+
+    def edit_session(self, request: EditRequest) -> EditAnswer:
+        """An edited session is the baseline's: a candidate's engine keeps no history but its own."""
+        with self.seated(request.session_id, request.generation) as seat:
+            self._leave(seat)
+            return seat.home.engine.edit_session(replace(request, generation=seat.at))
+
+    def fork_session(self, request: ForkRequest) -> SessionHandle:
+        with self.seated(request.session_id, request.generation) as seat:
+            self._leave(seat)
+            handle = seat.home.engine.fork_session(replace(request, generation=seat.at))
+            self._seat(handle, seat.home, seat.refusal, told=True)
+            return handle
+
+    def _leave(self, seat: Seat) -> None:
+        """Brings it home for good, where it can be carried; one of a former baseline may stay there."""
+        mirrored = seat.mirror is not None
+        if mirrored or (seat.home is not self.running and not seat.home.retired):
+            message = "a session that was edited or forked is the baseline's"
+            seat.refusal, seat.told = CoreError(Reason.UNSUPPORTED, message), True
+        self._settled(seat)
+
+    def _settled(self, seat: Seat, deadline: float | None = None) -> None:
+        """Home, or in the engine of a former baseline from which it cannot go: that is exact, too."""
+        try:
+            self._bring_home(seat, deadline)
+        except CoreError:
+            if not seat.home.retired:
+                raise
+
+    # Frames.
+
+    def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
+        with self.seated(frame.session_id, frame.generation) as seat:
+            return self._step(seat, frame, mode)
+
+    def step_many(self, frames: Sequence[tuple[FrameInput, FrameMode]]) -> Sequence[FrameResult | CoreError]:
+        with ExitStack() as held:
+            seats = self._hold(held, [frame.session_id for frame, _ in frames])
+            results: list[FrameResult | CoreError | None] = [None] * len(frames)
+            together = []
+            running = self.running
+            for index, (frame, mode) in enumerate(frames):
+                seat = seats.get(frame.session_id)
+                try:
+                    if seat is None:
+                        raise CoreError(Reason.SESSION_UNKNOWN, f"no session {frame.session_id} here")
+                    seat.check(frame.generation)
+                    if _simple(seat, running):
+                        together.append((index, (seat.frame(frame, seat.at), mode)))
+                    else:
+                        results[index] = self._step(seat, frame, mode)
+                except CoreError as error:
+                    results[index] = error
+            if together:
+                answers = running.engine.step_many([one for _, one in together])
+                for (index, _), answer in zip(together, answers, strict=True):
+                    results[index] = answer
+            return [one for one in results if one is not None]
+
+    def _hold(self, held: ExitStack, names: Sequence[str]) -> dict[str, Seat]:
+        """Locks seats, in one order whoever asks."""
+        seats = {}
+        for name in sorted(set(names)):
+            seat = self._seats.get(name)
+            if seat is not None:
+                held.enter_context(seat.lock)
+                seats[name] = seat
+        return seats
+
+    def _step(self, seat: Seat, frame: FrameInput, mode: FrameMode) -> FrameResult:
+        if _simple(seat, self.running):
+            return seat.home.engine.step(seat.frame(frame, seat.at), mode)
+        candidate = mode.candidate
+        own = candidate is not None and candidate.own
+        if candidate is not None and own:
+            if seat.mirror is not None and seat.mirror.digest == candidate.candidate_digest:
+                return self._both(seat, seat.mirror, frame, mode)
+            if seat.home.digest == candidate.candidate_digest and not seat.home.retired:
+                return self._served(seat, frame, mode)
+            if seat.refusal is not None:
+                return self._refused(seat, frame, mode)
+        self._settled(seat, frame.deadline)
+        return seat.home.engine.step(seat.frame(frame, seat.at), _EXACT if own else mode)
+
+    def _served(self, seat: Seat, frame: FrameInput, mode: FrameMode) -> FrameResult:
+        """By the candidate's engine alone. What it refuses for want of room the baseline answers."""
+        try:
+            result = seat.home.engine.step(seat.frame(frame, seat.at), _EXACT)
+        except CoreError as error:
+            if error.reason not in _FALLS_BACK:
+                raise
+            seat.refusal = error
+            self._bring_home(seat, frame.deadline)
+            return self._refused(seat, frame, mode)
+        return _candidates(result) if mode.publish_candidate else result
+
+    def _both(self, seat: Seat, mirror: Slot, frame: FrameInput, mode: FrameMode) -> FrameResult:
+        """Exact first; a candidate that fails afterwards costs nothing but its own answer."""
+        exact = seat.home.engine.step(seat.frame(frame, seat.at), _EXACT)
+        try:
+            other = mirror.engine.step(seat.frame(frame, seat.mirrored_at), _EXACT)
+        except CoreError as error:
+            seat.refusal = error
+            unseat(seat)
+            return self._with_refusal(seat, exact, mode)
+        comparison = compared(exact.out, other.out) if mode.compare else None
+        publishes = mode.publish_candidate and mode.may_publish()
+        return replace(_candidates(other) if publishes else exact, comparison=comparison)
+
+    def _refused(self, seat: Seat, frame: FrameInput, mode: FrameMode) -> FrameResult:
+        result = seat.home.engine.step(seat.frame(frame, seat.at), _EXACT)
+        return self._with_refusal(seat, result, mode)
+
+    @staticmethod
+    def _with_refusal(seat: Seat, result: FrameResult, mode: FrameMode) -> FrameResult:
+        """The baseline's answer in the candidate's place, and once the reason for evidence."""
+        assert seat.refusal is not None
+        told, seat.told = seat.told, True
+        result = replace(result, refused=None if told else seat.refusal)
+        if mode.publish_candidate and isinstance(result.receipt, StepReceipt):
+            receipt = replace(result.receipt, fallback=seat.refusal.reason.value)
+            result = replace(result, receipt=receipt)
+        return result
+
+    # What sessions have where they are.
+
+    def bind_weights(self, session_id: str, generation: int, layer: int, weights: GivenWeights) -> None:
+        """Waits for no step, so it takes no seat; a session that asks for weights does not move."""
+        seat = self._seats.get(session_id)
+        home, at = (self.running, generation) if seat is None else (seat.home, seat.at)
+        home.engine.bind_weights(session_id, at, layer, weights)
+
+    def indexes_caught_up(self, session_id: str, generation: int, seconds: float) -> bool:
+        seat = self._seats.get(session_id)
+        home, at = (self.running, generation) if seat is None else (seat.home, seat.at)
+        return home.engine.indexes_caught_up(session_id, at, seconds)
+
+    def blocks(self, session_id: str, generation: int) -> Sequence[BlockFacts]:
+        with self.seated(session_id, generation) as seat:
+            return seat.home.engine.blocks(session_id, seat.at)
+
+    def read_block(
+        self, session_id: str, generation: int, layer: int, chunk: int, block_generation: int
+    ) -> tuple[BlockFacts, bytes]:
+        with self.seated(session_id, generation) as seat:
+            return seat.home.engine.read_block(session_id, seat.at, layer, chunk, block_generation)
+
+    def prefixes_of(self, slot: Slot) -> Prefixes:
+        """UNSUPPORTED for an engine without."""
+        if not isinstance(slot.engine, _HasPrefixes):
+            raise CoreError(Reason.UNSUPPORTED, "sessions of this engine do not start from blocks")
+        return slot.engine.prefixes
+
+    def same_chunks(self, slot: Slot) -> bool:
+        """Whether rows of that engine are bit by bit what the baseline's makes."""
+        mine, other = self.live_manifest(), slot.engine.live_manifest()
+        return mine.chunk_tokens == other.chunk_tokens
+
+    # What is the running engine's alone.
+
+    def check_candidate(self, terms: GrantTerms) -> None:
+        self.running.engine.check_candidate(terms)
+
+    def lacks(self, terms: GrantTerms, gives: EngineGives) -> CoreError | None:
+        return self.running.engine.lacks(terms, gives)
+
+    def adopt(self, manifest: RuntimeManifest) -> None:
+        self.running.engine.adopt(manifest)
+
+    def live_manifest(self) -> RuntimeManifest:
+        return self.running.engine.live_manifest()
+
+    def plan(self) -> NodePlan | None:
+        return self.running.engine.plan()
+
+    def indexes(self) -> Sequence[IndexState]:
+        return self.running.engine.indexes()
+
+    def selector_digest(self, terms: GrantTerms) -> str:
+        return self.running.engine.selector_digest(terms)
+
+    def tiers(self) -> Sequence[TierReport]:
+        """What both use."""
+        beside = self.beside
+        reports = list(self.running.engine.tiers())
+        return reports if beside is None else summed(reports, beside.engine.tiers())
+
+    def close(self) -> None:
+        beside, self.beside = self.beside, None
+        try:
+            if beside is not None:
+                beside.engine.close()
+        finally:
+            self.running.engine.close()
+
+
+def _simple(seat: Seat, running: Slot) -> bool:
+    """Whether the baseline's engine answers it, and no other is concerned."""
+    return seat.home is running and seat.mirror is None and seat.refusal is None
+
+
+def compared(exact: bytes, candidate: bytes) -> FrameComparison:
+    """Norms of float32 bytes, exact first. Two answers with other bits never differ by nothing."""
+    left, right = np.frombuffer(exact, dtype="<f4"), np.frombuffer(candidate, dtype="<f4")
+    norm = float(np.linalg.norm(right.astype(np.float64) - left.astype(np.float64)))
+    if norm == 0.0 and exact != candidate:
+        norm = float(np.finfo(np.float32).tiny)
+    return FrameComparison(norm, float(np.linalg.norm(left.astype(np.float64))))
+
+
+def _candidates(result: FrameResult) -> FrameResult:
+    receipt = result.receipt
+    if isinstance(receipt, StepReceipt):
+        receipt = replace(receipt, arm=PublishArm.CANDIDATE)
+    return replace(result, receipt=receipt, from_candidate=True)
+
+
+class SessionPrefixes:
+    """As `Prefixes`, of sessions wherever they are."""
+
+    def __init__(self, paired: PairedEngine) -> None:
+        self._paired = paired
+
+    def start(self, session_id: str, generation: int, fetch: object) -> int:
+        """See `Prefixes.start`. UNSUPPORTED too for a session with rows in a candidate's engine, which knows
+        no block of the baseline's."""
+        with self._paired.seated(session_id, generation) as seat:
+            prefixes = self._paired.prefixes_of(self._paired.running)
+            if seat.home is not self._paired.running or seat.mirror is not None:
+                raise CoreError(
+                    Reason.UNSUPPORTED, "a session of a candidate's own engine computes all of its rows"
+                )
+            return prefixes.start(session_id, seat.at, fetch)  # type: ignore[arg-type]
+
+    def payload(
+        self, session_id: str, generation: int, layer: int, chunk: int, until: float | None = None
+    ) -> bytes:
+        """See `Prefixes.payload`. Blocks are the baseline's: what another chunk size made is none of them."""
+        with self._paired.seated(session_id, generation) as seat:
+            if seat.home is not self._paired.running and not self._paired.same_chunks(seat.home):
+                raise CoreError(Reason.UNCOMMITTED_ROWS, "rows of another chunk size are the session's own")
+            return self._paired.prefixes_of(seat.home).payload(session_id, seat.at, layer, chunk, until)
