@@ -43,7 +43,9 @@ def lists(seed: int, chosen: list[list[int]], unit: int, last: list[int]) -> dic
 
 def stacked(parts: list[AttentionState]) -> AttentionState:
     m, l, u = (torch.stack([getattr(p, n) for p in parts], 1) for n in ("m", "l", "u"))
-    return merge_states_torch(m, l, u, None, frame=LogitFrame(parts[0].frame.scale))
+    return merge_states_torch(
+        m, l, u, None, frame=LogitFrame(parts[0].frame.scale), estimated=any(p.estimated for p in parts)
+    )
 
 
 @given(
@@ -114,7 +116,7 @@ def test_merging_is_the_left_fold_of_two(states: int) -> None:
     u = torch.randn(2, states, 3, 16, generator=g)
     counts = torch.randint(0, states + 1, (2, 3), generator=g).int()
     frame = LogitFrame(1.0)
-    got = merge_states_torch(m, l, u, counts, frame=frame)
+    got = merge_states_torch(m, l, u, counts, frame=frame, estimated=False)
     for b in range(2):
         for h in range(3):
             parts = [identity((1,), 16, frame)]

@@ -267,5 +267,4 @@ def centroid_estimate_triton(
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )
-    joined = merge_states_triton(m, l, u, None, frame=LogitFrame(scale))
-    return AttentionState(m=joined.m, l=joined.l, u=joined.u, frame=joined.frame, estimated=True)
+    return merge_states_triton(m, l, u, None, frame=LogitFrame(scale), estimated=True)

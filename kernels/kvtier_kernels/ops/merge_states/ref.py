@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def merge_states_ref(
-    m: Tensor, l: Tensor, u: Tensor, counts: Tensor | None, *, frame: Any
+    m: Tensor, l: Tensor, u: Tensor, counts: Tensor | None, *, frame: Any, estimated: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(m, l [B,H], u [B,H,d]) in float64."""
     batch, states, heads = m.shape
@@ -42,7 +42,7 @@ def merge_state_ref(
     pair_m = torch.stack((m.reshape(heads), other_m.reshape(heads)))[None]
     pair_l = torch.stack((l.reshape(heads), other_l.reshape(heads)))[None]
     pair_u = torch.stack((u.reshape(heads, u.shape[-1]), other_u.reshape(heads, u.shape[-1])))[None]
-    top, mass, total = merge_states_ref(pair_m, pair_l, pair_u, None, frame=None)
+    top, mass, total = merge_states_ref(pair_m, pair_l, pair_u, None, frame=None, estimated=None)
     return top.view(m.shape), mass.view(l.shape), total.view(u.shape)
 
 

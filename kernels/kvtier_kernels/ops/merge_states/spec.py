@@ -65,7 +65,7 @@ def merge_inputs(case: Case) -> Inputs:
     if Hazard.FAR in case.traits:
         far = reserved(4 * _FAR_HEAD + s * 64, torch.float32).as_strided(u.shape, (64, 64, _FAR_HEAD, 1))
         u = far.copy_(u)
-    return {"m": m, "l": l, "u": u, "counts": counts, "frame": LogitFrame(0.125)}
+    return {"m": m, "l": l, "u": u, "counts": counts, "frame": LogitFrame(0.125), "estimated": False}
 
 
 # Four times this is 2^32, which int32 takes for 0.

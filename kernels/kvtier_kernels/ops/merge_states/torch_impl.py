@@ -5,6 +5,7 @@ It must not know which rows a state came from. Formula: kvtier_kernels.state.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -69,19 +70,19 @@ def check_one(m: Tensor, l: Tensor, u: Tensor) -> None:
 
 
 def merge_states_torch(
-    m: Tensor, l: Tensor, u: Tensor, counts: Tensor | None, *, frame: LogitFrame
+    m: Tensor, l: Tensor, u: Tensor, counts: Tensor | None, *, frame: LogitFrame, estimated: bool
 ) -> AttentionState:
     """See the package. A state behind its count takes the identity's place, which changes no bit."""
     check_states(m, l, u, counts)
     batch, states, heads = m.shape
     if states == 0:
-        return identity((batch, heads), u.shape[3], frame, device=m.device)
+        return replace(identity((batch, heads), u.shape[3], frame, device=m.device), estimated=estimated)
     if counts is not None:
         there = torch.arange(states, device=m.device)[None, :, None] < counts[:, None, :]
         m, l = torch.where(there, m, -torch.inf), torch.where(there, l, 0.0)
         u = torch.where(there.unsqueeze(-1), u, 0.0)
     m, l, u = (x.transpose(0, 1).contiguous() for x in (m, l, u))
-    return merge_stacked(AttentionState(m, l, u, frame))
+    return merge_stacked(AttentionState(m, l, u, frame, estimated))
 
 
 def merge_state_torch_(

@@ -97,7 +97,7 @@ def finalize_kernel(m_ptr, l_ptr, u_ptr, o_ptr, lse_ptr, stride_ur, D: tl.conste
 
 
 def merge_states_triton(
-    m: Tensor, l: Tensor, u: Tensor, counts: Tensor | None, *, frame: LogitFrame
+    m: Tensor, l: Tensor, u: Tensor, counts: Tensor | None, *, frame: LogitFrame, estimated: bool
 ) -> AttentionState:
     """See the package. d a power of two; u's last dimension contiguous. Raises ShapeError."""
     check_states(m, l, u, counts)
@@ -122,7 +122,7 @@ def merge_states_triton(
             D=d,
             num_warps=1,
         )
-    return AttentionState(m=m_out, l=l_out, u=u_out, frame=frame)
+    return AttentionState(m=m_out, l=l_out, u=u_out, frame=frame, estimated=estimated)
 
 
 def merge_state_triton_(

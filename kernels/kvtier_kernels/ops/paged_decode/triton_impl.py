@@ -151,4 +151,4 @@ def paged_decode_triton(
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )
-    return merge_states_triton(m, l, u, None, frame=frame)
+    return merge_states_triton(m, l, u, None, frame=frame, estimated=False)

@@ -11,8 +11,6 @@ three loads in flight for each buffer.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -198,4 +196,4 @@ def sparse_paged_decode_triton(
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )
-    return replace(merge_states_triton(m, l, u, None, frame=frame), estimated=estimated)
+    return merge_states_triton(m, l, u, None, frame=frame, estimated=estimated)
