@@ -1,6 +1,7 @@
 """The read cache: what the watches have seen, shared by all reconcilers.
 
-Written from the watching thread, read from the operator's loop, so every access takes one short lock.
+Written from the watching thread, read from the operator's loop, so every access takes one short lock. Lists
+are asked for with each event and in each reconcile, so the names of a kind are kept in order, by namespace.
 A relist repairs what a watch has missed: after an expired watch, kopf lists what exists and never says what
 has vanished meanwhile. This module must not know what any object means.
 """
@@ -8,8 +9,9 @@ has vanished meanwhile. This module must not know what any object means.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier_operator.ports import JsonObject, Kind, ObjectKey
 
@@ -22,46 +24,68 @@ class Repair:
     vanished: frozenset[ObjectKey]
 
 
+@dataclass
+class _Space:
+    """The objects of one kind in one namespace; `names` are theirs, sorted."""
+
+    objects: dict[str, JsonObject] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+
+    def put(self, name: str, obj: JsonObject) -> None:
+        if name not in self.objects:
+            insort(self.names, name)
+        self.objects[name] = obj
+
+    def pop(self, name: str) -> JsonObject | None:
+        found = self.objects.pop(name, None)
+        if found is not None:
+            del self.names[bisect_left(self.names, name)]
+        return found
+
+    def in_order(self) -> list[JsonObject]:
+        return [self.objects[name] for name in self.names]
+
+
 class WatchStore:
     """Implements `kvtier_operator.ports.Store`."""
 
     def __init__(self, observe: Callable[[str, int], None] = lambda _kind, _count: None) -> None:
         self._lock = threading.Lock()
-        self._objects: dict[Kind, dict[ObjectKey, JsonObject]] = {kind: {} for kind in Kind}
+        self._spaces: dict[Kind, dict[str, _Space]] = {kind: {} for kind in Kind}
+        self._counts: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self._moment = 0
         self._changed_at: dict[ObjectKey, int] = {}
         self._observe = observe
 
     def get(self, key: ObjectKey) -> JsonObject | None:
         with self._lock:
-            return self._objects[key.kind].get(key)
+            return self._get(key)
 
     def list_all(self, kind: Kind, namespace: str = "") -> list[JsonObject]:
         with self._lock:
-            found = [
-                item
-                for item in self._objects[kind].items()
-                if not namespace or item[0].namespace == namespace
-            ]
-        return [value for _, value in sorted(found, key=lambda item: item[0])]
+            spaces = self._spaces[kind]
+            if namespace:
+                found = spaces.get(namespace)
+                return [] if found is None else found.in_order()
+            return [obj for name in sorted(spaces) for obj in spaces[name].in_order()]
 
     def put(self, key: ObjectKey, obj: JsonObject) -> JsonObject | None:
         """From a watch. Returns what was there before; an older version of the same object is ignored."""
         with self._lock:
-            before = self._objects[key.kind].get(key)
+            before = self._get(key)
             if before is not None and _is_older(obj, before):
                 return before
-            self._objects[key.kind][key] = obj
+            self._put(key, obj)
             self._touch(key)
-            count = len(self._objects[key.kind])
+            count = self._counts[key.kind]
         self._observe(key.kind.value, count)
         return before
 
     def remove(self, key: ObjectKey) -> JsonObject | None:
         with self._lock:
-            before = self._objects[key.kind].pop(key, None)
+            before = self._pop(key)
             self._touch(key)
-            count = len(self._objects[key.kind])
+            count = self._counts[key.kind]
         self._observe(key.kind.value, count)
         return before
 
@@ -76,17 +100,21 @@ class WatchStore:
         changed: set[ObjectKey] = set()
         vanished: set[ObjectKey] = set()
         with self._lock:
-            known = self._objects[kind]
             for key, obj in fresh.items():
-                before = known.get(key)
+                before = self._get(key)
                 if self._changed_at.get(key, 0) > since or (before is not None and _is_older(obj, before)):
                     continue
                 if before is None or _version(before) != _version(obj):
-                    known[key] = obj
+                    self._put(key, obj)
                     changed.add(key)
-            for key in [key for key in known if key not in fresh]:
-                if self._changed_at.get(key, 0) <= since:
-                    del known[key]
+            known = [
+                ObjectKey(kind, namespace, name)
+                for namespace, space in self._spaces[kind].items()
+                for name in space.names
+            ]
+            for key in known:
+                if key not in fresh and self._changed_at.get(key, 0) <= since:
+                    self._pop(key)
                     vanished.add(key)
             for key in changed | vanished:
                 self._touch(key)
@@ -94,11 +122,29 @@ class WatchStore:
             self._changed_at = {
                 key: moment
                 for key, moment in self._changed_at.items()
-                if key.kind is not kind or moment > since or key in known
+                if key.kind is not kind or moment > since or self._get(key) is not None
             }
-            count = len(known)
+            count = self._counts[kind]
         self._observe(kind.value, count)
         return Repair(frozenset(changed), frozenset(vanished))
+
+    def _get(self, key: ObjectKey) -> JsonObject | None:
+        space = self._spaces[key.kind].get(key.namespace)
+        return None if space is None else space.objects.get(key.name)
+
+    def _put(self, key: ObjectKey, obj: JsonObject) -> None:
+        space = self._spaces[key.kind].setdefault(key.namespace, _Space())
+        self._counts[key.kind] += key.name not in space.objects
+        space.put(key.name, obj)
+
+    def _pop(self, key: ObjectKey) -> JsonObject | None:
+        space = self._spaces[key.kind].get(key.namespace)
+        found = None if space is None else space.pop(key.name)
+        if space is not None and found is not None:
+            self._counts[key.kind] -= 1
+            if not space.objects:
+                del self._spaces[key.kind][key.namespace]
+        return found
 
     def _touch(self, key: ObjectKey) -> None:
         self._moment += 1

@@ -21,6 +21,7 @@ from kvtier_operator.kube import RESOURCES, load_configuration
 from kvtier_operator.ports import Clock, JsonObject, Kind, ObjectKey
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch.triggers import SELECTORS, WATCHED, affected, relevant
+from kvtier_operator.watch.trimmed import trimmed
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def accept(deps: WatchDeps, kind: Kind, deleted: bool, obj: JsonObject) -> None:
     key = ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
     if not relevant(key):
         return
+    obj = trimmed(kind, obj)
     before = deps.store.remove(key) if deleted else deps.store.put(key, obj)
     keys = affected(key, before, None if deleted else obj, deps.store)
     if keys:

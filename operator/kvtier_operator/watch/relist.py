@@ -16,6 +16,7 @@ from kvtier_operator.kube.resources import key_of
 from kvtier_operator.ports import ApiError, Clock, JsonObject, Kind
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch.triggers import SELECTORS, WATCHED, relevant
+from kvtier_operator.watch.trimmed import trimmed
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class Relist:
     async def one(self, kind: Kind) -> None:
         """Raises ApiError, and then changes nothing."""
         since = self._store.moment()
-        listed = [(key_of(obj), obj) for obj in await self._list(kind)]
+        listed = [(key_of(obj), trimmed(kind, obj)) for obj in await self._list(kind)]
         repaired = self._store.repair(kind, [item for item in listed if relevant(item[0])], since)
         if repaired.vanished:
             _log.info("repaired", extra={"kind": kind.value, "vanished": len(repaired.vanished)})
