@@ -59,9 +59,13 @@ def affected(
             keys |= _of_pool(store, key.namespace, key.name)
             keys |= {_key(Kind.AGENT_POOL, pool) for pool in store.list_all(Kind.AGENT_POOL)}
         case Kind.KV_NODE:
-            for version in (before, after):
-                if version is not None:
-                    keys |= _of_pool(store, *pool_of(version))
+            if before is None or after is None or _agent_facts(before) != _agent_facts(after):
+                for version in (before, after):
+                    if version is not None:
+                        keys |= _of_pool(store, *pool_of(version))
+            else:
+                for namespace, name in _let_go(before, after):
+                    keys |= _rollouts_of(store, namespace, name)
         case Kind.LEASE:
             node = key.name.removeprefix(LEASE_PREFIX)
             if (
@@ -85,19 +89,19 @@ def affected(
                 if owner.get("kind") == Kind.AGENT_POOL.value:
                     keys.add(ObjectKey(Kind.AGENT_POOL, key.namespace, owner["name"]))
         case Kind.KV_CACHE:
-            keys |= _rollouts(store, key.namespace, lambda spec: _cache_name(spec) == key.name)
+            keys |= _rollouts_of(store, key.namespace, key.name)
         case Kind.KV_ROLLOUT:
             cache = _cache_name(obj.get("spec") or {})
-            keys |= _rollouts(store, key.namespace, lambda spec: _cache_name(spec) == cache)
-            if cache and (before is None or after is None or _stage(before) != _stage(after)):
+            keys |= _rollouts_of(store, key.namespace, cache)
+            if cache and (before is None or after is None or _phase(before) != _phase(after)):
                 keys.add(ObjectKey(Kind.KV_CACHE, key.namespace, cache))
-                # An AgentPool holds its updates while a rollout on its nodes is unfinished.
                 on = store.get(ObjectKey(Kind.KV_CACHE, key.namespace, cache))
                 # A selector's indexes are those of the agents that hold its candidate.
                 for holder in ((obj.get("spec") or {}).get("candidate") or {}, (on or {}).get("spec") or {}):
                     selector = (holder.get("selectorRef") or {}).get("name", "")
                     if selector:
                         keys.add(ObjectKey(Kind.KV_SELECTOR, key.namespace, selector))
+                # An AgentPool holds its updates while a rollout on its nodes is unfinished.
                 pool = (((on or {}).get("spec") or {}).get("poolRef") or {}).get("name", "")
                 if pool:
                     keys.add(ObjectKey(Kind.AGENT_POOL, key.namespace, pool))
@@ -118,9 +122,39 @@ def _cache_name(rollout_spec: JsonObject) -> str:
     return str((rollout_spec.get("cacheRef") or {}).get("name", ""))
 
 
-def _stage(rollout: JsonObject) -> tuple[str, str]:
+def _phase(rollout: JsonObject) -> tuple[str, bool]:
+    """What others than the rollout itself go by: whether it is finished, and whether it has a fence."""
     status = rollout.get("status") or {}
-    return str(status.get("phase")), str(status.get("stage"))
+    return str(status.get("phase")), bool(status.get("fence"))
+
+
+def _agent_facts(kv_node: JsonObject) -> tuple[object, ...]:
+    """All that anyone but its own reconcile decides by; bytes that move and grants that come are not."""
+    status = kv_node.get("status") or {}
+    tiers = [
+        {name: value for name, value in tier.items() if name not in ("used", "pinned")}
+        for tier in status.get("tiers") or []
+    ]
+    conditions = [
+        (one.get("type"), one.get("status"), one.get("reason")) for one in status.get("conditions") or []
+    ]
+    return (
+        kv_node.get("spec"),
+        kv_node["metadata"].get("deletionTimestamp"),
+        *(status.get(name) for name in ("bootID", "numericsVersion", "agentVersion")),
+        tiers,
+        conditions,
+    )
+
+
+def _let_go(before: JsonObject, after: JsonObject) -> set[tuple[str, str]]:
+    """Namespace and name of caches whose candidate this agent held, and holds no more."""
+    return {(row[0], row[1]) for row in _held(before) - _held(after)}
+
+
+def _held(kv_node: JsonObject) -> set[tuple[str, str, str]]:
+    rows = (kv_node.get("status") or {}).get("candidates") or []
+    return {(row.get("namespace", ""), row.get("cache", ""), row.get("digest", "")) for row in rows}
 
 
 def _holder(lease: JsonObject | None) -> str:
@@ -157,6 +191,10 @@ def _rollouts(store: Store, namespace: str, wanted: _SpecTest) -> set[ObjectKey]
         for rollout in store.list_all(Kind.KV_ROLLOUT, namespace)
         if wanted(rollout.get("spec") or {})
     }
+
+
+def _rollouts_of(store: Store, namespace: str, cache: str) -> set[ObjectKey]:
+    return _rollouts(store, namespace, lambda spec: _cache_name(spec) == cache)
 
 
 def _of_pool(store: Store, namespace: str, name: str) -> set[ObjectKey]:

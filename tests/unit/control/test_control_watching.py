@@ -100,6 +100,51 @@ def test_after_a_full_list_the_cache_is_the_truth(steps: list[tuple[str, int]]) 
             assert len(store.list_all(Kind.KV_CACHE)) == len(server)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.sampled_from("xyz")), max_size=40))
+def test_lists_are_in_order_whatever_came_and_went(steps: list[tuple[bool, str, str]]) -> None:
+    """By namespace and name; of one namespace, or of all."""
+    store, truth, counts = WatchStore(lambda _, count: counts.append(count)), {}, list[int]()
+    for number, (put, namespace, name) in enumerate(steps):
+        one = key(Kind.KV_CACHE, name, namespace)
+        if put:
+            truth[one] = version(number, uid=f"uid-{number}")
+            store.put(one, truth[one])
+        else:
+            truth.pop(one, None)
+            store.remove(one)
+        assert counts[-1] == len(truth)
+        assert store.list_all(Kind.KV_CACHE) == [truth[found] for found in sorted(truth)]
+        mine = [truth[found] for found in sorted(truth) if found.namespace == "a"]
+        assert store.list_all(Kind.KV_CACHE, "a") == mine
+
+
+def test_what_nobody_reads_is_not_kept() -> None:
+    """Neither from a watch nor from a list; what is read stays as it was."""
+    store = WatchStore()
+    deps = WatchDeps(store, lambda _: None, None, FakeClock())
+    managed = version(1, spec={"a": 1}, status={"b": 2})
+    managed["metadata"]["managedFields"] = [{"manager": "kubectl", "fieldsV1": {}}]
+    node = {"metadata": {"name": "a", "uid": "n", "labels": {"x": "y"}}, "spec": {"unschedulable": True}}
+    ready = [{"type": "Ready", "status": "True"}]
+    accept(deps, Kind.KV_CACHE, False, managed)
+    accept(deps, Kind.NODE, False, {**node, "status": {"conditions": ready, "images": [{"names": ["i"]}]}})
+    assert store.list_all(Kind.KV_CACHE) == [version(1, spec={"a": 1}, status={"b": 2})]
+    assert store.list_all(Kind.NODE) == [{**node, "status": {"conditions": ready}}]
+    assert "managedFields" in managed["metadata"], "it is the watch's own object"
+
+
+async def test_a_relist_keeps_no_more_than_a_watch() -> None:
+    store = WatchStore()
+    managed = version(1)
+    managed["metadata"] |= {"namespace": "serving", "managedFields": [{"manager": "kubectl"}]}
+    lister = Lister(found={Kind.KV_CACHE: [{**managed, "kind": "KVCache", "apiVersion": "kvtier.dev/v1"}]})
+    await Relist(lister, store, FakeClock(), lambda: 0.5, lambda: None).one(Kind.KV_CACHE)
+    assert [list(obj["metadata"]) for obj in store.list_all(Kind.KV_CACHE)] == [
+        ["name", "uid", "resourceVersion", "namespace"]
+    ]
+
+
 # --- which keys ------------------------------------------------------------------------------------------
 
 
@@ -146,8 +191,62 @@ def test_a_rollout_that_moves_wakes_its_cache_pool_and_selector(bench: Bench) ->
     after = before | {"status": {"phase": "Completed", "stage": "Full"}}
     selector = key(Kind.KV_SELECTOR, "quest-64")
     assert affected(ROLLOUT, before, after, bench.store) == {ROLLOUT, CACHE, POOL, selector}
-    numbers = after | {"status": after["status"] | {"verdict": "Pass"}}
-    assert affected(ROLLOUT, after, numbers, bench.store) == {ROLLOUT}
+    for moved in ({"verdict": "Pass"}, {"stage": "Ramp"}):
+        later = after | {"status": after["status"] | moved}
+        assert affected(ROLLOUT, after, later, bench.store) == {ROLLOUT}, "nobody else goes by that"
+
+
+def agent(**status: Any) -> JsonObject:
+    spec = {"address": "a:1", "poolRef": {"namespace": "serving", "name": "default"}}
+    tier = {"class": "cpu-dram", "state": "Ready", "capacity": 10, "used": 1}
+    return {"metadata": {"name": "a"}, "spec": spec, "status": {"bootID": "b", "tiers": [tier], **status}}
+
+
+def holding(cache: str, digest: str = "d") -> JsonObject:
+    return {"namespace": "serving", "cache": cache, "digest": digest, "fence": 3}
+
+
+@pytest.mark.parametrize(
+    "before, after, woken",
+    [
+        pytest.param(agent(), agent(candidates=[holding("chat")]), set(), id="a-grant"),
+        pytest.param(
+            agent(candidates=[holding("chat")]),
+            agent(candidates=[holding("chat") | {"fence": 4, "stage": "Ramp"}]),
+            set(),
+            id="the-same-candidate-at-another-stage",
+        ),
+        pytest.param(agent(candidates=[holding("chat")]), agent(), {ROLLOUT}, id="let-go"),
+        pytest.param(
+            agent(candidates=[holding("chat")]),
+            agent(candidates=[holding("chat", "e")]),
+            {ROLLOUT},
+            id="another-candidate",
+        ),
+        pytest.param(agent(candidates=[holding("elsewhere")]), agent(), set(), id="of-a-cache-alone"),
+        pytest.param(
+            agent(), agent(tiers=[{"class": "cpu-dram", "state": "Ready", "capacity": 10, "used": 9}]), set(),
+            id="bytes",
+        ),
+        pytest.param(
+            agent(),
+            agent(tiers=[{"class": "cpu-dram", "state": "Failed", "capacity": 10, "used": 1}]),
+            {POOL, CACHE, ROLLOUT},
+            id="a-tier-failed",
+        ),
+        pytest.param(agent(), agent(bootID="c"), {POOL, CACHE, ROLLOUT}, id="restarted"),
+        pytest.param(
+            agent(),
+            agent(conditions=[{"type": "Draining", "status": "True"}]),
+            {POOL, CACHE, ROLLOUT},
+            id="draining",
+        ),
+    ],
+)  # fmt: skip
+def test_of_an_agents_status_only_what_others_decide_by_wakes_them(
+    bench: Bench, before: JsonObject, after: JsonObject, woken: set[ObjectKey]
+) -> None:
+    assert affected(NODE_A, before, after, bench.store) == {NODE_A} | woken
 
 
 LEASE = key(Kind.LEASE, "kvnode-a")
@@ -209,15 +308,18 @@ def test_leases_that_are_not_agents_are_not_kept() -> None:
 
 
 class Lister:
-    def __init__(self, broken: tuple[Kind, ...] = ()) -> None:
+    def __init__(
+        self, broken: tuple[Kind, ...] = (), found: dict[Kind, list[JsonObject]] | None = None
+    ) -> None:
         self.broken = broken
+        self.found = found or {}
         self.asked: list[tuple[Kind, str]] = []
 
     async def list_all(self, kind: Kind, namespace: str = "", label_selector: str = "") -> list[JsonObject]:
         self.asked.append((kind, label_selector))
         if kind in self.broken:
             raise ApiError(500, "InternalError", "no")
-        return []
+        return self.found.get(kind, [])
 
 
 async def test_a_kind_that_cannot_be_listed_keeps_what_it_had() -> None:
@@ -240,7 +342,7 @@ async def test_an_overflowing_queue_brings_the_relist_forward() -> None:
     relist = Relist(Lister(), WatchStore(), FakeClock(), lambda: 0.0, done.set)
     task = asyncio.create_task(relist.run())
     relist.request()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await done.wait()
     task.cancel()
     assert INTERVAL_SECONDS >= 60
