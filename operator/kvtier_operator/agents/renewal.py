@@ -42,6 +42,8 @@ LATE_SHARE = 0.05
 PERIOD_SHARE = 1 / 3
 RETRY_SHARE = 1 / 8
 JITTER_SHARE = 0.15
+# What falls due within so much of the shortest lease is renewed together: one call per agent, not one each.
+BATCH_SHARE, MIN_BATCH, MAX_BATCH = 0.02, 0.05, 0.5
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,22 @@ class HeldLease:
         return max(MIN_DEADLINE, self.ttl * LATE_SHARE)
 
 
+@dataclass(frozen=True)
+class _Glance:
+    """What one version of a rollout says: whether it may hold a candidate, and for how long a grant lasts."""
+
+    version: str
+    holds: bool
+    ttl: float
+
+
 class LeaseRenewer:
     """Create it once per operator; `run` until cancelled."""
 
     def __init__(self, deps: Deps) -> None:
         self._deps = deps
         self._due: dict[str, float] = {}
-        self._unreadable: dict[str, str] = {}
+        self._glances: dict[str, _Glance] = {}
         self._reads = asyncio.Semaphore(MAX_READS)
 
     async def run(self) -> None:
@@ -82,17 +93,19 @@ class LeaseRenewer:
             return IDLE_SECONDS
         now = self._deps.clock.monotonic()
         seen = self._deps.store.list_all(Kind.KV_ROLLOUT)
-        known = {obj["metadata"]["uid"] for obj in seen}
-        self._unreadable = {uid: version for uid, version in self._unreadable.items() if uid in known}
-        rollouts = [obj for obj in seen if self._may_hold(obj)]
+        # Read once a version: of a thousand rollouts hardly one has changed since the last tick.
+        self._glances = {obj["metadata"]["uid"]: self._glance(obj) for obj in seen}
+        rollouts = [obj for obj in seen if self._glances[obj["metadata"]["uid"]].holds]
         uids = {obj["metadata"]["uid"] for obj in rollouts}
         self._due = {uid: due for uid, due in self._due.items() if uid in uids}
         ready = [obj for obj in rollouts if self._due.get(obj["metadata"]["uid"], 0.0) <= now]
         if ready:
             found = await asyncio.gather(*(self._read(obj) for obj in ready))
             await self._renew([lease for lease in found if lease is not None])
+        shortest = min((self._glances[uid].ttl for uid in self._due), default=DEFAULT_LEASE_TTL)
+        together = min(MAX_BATCH, max(MIN_BATCH, shortest * BATCH_SHARE))
         waits = [due - self._deps.clock.monotonic() for due in self._due.values()]
-        return min([IDLE_SECONDS, *(max(0.05, wait) for wait in waits)])
+        return min([IDLE_SECONDS, *(max(together, wait) for wait in waits)])
 
     async def _read(self, seen: JsonObject) -> HeldLease | None:
         """The lease, if the server says now that both fences agree."""
@@ -165,24 +178,25 @@ class LeaseRenewer:
         ]
         self._wake(refused)
 
-    def _may_hold(self, seen: JsonObject) -> bool:
+    def _glance(self, seen: JsonObject) -> _Glance:
         """By the read cache, which may be behind: the server is asked before anything is renewed."""
         metadata = seen["metadata"]
-        if self._unreadable.get(metadata["uid"]) == metadata.get("resourceVersion"):
-            return False
+        version = str(metadata.get("resourceVersion"))
+        known = self._glances.get(metadata["uid"])
+        if known is not None and known.version == version:
+            return known
         state = self._state(seen)
-        return state is not None and state.holds_candidate
+        return _Glance(version, state is not None and state.holds_candidate, _ttl(seen))
 
     def _state(self, rollout: JsonObject) -> RolloutState | None:
-        """None when the status cannot be read: its leases end, the others do not. It is read again when it
-        has changed; the reconcile, which is woken once, tells people."""
+        """None when the status cannot be read: its leases end, the others do not. The reconcile, which is
+        woken, tells people."""
         metadata = rollout["metadata"]
         try:
             return from_status(rollout.get("status") or {})
         except StatusUnreadable as error:
             key = ObjectKey(Kind.KV_ROLLOUT, metadata["namespace"], metadata["name"])
             _log.warning("leases not renewed", extra={"rollout": str(key), "error": str(error)})
-            self._unreadable[metadata["uid"]] = str(metadata.get("resourceVersion"))
             self._deps.wake(key)
             return None
 

@@ -160,3 +160,18 @@ def test_refusals_are_typed_and_everything_else_is_unreachable() -> None:
     assert isinstance(error_for("n", "UNAVAILABLE", "refused", []), AgentUnreachable)
     broken = error_for("n", "UNKNOWN", "", [(ERROR_KEY, b"\xff\xff\xff")])
     assert isinstance(broken, AgentUnreachable)
+
+
+async def test_a_rollout_that_has_not_changed_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand, each would be parsed twenty times a second."""
+    world = await granted()
+    renewer = LeaseRenewer(world.deps)
+    await renewer.tick()
+    parsed: list[Any] = []
+    monkeypatch.setattr("kvtier_operator.agents.renewal.from_status", lambda status: parsed.append(status))
+    for _ in range(5):
+        await renewer.tick()
+    assert parsed == []
+    world.edit(progressDeadline="2h")
+    await renewer.tick()
+    assert len(parsed) == 1
