@@ -1,0 +1,142 @@
+"""Drift: whatever a candidate was compiled from, and whatever an agent runs, is found at the next look, in
+every stage and after Completed; and the holdback, which a drift of the traffic would show in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal
+
+import pytest
+
+from kvtier_operator.ports import Kind, ObjectKey
+from kvtier_operator.rollout.vocabulary import Verdict
+from tests.unit.rollout.rollout_world import World, copied, held
+
+TICK = 10.0 / 6
+"""Seconds between two looks at a lease of 10 s; a watch tells sooner, and is not counted on here."""
+STAGES = [("Progressing", stage) for stage in ("Shadow", "Canary", "Ramp", "Full")] + [("Completed", "Full")]
+QUICK = [
+    {"name": "Shadow", "minDuration": "1s"},
+    {"name": "Canary", "trafficFraction": "5%", "minDuration": "1s"},
+    {"name": "Ramp", "steps": ["10%"], "stepDuration": "1s"},
+    {"name": "Full", "soak": "1s", "holdback": "2%"},
+]
+
+
+def selector_edited(world: World) -> None:
+    selector = copied(world.object(Kind.KV_SELECTOR, "quest-64"))
+    selector["spec"]["budget"]["tokens"] = 48
+    world.api.put(selector)
+
+
+def selector_deleted(world: World) -> None:
+    del world.api.objects[ObjectKey(Kind.KV_SELECTOR, "serving", "quest-64")]
+
+
+def tier_class_deleted(world: World) -> None:
+    name = world.api.objects[world.cache_key]["spec"]["tiers"][0]["tierClassName"]
+    del world.api.objects[ObjectKey(Kind.TIER_CLASS, "", name)]
+
+
+def tier_class_made_anew(world: World) -> None:
+    """It is immutable; one that was deleted and made again need not be the same."""
+    spec = world.api.objects[world.cache_key]["spec"]["tiers"][0]
+    made = copied(world.api.objects[ObjectKey(Kind.TIER_CLASS, "", spec["tierClassName"])])
+    made["spec"]["capabilities"]["checksum"] = "blake3"
+    world.api.put(made)
+
+
+def cache_edited(world: World) -> None:
+    cache = copied(world.api.objects[world.cache_key])
+    cache["spec"]["chunkTokens"] = 128
+    world.api.put(cache)
+
+
+def baseline_replaced(world: World) -> None:
+    world.cache_status["baseline"] = {"digest": "sha256:" + "5" * 64, "revision": "chat-5"}
+
+
+INPUTS = [
+    selector_edited,
+    selector_deleted,
+    tier_class_deleted,
+    tier_class_made_anew,
+    cache_edited,
+    baseline_replaced,
+]
+
+
+@pytest.mark.parametrize(("phase", "stage"), STAGES, ids=lambda value: value)
+@pytest.mark.parametrize("drift", INPUTS, ids=lambda drift: drift.__name__)
+async def test_a_drift_of_any_input_is_found_within_one_interval(
+    drift: Callable[[World], None], phase: str, stage: str
+) -> None:
+    world = World(stages=QUICK)
+    await world.until(phase, stage)
+    await world.run(2)
+    drift(world)
+    await world.run(TICK)
+    assert world.status["rollback"]["cause"] == "InputDrift"
+    assert held(world) == []
+    assert "approved" not in world.cache_status
+
+
+@pytest.mark.parametrize(("phase", "stage"), STAGES, ids=lambda value: value)
+async def test_an_agent_that_runs_another_candidate_is_found_within_one_interval(
+    phase: str, stage: str
+) -> None:
+    world = World(stages=QUICK)
+    await world.until(phase, stage)
+    await world.run(2)
+    original = world.sims["node-1"].state
+
+    def state() -> object:
+        answer = original()
+        if answer.caches[0].candidate.digest:
+            answer.caches[0].candidate.digest = "sha256:" + "6" * 64
+        return answer
+
+    world.sims["node-1"].state = state  # type: ignore[assignment, method-assign]
+    await world.run(TICK)
+    assert world.status["rollback"]["cause"] == "ManifestMismatch"
+    assert "node-1" in world.status["rollback"]["message"]
+    assert held(world) == []
+
+
+async def test_an_agent_that_has_drifted_from_the_baseline_is_not_called_restored() -> None:
+    world = World(stages=QUICK)
+    await world.until("Progressing", "Canary")
+    world.sims["node-1"].lie_about_baseline = "sha256:" + "7" * 64
+    selector_edited(world)
+    await world.run(30)
+    assert world.condition("CandidateRevoked")["status"] == "True"
+    assert world.condition("BaselineRestored")["status"] == "False"
+    world.sims["node-1"].lie_about_baseline = ""
+    await world.until("RolledBack")
+    assert world.condition("BaselineRestored")["status"] == "True"
+
+
+@pytest.mark.parametrize("holdback", ["2%", "30%"])
+async def test_full_leaves_the_holdback_on_the_baseline_also_after_completed(holdback: str) -> None:
+    world = World(stages=[*QUICK[:3], {"name": "Full", "soak": "1s", "holdback": holdback}])
+    share = Decimal(holdback.removesuffix("%")) / 100
+    for phase in ("Progressing", "Completed"):
+        await world.until(phase, "Full")
+        await world.pass_()
+        lease = world.sims["node-0"].core.lease()
+        assert lease is not None
+        assert lease.terms.traffic_fraction == 1 - share
+    assert Decimal(world.cache_status["approved"]["holdback"]) == share
+
+
+async def test_what_the_holdback_shows_after_completed_revokes_the_approval() -> None:
+    """The audit goes on: its latency gates compare with the sessions that were held back."""
+    world = World(stages=QUICK)
+    await world.until("Completed")
+    await world.run(5)
+    world.feed.gates["tail"] = Verdict.FAIL
+    await world.run(TICK)
+    assert world.status["rollback"]["cause"] == "GateFailed"
+    assert world.status["rollback"]["gate"] == "tail"
+    assert held(world) == []
