@@ -30,7 +30,7 @@ from tests.engine.raw_channel import RawChannel, floats, record
 from tests.unit.agent.agent_fakes import Bench, FakeEngine
 
 T = TypeVar("T")
-SECONDS = 20.0
+SECONDS = 60.0
 HEADS, KV_HEADS, DIM = 6, 2, 64
 ROW, QUERY = KV_HEADS * DIM * 4, HEADS * DIM * 4
 FRAME_BYTES = 2 * ROW + QUERY

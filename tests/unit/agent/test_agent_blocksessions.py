@@ -19,7 +19,7 @@ from kvtier_agent.blocksessions import BlockSessions
 from kvtier_agent.engine_port import EngineRunner
 from kvtier_agent.node import Node
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 
 
 class Scope:

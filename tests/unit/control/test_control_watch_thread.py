@@ -27,7 +27,7 @@ class Breaking(KopfThread):
         ready.set()
         await self._note_ready(ready)
         self.watching.set()
-        await asyncio.to_thread(self._stop.wait, 10)
+        await asyncio.to_thread(self._stop.wait, 120)
 
 
 def test_a_watch_that_breaks_for_good_is_started_again() -> None:
@@ -36,7 +36,7 @@ def test_a_watch_that_breaks_for_good_is_started_again() -> None:
     clock.advance(7)
     assert thread.down_seconds() == 7
     thread.start()
-    assert thread.watching.wait(10)
+    assert thread.watching.wait(120)
     assert thread.starts == 4
     assert thread.down_seconds() == 0
     clock.advance(100)

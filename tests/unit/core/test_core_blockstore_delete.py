@@ -474,7 +474,7 @@ def test_no_deletion_begins_between_its_question_and_the_store(monkeypatch: pyte
     def asked(namespace: bytes) -> bool:
         thread = threading.Thread(target=other)
         thread.start()
-        thread.join(10)
+        thread.join(60)
         return refuses(namespace)
 
     monkeypatch.setattr(bench.store.deletions, "refuses", asked)

@@ -470,7 +470,7 @@ def test_a_scope_that_two_threads_leave_is_left_once() -> None:
             thread.start()
         pin.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert bench.store.pins.held == 1
     other.close()

@@ -237,13 +237,13 @@ def test_a_put_cannot_take_what_a_row_waits_for(tmp_path: Path) -> None:
             driver = Driver.open(built, Rows.random(2 * CHUNK))
             with files.closed():
                 stepping = pool.submit(driver.forward, CHUNK)
-                assert files.waiting.wait(10)
+                assert files.waiting.wait(120)
                 assert not stepping.done()
                 (refused,) = built.blocks.store.put(
                     [key(9)], [payload(built, 9)], namespace=NAMESPACE, deadline=LATER
                 )
                 assert refused.reason is MoveReason.CREDIT_PRESSURE
-            stepping.result(timeout=20)
+            stepping.result(timeout=60)
         assert by_tier(built.stats())["ram"][0] >= 1
         assert stored(built, range(2)) == {0, 1}
 
@@ -284,22 +284,22 @@ def test_blocks_wait_for_no_step(tmp_path: Path) -> None:
 
     def blocked() -> bool:
         begun.set()
-        return release.wait(20)
+        return release.wait(120)
 
     mode = StepMode(PublishArm.CANDIDATE, candidate_digest=CANDIDATE, may_publish=blocked)
     with engine(tmp_path, TIERS, blocks=True) as built, ThreadPoolExecutor(2) as pool:
         driver = Driver.open(built, Rows.random(1))
         stepping = pool.submit(built.step, driver.request(0, 0, 1), mode)
         try:
-            assert begun.wait(10)
-            assert pool.submit(put, built, range(6)).result(timeout=10)
-            assert pool.submit(fetched, built, [0, 1]).result(timeout=10)
-            assert pool.submit(built.stats).result(timeout=10).sessions == 1
-            pool.submit(delete, built, [0]).result(timeout=10)
+            assert begun.wait(120)
+            assert pool.submit(put, built, range(6)).result(timeout=60)
+            assert pool.submit(fetched, built, [0, 1]).result(timeout=60)
+            assert pool.submit(built.stats).result(timeout=60).sessions == 1
+            pool.submit(delete, built, [0]).result(timeout=60)
             assert not stepping.done()
         finally:
             release.set()
-        assert stepping.result(timeout=10).receipt.arm is PublishArm.CANDIDATE
+        assert stepping.result(timeout=60).receipt.arm is PublishArm.CANDIDATE
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["inline", "reading ahead"])
@@ -395,5 +395,5 @@ def test_stop_says_so_when_credits_are_missing(tmp_path: Path) -> None:
         pytest.raises(AssertionError, match="1 grants of sessions are left"),
         engine(tmp_path, TIERS) as built,
     ):
-        built._ledger.acquire({1: 1})
+        built._parts.ledger.acquire({1: 1})
     assert [tier.condition for tier in built.stats().tiers] == ["Closed"] * 3

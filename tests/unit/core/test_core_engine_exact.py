@@ -62,20 +62,20 @@ def test_proofs_and_grants_wait_for_no_step(tmp_path: Path) -> None:
 
     def blocked() -> bool:
         begun.set()
-        return release.wait(20)
+        return release.wait(120)
 
     mode = StepMode(PublishArm.CANDIDATE, candidate_digest=CANDIDATE, may_publish=blocked)
     with engine(tmp_path, [gpu(64)]) as built, ThreadPoolExecutor(2) as pool:
         driver = Driver.open(built, Rows.random(1))
         stepping = pool.submit(built.step, driver.request(0, 0, 1), mode)
         try:
-            assert begun.wait(10)
-            assert pool.submit(built.live_manifest).result(timeout=5) == manifest([gpu(64)])
-            pool.submit(built.selectors.check, quest()).result(timeout=5)
+            assert begun.wait(120)
+            assert pool.submit(built.live_manifest).result(timeout=60) == manifest([gpu(64)])
+            pool.submit(built.selectors.check, quest()).result(timeout=60)
             assert not stepping.done()
         finally:
             release.set()
-        assert stepping.result(timeout=10).receipt.arm is PublishArm.CANDIDATE
+        assert stepping.result(timeout=60).receipt.arm is PublishArm.CANDIDATE
 
 
 def test_a_step_keeps_nothing_for_gradients(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_case_28_a_read_from_a_pipe_that_nobody_writes_blocks_no_one_for_ever(tm
     landing = Landing(page_aligned(bytes(SIZE)))
     heard = Heard(1)
     tier.submit_read([TransferItem(items[0].ref, items[0].identity, landing)], clock.now + 1, heard)
-    assert entered.wait(10)
+    assert entered.wait(120)
     clock.now += 2
     tier.expire()
     assert heard.wait_done().reasons() == ["DEADLINE"]

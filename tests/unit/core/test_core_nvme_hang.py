@@ -48,7 +48,7 @@ def test_a_read_that_hangs_ends_for_its_caller_at_the_deadline(tmp_path: Path) -
     gate = files.script = Gate("read", 0)
     heard, late = Heard(1), reading(items[0])
     tier.submit_read([late], clock.now + 5, heard)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=60)
     clock.now += 4.9
     tier.expire()
     assert not heard.errors
@@ -89,7 +89,7 @@ def test_threads_are_replaced_up_to_a_bound_and_then_work_is_refused(tmp_path: P
     heard = [Heard(1), Heard(1)]
     for item, sink in zip(items, heard, strict=False):
         tier.submit_read([reading(item)], clock.now + 1, sink)
-        assert gate.entered.acquire(timeout=10)
+        assert gate.entered.acquire(timeout=60)
         clock.now += 2
         tier.expire()
         assert sink.wait_done().reasons() == ["DEADLINE"]
@@ -113,7 +113,7 @@ def test_what_waits_behind_a_hang_is_refused_in_time_and_touches_nothing(tmp_pat
     gate = files.script = Gate("read", 0)
     first, second = Heard(1), Heard(1)
     tier.submit_read([reading(items[0])], clock.now + 10, first)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=60)
     tier.submit_read([reading(items[1])], clock.now + 1, second)
     clock.now += 2
     tier.expire()
@@ -132,7 +132,7 @@ def test_a_write_that_hangs_holds_up_no_other_writers_flush(tmp_path: Path) -> N
     hung, other = Heard(1), Heard(1)
     items = [write_item(tier, identity(name), content(name)) for name in ("a", "b")]
     tier.submit_write(items[:1], clock.now + 1, hung)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=60)
     tier.submit_write(items[1:], FOREVER, other)
     clock.now += 2
     tier.expire()
@@ -156,7 +156,7 @@ def test_a_flush_that_hangs_ends_all_its_writers_at_their_own_deadlines(tmp_path
     short, long = Heard(2), Heard(1)
     items = [write_item(tier, identity(name), content(name)) for name in ("a", "b", "c")]
     tier.submit_write(items[:2], clock.now + 1, short)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=60)
     tier.submit_write(items[2:], clock.now + 3, long)
     clock.now += 2
     tier.expire()
@@ -198,10 +198,10 @@ def test_an_inline_call_with_a_deadline_ends_in_time(tmp_path: Path, call: str) 
 
     caller = threading.Thread(target=run)
     caller.start()
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=60)
     clock.now += 2
     tier.expire()
-    caller.join(10)
+    caller.join(60)
     assert outcome == [Reason.DEADLINE]
     gate.opened.set()
     tier.close()
@@ -229,7 +229,7 @@ def test_closing_does_not_wait_for_a_hung_call_and_keeps_its_file(tmp_path: Path
     gate = files.script = Gate("read", 0)
     running, queued = Heard(1), Heard(1)
     tier.submit_read([reading(items[0])], FOREVER, running)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=60)
     tier.submit_read([reading(items[1])], FOREVER, queued)
     tier.close(0.05)
     assert queued.wait().reasons() == ["DRAINING"]
@@ -238,7 +238,7 @@ def test_closing_does_not_wait_for_a_hung_call_and_keeps_its_file(tmp_path: Path
     gate.opened.set()
     running.wait()
     for thread in set(threading.enumerate()) - others:
-        thread.join(10)
+        thread.join(60)
     again = open_store(tmp_path)
     assert again.recovery.kept == 2
     again.close()

@@ -402,7 +402,7 @@ def test_a_disk_that_fails_while_it_is_opened_is_a_typed_refusal(tmp_path: Path,
 
 def test_ten_thousand_blocks_are_found_in_a_second(tmp_path: Path) -> None:
     """The goal is 1 s per 10,000, of which the bench gives the figure. Half of them here, at 10 times the
-    goal, so that a busy machine does not fail it."""
+    goal and in this process's own time, so that a busy machine does not fail it."""
     count = 5000
     tier = open_store(tmp_path, count)
     items = []
@@ -411,9 +411,9 @@ def test_ten_thousand_blocks_are_found_in_a_second(tmp_path: Path) -> None:
         items += store(tier, *names[at : at + 1000])
     tier.close()
     files = ScriptedFiles()
-    started = time.monotonic()
+    started = time.process_time()
     again = open_store(tmp_path, count, files, clock=time.monotonic)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert again.recovery.kept == count
     assert files.calls["read"] < 50, "headers of small blocks are read in long runs"
     seen = random.Random(1).sample(list(again.recovered()), 20)

@@ -237,7 +237,7 @@ def test_writers_of_other_batches_share_a_flush(tmp_path: Path) -> None:
     files.script = gate
     first, second = Heard(1), Heard(1)
     tier.submit_write([write_item(tier, identity("a"), content("a"))], FOREVER, first)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=60)
     tier.submit_write([write_item(tier, identity("b"), content("b"))], FOREVER, second)
     gate.opened.set()
     assert first.wait().reasons() == second.wait().reasons() == [None]
@@ -262,7 +262,7 @@ def test_a_full_queue_refuses_before_anything_starts(tmp_path: Path) -> None:
     heard, waiting, never = Heard(1), Heard(2), Heard(3)
     items = [write_item(tier, identity(f"n{i}"), content(f"n{i}")) for i in range(6)]
     tier.submit_write(items[:1], FOREVER, heard)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=60)
     tier.submit_write(items[1:3], FOREVER, waiting)
     with pytest.raises(CoreError) as refused:
         tier.submit_write(items[3:], FOREVER, never)
@@ -302,7 +302,7 @@ def test_a_cancelled_write_that_has_not_begun_writes_nothing(tmp_path: Path) -> 
     first, second = Heard(1), Heard(1)
     items = [write_item(tier, identity(name), content(name)) for name in ("a", "b")]
     tier.submit_write(items[:1], FOREVER, first)
-    assert gate.entered.acquire(timeout=10)
+    assert gate.entered.acquire(timeout=60)
     tier.submit_write(items[1:], FOREVER, second)
     tier.quarantine(items[1].ref)
     gate.opened.set()

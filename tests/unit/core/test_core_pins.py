@@ -146,7 +146,7 @@ def test_a_pin_that_ends_on_another_thread_comes_back_at_the_next_step(bench: Bl
     pin = pins.hold([line], CPU)
     thread = threading.Thread(target=pin.close)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not pin.open
     # The next hold reaps what ended before.
     pins.hold([line], CPU).close()

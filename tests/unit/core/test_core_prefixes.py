@@ -22,11 +22,15 @@ from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
+from kvtier_core.rowevidence import Need
+from kvtier_core.sessions import RowStore
 from kvtier_core.transactions import MoveReason
 from kvtier_core.transactions.deletion import DeletionState
+from kvtier_crds.manifest import Selector
 from tests.unit.core.blockpump import LATER, NAMESPACE, until
 from tests.unit.core.builders import CANDIDATE, CHUNK, LAYERS, SLOT, Driver, Rows, cpu, engine, nvme, quest
 from tests.unit.core.nvme_files import Gate, ScriptedFiles
+from tests.unit.core.test_core_live_families import selector as family_of
 
 CHUNKS = 3
 PREFIX = CHUNKS * CHUNK
@@ -87,6 +91,7 @@ def leases(built: CacheEngine) -> list[int]:
 
 
 ROWS = Rows.random(PREFIX + TAIL + 8, seed=5)
+LEARNS = family_of("infLlm", {"unitTokens": 6, "representatives": 2})
 
 
 def own(folder: Path, tiers: list[Any]) -> torch.Tensor:
@@ -184,7 +189,7 @@ def test_a_cut_inside_a_borrowed_chunk_goes_on_in_a_copy(tmp_path: Path) -> None
     ("case", "reason"),
     [
         pytest.param("rows", Reason.STEP_ORDER, id="it-has-rows"),
-        pytest.param("selector", Reason.UNSUPPORTED, id="it-has-a-selector"),
+        pytest.param("learns", Reason.UNSUPPORTED, id="its-selector-learns-from-queries"),
         pytest.param("short", Reason.BAD_ARGUMENT, id="it-may-not-be-so-long"),
         pytest.param("stale", Reason.GENERATION_STALE, id="another-generation"),
         pytest.param("unknown", Reason.SESSION_UNKNOWN, id="no-such-session"),
@@ -195,7 +200,8 @@ def test_who_may_not_start_from_blocks_has_none_afterwards(tmp_path: Path, case:
         first = computed(built)
         publish(built, first)
         rows = Rows.random(CHUNK, seed=1) if case == "short" else ROWS
-        driver = Driver.open(built, rows, quest() if case == "selector" else None)
+        learns = {"selector": LEARNS, "given": frozenset(Need)} if case == "learns" else {}
+        driver = Driver.open(built, rows, **learns)
         if case == "rows":
             driver.forward(3)
         handle = driver.handle
@@ -206,6 +212,76 @@ def test_who_may_not_start_from_blocks_has_none_afterwards(tmp_path: Path, case:
             built.prefixes.start(session_id, generation, fetch)
         assert refused.value.reason is reason
         assert leases(built) == [0, 0]
+        first.close()
+        driver.close()
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        quest(sink=2, recent=4),
+        family_of("pqcache", {"subspaces": 2, "bits": 2}),
+        family_of("squeezedAttention", {"clusters": 10, "threshold": "0.004"}),
+    ],
+    ids=["quest", "pqcache", "squeezedAttention"],
+)
+def test_a_session_that_starts_from_blocks_selects_as_one_that_computed_them(
+    tmp_path: Path, chosen: Selector
+) -> None:
+    """The same rows of the same rows, so the same bits, with an audit of every step beside."""
+    mode = StepMode(PublishArm.CANDIDATE, False, chosen, CANDIDATE)
+    spec = {"audit": 1.0, "fixed_context": PREFIX}
+    with engine(tmp_path, [cpu(24), nvme(32)]) as built:
+        plain = computed(built)
+        publish(built, plain)
+        plain.close()
+        first = Driver.open(built, ROWS, chosen, **spec)
+        first.forward(PREFIX)
+        second = Driver.open(built, ROWS, chosen, **spec)
+        assert start(built, second) == PREFIX
+        second.step = first.step
+        outs = []
+        for driver in (first, second):
+            driver.forward(TAIL - 4, committed_frontier=driver.position)
+            outs.append(torch.cat([driver.forward(1, mode) for _ in range(4)], dim=1))
+        assert torch.equal(*outs)
+        for mine, theirs in zip(first.answers[-8:], second.answers[-8:], strict=True):
+            assert mine.receipt.exactness is theirs.receipt.exactness is ExactnessClass.APPROXIMATE
+            one, other = mine.receipt.selection, theirs.receipt.selection
+            assert one is not None and other is not None
+            assert (one.index_covered, one.threshold) == (other.index_covered, other.threshold)
+        for driver in (first, second):
+            driver.close()
+        assert leases(built) == [0, 0]
+
+
+def test_a_session_with_a_selector_that_could_not_start_from_blocks_computes_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index that took some of the rows would have no place for them any more."""
+    chosen = quest(sink=2, recent=4)
+    mode = StepMode(PublishArm.CANDIDATE, False, chosen, CANDIDATE)
+    with engine(tmp_path, [cpu(24), nvme(32)]) as built:
+        first = computed(built)
+        publish(built, first)
+        driver = Driver.open(built, ROWS, chosen, audit=1.0)
+        read, calls = RowStore.read_rows, []
+
+        def failing(self: RowStore, line: int, deadline: float | None = None) -> torch.Tensor:
+            calls.append(line)
+            if len(calls) == CHUNKS + 1:
+                raise CoreError(Reason.DEADLINE, "late")
+            return read(self, line, deadline)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RowStore, "read_rows", failing)
+            with pytest.raises(CoreError) as refused:
+                start(built, driver)
+        assert refused.value.reason is Reason.DEADLINE
+        assert leases(built) == [0, 0]
+        driver.forward(PREFIX)
+        driver.forward(1, mode)
+        assert driver.answers[-1].receipt.exactness is ExactnessClass.APPROXIMATE
         first.close()
         driver.close()
 
@@ -248,7 +324,7 @@ def test_storage_that_hangs_holds_a_publication_no_longer_than_its_deadline(tmp_
         listed = built.list_chunks(handle.session_id, handle.generation)
         cold = next(one for one in listed if one.tier_class == "flash")
         gate = files.script = Gate("read")
-        timer = threading.Timer(2.0, gate.opened.set)
+        timer = threading.Timer(60.0, gate.opened.set)
         timer.start()
         try:
             with pytest.raises(CoreError) as refused:
