@@ -16,19 +16,17 @@ from dataclasses import replace
 
 import torch
 
-from kvtier_core.assembly import LiveConfiguration, LiveTier, Node, build_tiers, check_manifest, close_tiers
+from kvtier_core.assembly import LiveConfiguration, Node, build_tiers, check_manifest, close_tiers
 from kvtier_core.carrying import Carriage
-from kvtier_core.credits import PINNED, STAGING, CreditLedger
+from kvtier_core.composition import compose
 from kvtier_core.edits.checks import placed
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.edits.runner import Edits
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.hotblocks import HotBlocks
 from kvtier_core.identity import SourceBinding, source_binding
-from kvtier_core.lanes import Lanes, in_candidates_name
+from kvtier_core.lanes import in_candidates_name
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.measure import measure
-from kvtier_core.placement import Placement
 from kvtier_core.placements.preference import PlacementPreference
 from kvtier_core.planner import PlanTerms
 from kvtier_core.planning.choice import Decision
@@ -45,18 +43,15 @@ from kvtier_core.receipts import (
     StepMode,
     StepRequest,
 )
-from kvtier_core.resident import ResidentDecode, ResidentFrame
+from kvtier_core.resident import ResidentFrame
 from kvtier_core.selectors.base import LayerIndex
 from kvtier_core.selectors.desk import SelectorDesk
 from kvtier_core.selectors.lifecycle.works import IndexWorks
-from kvtier_core.sessionchunks import SessionChunks
-from kvtier_core.sessions import LayerState, RowStore, Session
-from kvtier_core.sharing import SharedBlocks, directory_of, ledger_of, let_go, recoveries
-from kvtier_core.stats import Statistics
-from kvtier_core.step import StepRunner
+from kvtier_core.sessions import LayerState, Session
+from kvtier_core.sharing import SharedBlocks
 from kvtier_core.stepcontext import StepContext
 from kvtier_core.steporder import check_order, check_shapes
-from kvtier_core.stepplans import WINDOW, StepPlans, contract_terms, held_bytes, measured_rates
+from kvtier_core.stepplans import WINDOW, measured_rates
 from kvtier_core.streaming import READ_TIMEOUT_SECONDS
 from kvtier_core.tiers.base import TierMount
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
@@ -117,96 +112,33 @@ class CacheEngine:
         self._contexts: dict[str, StepContext] = {}
         self._opened = 0
         self._stopped = False
-        self._shared: SharedBlocks | None = None
-        self._no_blocks: CoreError | None = None
         try:
             if probe:
                 for item in live:
                     measure(item.tier, clock)
-            speed = rates or measured_rates(self.layout, geometry.query_heads, clock if probe else None)
-            self._compose(live, node, reader, speed, plan_terms or PlanTerms())
-            if blocks and self._shared is not None:
-                self._shared.start()
+            self._parts = parts = compose(
+                manifest,
+                self.layout,
+                live,
+                node,
+                reader=reader,
+                rates=rates or measured_rates(self.layout, geometry.query_heads, clock if probe else None),
+                plan_terms=plan_terms or PlanTerms(),
+                works=works,
+                moved=self._forget_views,
+            )
+            if blocks and parts.shared is not None:
+                parts.shared.start()
         except BaseException:
             close_tiers(live)
             raise
-
-    def _compose(
-        self,
-        live: Sequence[LiveTier],
-        node: Node,
-        reader: Executor | None,
-        rates: Rates,
-        plan_terms: PlanTerms,
-    ) -> None:
-        """One directory, one ledger and one metadata lock over the tiers, for rows and for blocks."""
-        assert node.clock is not None
-        tiers = [item.tier for item in live]
-        metadata = threading.RLock()
-        staging = held_bytes(self.layout)
-        self._directory = directory_of(tiers)
-        self._all_credits = ledger_of(tiers, staging, node.clock)
-        self._ledger = CreditLedger([tier.slots.capacity for tier in tiers], self._all_credits)
-        self._store = RowStore(self.layout, tiers, self._ledger, self._directory, metadata)
-        self._store.placement = placement = Placement(
-            tiers,
-            [item.role for item in live],
-            self._ledger,
-            self._directory,
-            self._store.transactions,
-            metadata,
-        )
-        try:
-            self._shared = SharedBlocks(
-                tiers,
-                placement.homes,
-                node.clock,
-                self._directory,
-                self._all_credits,
-                metadata,
-                node.files,
-                spare=self._manifest.model.geometry.layers,
-            )
-            placement.blocks = self._shared
-        except CoreError as error:
-            if error.reason is not Reason.TIER_INCAPABLE:
-                raise
-            self._no_blocks = error
-            let_go(tiers)
-        # What the engine itself takes for good; credits of the block store's recovery would not outlive this.
-        self._own = self._all_credits.acquire(
-            {STAGING: staging, PINNED: sum(tier.pinned_bytes for tier in tiers)}
-        )
-        self._plans = StepPlans(
-            self._store,
-            node.clock,
-            reader,
-            query_heads=self._manifest.model.geometry.query_heads,
-            rates=rates,
-            terms=contract_terms(self._manifest.contract, plan_terms),
-            hot=HotBlocks(self.layout, self.selectors.works.reserve, self.selectors.works.give_back),
-        )
-        self._lanes = Lanes(self._plans, placement)
-        self._runner = StepRunner(self._store, self._plans, self._manifest.digest())
-        self._chunks = SessionChunks(self._store, self._runner.digest_of)
-        self._resident = ResidentDecode(
-            self._store,
-            node.clock,
-            self._manifest.model.geometry.query_heads,
-            self._runner.baseline_digest,
-            self._runner.digest_of,
-            self._plans.of_decode,
-            self._plans.late,
-        )
-        self._store.moved = self._forget_views
+        self._store, self._plans, self._lanes = parts.store, parts.plans, parts.lanes
+        self._runner, self._resident = parts.runner, parts.resident
         mine = self._store, self._lock, self._sessions, self._contexts
         self.prefixes = Prefixes(*mine)
         self.carriage = Carriage(*mine, self._runner, self.open_session, self.close_session)
         producers = self._runner.producer, self._runner.digest_of
-        self._edits = Edits(self._store, self._manifest.model, node.clock, self._number, *producers)
-        self._statistics = Statistics(
-            live, self._store, self._all_credits, self._shared, staging, recoveries(tiers)
-        )
+        self._edits = Edits(self._store, manifest.model, clock, self._number, *producers)
 
     # Sessions.
 
@@ -441,17 +373,17 @@ class CacheEngine:
 
     def stats(self) -> EngineStats:
         """Bytes by tier as they are now; waits for no step."""
-        return self._statistics.read(len(self._sessions))
+        return self._parts.statistics.read(len(self._sessions))
 
     @property
     def blocks(self) -> SharedBlocks:
         """The shared blocks: `store` to put, find, fetch and delete, `driver` to wait for it. DRAINING after
         `stop`; TIER_INCAPABLE when no tier's memory can be read by the CPU."""
         self._check_running()
-        if self._shared is None:
-            assert self._no_blocks is not None
-            raise self._no_blocks
-        return self._shared
+        if self._parts.shared is None:
+            assert self._parts.no_blocks is not None
+            raise self._parts.no_blocks
+        return self._parts.shared
 
     # Chunks of sessions.
 
@@ -460,7 +392,7 @@ class CacheEngine:
     ) -> list[ChunkInfo]:
         """Published chunks of committed rows, by layer and chunk. SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock:
-            found = self._chunks.all(self._session(session_id, generation))
+            found = self._parts.chunks.all(self._session(session_id, generation))
             return found[offset : None if limit is None else offset + limit]
 
     def read_chunk(
@@ -471,7 +403,7 @@ class CacheEngine:
         with self._lock:
             session = self._session(session_id, generation)
             until = self._clock() + READ_TIMEOUT_SECONDS
-            return self._chunks.read(session, layer, chunk, chunk_generation, until)
+            return self._parts.chunks.read(session, layer, chunk, chunk_generation, until)
 
     # Ending.
 
@@ -482,17 +414,18 @@ class CacheEngine:
             if self._stopped:
                 return
             self._stopped = True
+            parts = self._parts
             try:
                 self._plans.close()
                 for session in list(self._sessions.values()):
                     self.close_session(session.session_id, session.generation)
                 self.selectors.forget()
-                if self._shared is not None:
-                    self._shared.close()
+                if parts.shared is not None:
+                    parts.shared.close()
                 with self._store.lock:
-                    self._all_credits.release(self._own)
-                    self._ledger.check()
-                    if self._ledger.outstanding():
-                        raise AssertionError(f"{self._ledger.outstanding()} grants of sessions are left")
+                    parts.credits.release(parts.own)
+                    parts.ledger.check()
+                    if parts.ledger.outstanding():
+                        raise AssertionError(f"{parts.ledger.outstanding()} grants of sessions are left")
             finally:
                 close_tiers(self._live.tiers)

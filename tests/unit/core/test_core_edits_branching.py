@@ -233,7 +233,7 @@ class _Late(FakeClock):
 def _held(built: CacheEngine) -> tuple[int, int, int]:
     """Chunks, open ones and slots that rows pay for, wherever they are: room that was made stays made."""
     stats = built.stats()
-    paid = sum(built._ledger.granted(tier) for tier in range(len(stats.tiers)))
+    paid = sum(built._parts.ledger.granted(tier) for tier in range(len(stats.tiers)))
     return stats.chunks, stats.open_chunks, paid
 
 

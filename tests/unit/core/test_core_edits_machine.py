@@ -318,17 +318,17 @@ class Edited(RuleBasedStateMachine):
         names = {name for held in self.held for name in held.chunks if name is not None}
         stats = self.engine.stats()
         assert stats.chunks == len(names) * LAYERS
-        sealed = sum(granted for granted in (self.engine._ledger.granted(tier) for tier in range(3)))
+        sealed = sum(granted for granted in (self.engine._parts.ledger.granted(tier) for tier in range(3)))
         # One slot a sealed chunk, and one a layer that each session's open chunk has or will have.
         ends = {held.chunks[-1] for held in self.held if held.frontier % CHUNK}
         assert sealed == (len(names - ends) + len(self.held)) * LAYERS
-        self.engine._directory.check()
+        self.engine._store.directory.check()
 
     def teardown(self) -> None:
         for held in self.held:
             self.engine.close_session(held.handle.session_id, held.handle.generation)
         assert self.engine.stats().chunks == 0
-        assert sum(self.engine._ledger.granted(tier) for tier in range(3)) == 0
+        assert sum(self.engine._parts.ledger.granted(tier) for tier in range(3)) == 0
         self.stack.close()
         shutil.rmtree(self.folder)
 
