@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.cluster.kvtier_localplane import Cluster
@@ -18,8 +18,14 @@ E2E_TIMEOUT_S = 1200
 SUITES = ("unit", "kernels", "engine", "cluster", "e2e", "simulation", "bench")
 
 # Under CI the same examples every time, so that what fails there can be repeated; elsewhere new ones.
-# No deadline per example: on a busy machine it would measure the neighbours.
-settings.register_profile("kvtier", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
+# No deadline per example, and none for making them: on a busy machine both would measure the neighbours.
+settings.register_profile(
+    "kvtier",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("kvtier")
 
 

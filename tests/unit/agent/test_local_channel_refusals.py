@@ -332,7 +332,11 @@ def neighbour_name(rig: ChannelRig) -> str:
     return next(iter(rig.server._channels)).name
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_whatever_comes_is_answered_or_ends_its_channel_typed(rig: ChannelRig, data: st.DataObject) -> None:
     """Mutated messages, spliced and random bytes, several on one channel."""
