@@ -3,7 +3,7 @@
 It knows etcd, kube-apiserver, certificates and kubectl; it must not know our resources or processes.
 """
 
-from .build import BuildError, ControlPlaneBinaries, find_binaries, find_helm
+from .build import BuildError, ControlPlaneBinaries, find_argo_rollouts, find_binaries, find_helm
 from .choice import ChoiceError, Refused, chosen_kubeconfig
 from .cluster import Cluster, KubectlError
 from .pki import Certificate, CertificateAuthority
@@ -25,6 +25,7 @@ __all__ = [
     "chosen_kubeconfig",
     "eventually",
     "eventually_async",
+    "find_argo_rollouts",
     "find_binaries",
     "find_helm",
     "open_cluster",

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -28,8 +29,11 @@ from pathlib import Path
 
 MODULE_DIR = Path(__file__).resolve().parents[1] / "controlplane"
 HELM_DIR = MODULE_DIR.with_name("helm")
+ARGO_DIR = MODULE_DIR.with_name("argorollouts")
 KUBERNETES_VERSION = "v1.36.3"
 HELM_VERSION = "v4.2.4"
+ARGO_VERSION = "v1.10.1"
+ARGO_MODULE = "github.com/argoproj/argo-rollouts"
 BUILD_DEADLINE_S = 1800.0
 PROGRESS_INTERVAL_S = 10.0
 MINIMUM_GO = (1, 26)
@@ -101,6 +105,25 @@ HELM = Target(
 )
 
 
+# Another release controller, which benches run beside ours; no test needs it.
+ARGO_ROLLOUTS = Target(
+    "argo rollouts",
+    ARGO_DIR,
+    f"{ARGO_MODULE}/cmd/rollouts-controller",
+    (),
+    ("rollouts-controller",),
+    ARGO_VERSION,
+    (
+        # All three, or it does not call itself a release.
+        (f"{ARGO_MODULE}/utils/version.gitCommit", ARGO_VERSION),
+        (f"{ARGO_MODULE}/utils/version.gitTag", ARGO_VERSION),
+        (f"{ARGO_MODULE}/utils/version.gitTreeState", "clean"),
+    ),
+    ("rollouts-controller", "--version"),
+    ARGO_VERSION,
+)
+
+
 class BuildError(RuntimeError):
     """The binaries are neither given nor could be built; the message says what to do."""
 
@@ -149,6 +172,26 @@ def find_binaries(
 def find_helm(environ: Mapping[str, str] | None = None, *, say: Say = say_to_stderr) -> Path:
     """The pinned helm, built once per machine; never the one that the machine happens to have."""
     return build(cache_root(os.environ if environ is None else environ), target=HELM, say=say) / "helm"
+
+
+def find_argo_rollouts(
+    environ: Mapping[str, str] | None = None, *, say: Say = say_to_stderr
+) -> tuple[Path, Path]:
+    """The pinned controller of Argo Rollouts, built once per machine, and the folder of its CRDs, which are
+    in its Go module."""
+    root = cache_root(os.environ if environ is None else environ)
+    program = build(root, target=ARGO_ROLLOUTS, say=say) / "rollouts-controller"
+    out = subprocess.run(
+        ["go", "mod", "download", "-json", ARGO_MODULE],
+        cwd=ARGO_DIR,
+        env=_go_env(),
+        capture_output=True,
+        text=True,
+        timeout=BUILD_DEADLINE_S,
+    )
+    if out.returncode != 0:
+        raise BuildError(f"the module of {ARGO_ROLLOUTS.name} cannot be had: {out.stderr.strip()}")
+    return program, Path(json.loads(out.stdout)["Dir"]) / "manifests" / "crds"
 
 
 def _binaries(folders: Sequence[Path], origin: str) -> ControlPlaneBinaries:
@@ -344,14 +387,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("plane", "controllers", "helm"),
+        choices=("plane", "controllers", "helm", "argo"),
         default="plane",
-        help="plane: etcd and kube-apiserver; controllers: and kube-controller-manager",
+        help="plane: etcd and kube-apiserver; controllers: and kube-controller-manager; argo: for the bench",
     )
     what = parser.parse_args(argv).what
     try:
         if what == "helm":
             print(find_helm())
+            return 0
+        if what == "argo":
+            print(*find_argo_rollouts(), sep="\n")
             return 0
         found = find_binaries(controller_manager=what == "controllers")
     except BuildError as error:

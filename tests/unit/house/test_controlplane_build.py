@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.kvtier_localplane.build import (
+    ARGO_ROLLOUTS,
     CONTROL_PLANE,
     CONTROLLER_MANAGER,
     HELM,
@@ -82,6 +83,12 @@ def module(tmp_path: Path) -> Path:
             id="controller-manager",
         ),
         pytest.param(HELM, {"helmbinary", "helm"}, "helm.sh/helm/v4/cmd/helm", id="helm"),
+        pytest.param(
+            ARGO_ROLLOUTS,
+            {"argorollouts", "rollouts-controller"},
+            "github.com/argoproj/argo-rollouts/cmd/rollouts-controller",
+            id="argo-rollouts",
+        ),
     ],
 )
 def test_a_build_is_done_once_and_stamped(
@@ -169,7 +176,7 @@ def test_a_key_follows_what_its_own_target_is_compiled_from(
     assert {one.name for one in targets if cache_key(module, "go1.26.8", one) != before[one.name]} == moves
 
 
-@pytest.mark.parametrize("target", [CONTROL_PLANE, CONTROLLER_MANAGER, HELM], ids=str)
+@pytest.mark.parametrize("target", [CONTROL_PLANE, CONTROLLER_MANAGER, HELM, ARGO_ROLLOUTS], ids=str)
 def test_a_key_follows_the_toolchain(module: Path, target: Target) -> None:
     assert cache_key(module, "go1.26.8", target) != cache_key(module, "go1.27.0", target)
 
@@ -180,14 +187,18 @@ def test_the_key_names_every_source_of_its_target() -> None:
         files = set((target.module / target.package).glob("*.go"))
         assert {target.module / source for source in target.sources} == files
         assert not any("kvtier.dev/" in file.read_text() for file in files), "another package of the module"
-    assert [path.name for path in HELM.module.iterdir() if path.name not in ("go.mod", "go.sum")] == []
+    for target in (HELM, ARGO_ROLLOUTS):
+        others = [path.name for path in target.module.iterdir() if path.name not in ("go.mod", "go.sum")]
+        assert others == [], target
 
 
-def test_the_stamp_of_helm_is_the_version_that_is_built() -> None:
-    assert (
-        f"\nrequire {HELM.package.removesuffix('/cmd/helm')} {HELM.version} "
-        in (HELM.module / "go.mod").read_text()
-    )
+@pytest.mark.parametrize("target", [HELM, ARGO_ROLLOUTS], ids=str)
+def test_the_stamp_of_another_project_is_the_version_that_is_built(target: Target) -> None:
+    wanted = f"{target.package.partition('/cmd/')[0]} {target.version} "
+    lines = [
+        line.removeprefix("require").strip() for line in (target.module / "go.mod").read_text().split("\n")
+    ]
+    assert any(line.startswith(wanted) for line in lines)
 
 
 def test_controllers_are_built_only_when_they_are_asked_for(
