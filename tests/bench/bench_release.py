@@ -10,12 +10,12 @@ import argparse
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from tests.bench import release_load
+from tests.bench import release_load, release_rollback
 from tests.bench.release_objects import Sizes
 from tests.bench.release_world import open_world
 from tests.bench.rows import Row
 
-PARTS = ("load",)
+PARTS = ("load", "rollback")
 
 
 def rows(arguments: Sequence[str] = ()) -> Iterator[Row]:
@@ -26,6 +26,8 @@ def rows(arguments: Sequence[str] = ()) -> Iterator[Row]:
         raise ValueError(f"--parts: {', '.join(unknown)}; there are: {', '.join(PARTS)}")
     if "load" in parts:
         yield from asyncio.run(_load(options))
+    if "rollback" in parts:
+        yield from asyncio.run(_rollback(options))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,6 +37,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--pool-size", type=int, default=5, help="agents of a pool, on which a cache lies")
     made.add_argument("--minutes", type=float, default=3.0, help="of edits")
     made.add_argument("--idle-minutes", type=float, default=1.0)
+    made.add_argument("--rounds", type=int, default=20, help="returns to the baseline")
+    made.add_argument("--without-argo", action="store_true", help="ours alone: nothing is built")
     made.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     return made
 
@@ -48,3 +52,10 @@ async def _load(options: argparse.Namespace) -> list[Row]:
             *await release_load.by_steps(load),
             *await release_load.idle(load, options.idle_minutes),
         ]
+
+
+async def _rollback(options: argparse.Namespace) -> list[Row]:
+    """All agents in one pool."""
+    sizes = Sizes(1, options.agents, options.agents)
+    async with open_world(sizes, all_read=True) as world:
+        return await release_rollback.measure(world, options.rounds, beside=not options.without_argo)

@@ -49,8 +49,9 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def open_world(sizes: Sizes) -> AsyncIterator[World]:
-    """Everything but caches and rollouts; every agent is live when it is yielded."""
+async def open_world(sizes: Sizes, *, all_read: bool = False) -> AsyncIterator[World]:
+    """Everything but caches and rollouts; every agent is live when it is yielded. all_read: every agent notes
+    when it is read, not only the first one of its pool."""
     async with contextlib.AsyncExitStack() as stack:
         plane = LocalControlPlane()
         await asyncio.to_thread(plane.start)
@@ -65,7 +66,7 @@ async def open_world(sizes: Sizes) -> AsyncIterator[World]:
         stack.push_async_callback(operator.close)
         await _pools(admin, sizes)
         places = await _places(cluster, admin, sizes, folder)
-        agents = await start_agents(_agents_spec(sizes, places), folder)
+        agents = await start_agents(_agents_spec(places, all_read=all_read), folder)
         stack.push_async_callback(agents.close)
         await _all_live(admin, sizes)
         yield World(sizes, cluster, admin, operator, agents, folder)
@@ -158,8 +159,8 @@ async def _places(cluster: Cluster, admin: Admin, sizes: Sizes, folder: Path) ->
     return await at_once([lambda n=index: place(n) for index in range(sizes.agents)])  # type: ignore[misc]
 
 
-def _agents_spec(sizes: Sizes, places: list[Place]) -> Json:
-    """Of each pool the first agent notes when it is read: the operator reads all of a pool at once."""
+def _agents_spec(places: list[Place], *, all_read: bool) -> Json:
+    """Of each pool the first agent speaks for all: the operator reads those of a pool at once."""
     first: dict[tuple[str, str], str] = {}
     for one in places:
         first.setdefault((one.namespace, one.pool), one.node)
@@ -167,7 +168,7 @@ def _agents_spec(sizes: Sizes, places: list[Place]) -> Json:
         "operator": OPERATOR,
         "probeDigest": PROBES,
         "agents": [asdict(one) for one in places],
-        "reads": sorted(first.values()),
+        "reads": [one.node for one in places] if all_read else sorted(first.values()),
     }
 
 

@@ -18,14 +18,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kvtier_core.blockstore.driver import Bell, Driver
 from kvtier_core.blockstore.store import BlockStore
-from kvtier_core.checksums import checksum
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.tiers.base import DEFAULT_CAPABILITY, MediumKind
 from kvtier_core.tiers.cpu import CpuTier
@@ -83,9 +82,19 @@ class OurMemory:
         self._keys = keys_of(blocks)
         payload = np.full(layout.payload_bytes, 7, dtype=np.uint8)
         self._payload = payload.data
+        self._digests = self.store.writes.digests
+        self._hashed = 0
+        # Publishing seals the blocks; the time of that is taken where it is spent, on bytes as near or far.
+        self.store.writes.digests = self._timed_digests
         # The arena's pages are taken before anything is timed.
         self.put(1, blocks)
         self.delete(blocks)
+
+    def _timed_digests(self, bodies: Sequence[memoryview]) -> list[int]:
+        t0 = time.perf_counter_ns()
+        found = self._digests(bodies)
+        self._hashed += time.perf_counter_ns() - t0
+        return found
 
     def put(self, batch: int, rounds: int) -> tuple[list[float], list[float], list[float]]:
         """Nanoseconds a call: metadata, copy, checksum of what was copied."""
@@ -101,16 +110,13 @@ class OurMemory:
             targets = [target for one in range(batch) if (target := scope.landing(one)) is not None]
             for target in targets:
                 move_bytes(target, self._payload)
+            self._hashed = 0
             t2 = clock()
             scope.publish()
             scope.close()
             t3 = clock()
-            # The same bytes at the same places as publishing has hashed, as far from the caches.
-            for target in targets:
-                checksum("xxh3", target)
-            t4 = clock()
-            hashing.append(t4 - t3)
-            metadata.append(max(0.0, (t1 - t0) + (t3 - t2) - (t4 - t3)))
+            hashing.append(self._hashed)
+            metadata.append((t1 - t0) + (t3 - t2) - self._hashed)
             copy.append(t2 - t1)
         return metadata, copy, hashing
 

@@ -1,0 +1,168 @@
+"""[rollback]: from evidence that fails to the last of all agents proved on the exact baseline.
+
+One cache on one pool of all agents; each round a candidate serves in Canary, its evidence turns bad, and the
+return is timed. Argo Rollouts has its round in between, on the same API server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from tests.bench.release_api import Json, until
+from tests.bench.release_argo import argo
+from tests.bench.release_load import MIB
+from tests.bench.release_objects import GROUP, Role, cache, collection, pool_name, rollout
+from tests.bench.release_track import quantile
+from tests.bench.release_world import World
+from tests.bench.rows import Row
+
+LEASE = "6s"
+"""As short as makes the operator look once a second."""
+SECONDS = 300.0
+PEER = "Argo Rollouts 1.10.1"
+Round = Callable[[], Coroutine[Any, Any, float]]
+
+
+@dataclass
+class Seen:
+    """Of the one rollout: its status, and when a phase was first seen in this attempt."""
+
+    status: Json
+    uid: str
+    first: dict[tuple[int, str], float]
+
+    def feed(self, kind: str, obj: Json, now: float) -> None:
+        self.status, self.uid = obj.get("status") or {}, obj["metadata"]["uid"]
+        self.first.setdefault((int(self.status.get("attempt") or 0), str(self.status.get("phase"))), now)
+
+
+@dataclass(frozen=True)
+class Return:
+    """One round, in seconds. From the first answer that held harm: `proved` until the last agent answered its
+    revocation with a proof, `restored` until that was written down. `persisted`: from the last answer of that
+    look, which completes the measurement, until ExactBaseline was written down."""
+
+    proved: float
+    restored: float
+    persisted: float
+    persisted_from_first: float
+
+
+class Rounds:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._seen = Seen({}, "", {})
+        self._space = world.sizes.namespace(0)
+        self._path = f"{collection(self._space, 'kvrollouts')}/back"
+        self._number = 0
+        self._ready = False
+
+    async def run(self, rounds: int, peer: Round | None) -> tuple[list[Return], list[float]]:
+        """Ours and the peer's in turn, after one of each that is not counted."""
+        watches = [
+            asyncio.create_task(self._world.admin.watch(f"{GROUP}/namespaces/{self._space}/{plural}", feed))
+            for plural, feed in (("kvrollouts", self._seen.feed), ("kvcaches", self._cache))
+        ]
+        try:
+            await self._begin()
+            ours, theirs = [], []
+            for number in range(rounds + 1):
+                mine = await self._round()
+                other = [await peer()] if peer is not None else []
+                if number:
+                    ours.append(mine)
+                    theirs += other
+            return ours, theirs
+        finally:
+            for task in watches:
+                task.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    def _cache(self, kind: str, obj: Json, now: float) -> None:
+        self._ready = _is_ready(obj)
+
+    async def _begin(self) -> None:
+        admin = self._world.admin
+        await admin.create(collection(self._space, "kvcaches"), cache("wide", self._space, pool_name(0)))
+        await until(lambda: self._ready, SECONDS, lambda: "the cache is not Ready")
+        body = rollout("back", self._space, "wide", Role.CANARY, lease=LEASE)
+        await admin.create(collection(self._space, "kvrollouts"), body)
+
+    async def _round(self) -> Return:
+        world, seen = self._world, self._seen
+        self._number += 1
+        if self._number > 1:
+            name = "quest-32" if self._number % 2 == 0 else "quest-64"
+            body = {"spec": {"candidate": {"selectorRef": {"name": name}}}}
+            await world.admin.merge(self._path, body)
+        attempt = self._number
+        await until(lambda: self._serves(attempt), SECONDS, lambda: f"not in Canary: {seen.status}")
+        await world.agents.ask({"do": "clear"})
+        await world.agents.ask({"do": "harm", "rollouts": [seen.uid]})
+        await until(
+            lambda: (attempt, "RolledBack") in seen.first, SECONDS, lambda: f"not returned: {seen.status}"
+        )
+        told = await world.agents.ask({"do": "observed"})
+        await world.agents.ask({"do": "harm", "rollouts": []})
+        began, revoked = float(told["firstHarm"][seen.uid]), told["revoked"]
+        written = seen.first[attempt, "RollingBack"]
+        answers = [moment for _, _, moments in told["reads"] for moment in moments if moment <= written]
+        if len(revoked) != world.sizes.agents:
+            raise AssertionError(f"{len(revoked)} of {world.sizes.agents} agents answered with a proof")
+        return Return(
+            proved=max(revoked.values()) - began,
+            restored=seen.first[attempt, "RolledBack"] - began,
+            persisted=written - max(answers),
+            persisted_from_first=written - began,
+        )
+
+    def _serves(self, attempt: int) -> bool:
+        """In Canary, and every agent holds the candidate there."""
+        status = self._seen.status
+        where = status.get("attempt"), status.get("stage"), status.get("phase")
+        held, wanted = status.get("nodes"), self._world.sizes.agents
+        return where == (attempt, "Canary", "Progressing") and held == wanted
+
+
+def _is_ready(obj: Json) -> bool:
+    conditions = (obj.get("status") or {}).get("conditions") or []
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+async def measure(world: World, rounds: int, *, beside: bool) -> list[Row]:
+    """beside: Argo Rollouts too."""
+    async with contextlib.AsyncExitStack() as stack:
+        peer: Round | None = None
+        if beside:
+            other = await stack.enter_async_context(argo(world.cluster, world.admin, world.folder))
+            peer = other.round
+        ours, theirs = await Rounds(world).run(rounds, peer)
+    print(f"release: operator {world.operator.rss() // MIB} MiB after {rounds} returns", flush=True)
+    return _rows(ours, theirs)
+
+
+def _rows(ours: list[Return], theirs: list[float]) -> list[Row]:
+    rows = []
+    for name, values, goal in (
+        ("proved", [one.proved for one in ours], 1.0),
+        ("restored", [one.restored for one in ours], None),
+        ("persisted_from_first", [one.persisted_from_first for one in ours], None),
+    ):
+        rows.append(Row(f"rollback.{name}.p50", quantile(values, 0.5), "s", lower_is_better=True))
+        rows.append(Row(f"rollback.{name}.p99", quantile(values, 0.99), "s", goal=goal, lower_is_better=True))
+    persisted = [one.persisted for one in ours]
+    for label, share in (("p50", 0.5), ("p99", 0.99)):
+        value = quantile(persisted, share)
+        if not theirs:
+            rows.append(Row(f"rollback.persisted.{label}", value, "s", lower_is_better=True))
+            continue
+        other = quantile(theirs, share)
+        rows.append(
+            Row(f"rollback.persisted.{label}", value, "s", goal=0.2 * other, peer=PEER, peer_value=other,
+                lower_is_better=True)
+        )  # fmt: skip
+    return rows
