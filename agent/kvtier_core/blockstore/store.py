@@ -68,12 +68,14 @@ class BlockStore:
         journal: DeletionJournal | None = None,
         homes: Sequence[int] | None = None,
         spare: int = 0,
+        compiled: bool = True,
     ) -> None:
         """wake: called from tiers' threads when `pump` has work; must not block. policy: greedyDual, lru or
         arc. watermarks: shares of a tier above which room is made, and down to which. journal: of deletions;
         None keeps them in memory, for tiers that do not outlive the process. homes: indexes of tiers where
         blocks may lie; None: all. Device memory that the CPU cannot read holds none. spare: slots of memory
-        that blocks which may not be lost leave to others, where no storage takes them; see `kept_limit`."""
+        that blocks which may not be lost leave to others, where no storage takes them; see `kept_limit`.
+        compiled: False stores block by block even where machine code could take many."""
         if directory is None:
             directory = Directory(tiers=max(1, len(tiers)), capacity=capacity)
         self.directory = directory
@@ -123,6 +125,7 @@ class BlockStore:
             make_memory,
             told,
             kept_limit=self.kept_limit,
+            compiled=compiled,
         )
         self.reads = Reads(
             self.parts, self.moves, make_room, make_memory, max_flights=max_flights, max_tickets=max_tickets

@@ -12,16 +12,18 @@ line carries the reservation's number as its claim, so that evictions, moves and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from types import TracebackType
 from typing import Self
 
 import xxhash
 
+from kvtier_core.blockstore.batches import BATCH_FROM, Batches
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.blockstore.parts import Parts
 from kvtier_core.credits import CreditRefused, Ledger, slots
 from kvtier_core.directory import KEY_BYTES, NO_LINE, StoreFacts
+from kvtier_core.directory.compiled import steps
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.base import PoolTier
 from kvtier_core.tiers.slots import SlotRef
@@ -29,6 +31,7 @@ from kvtier_core.transactions import MoveReason
 from kvtier_core.transactions.eviction import Room
 from kvtier_core.transactions.reasons import refusal
 
+_KEY_LENGTHS = frozenset((KEY_BYTES,))
 # Claims of reservations and numbers of moves never meet.
 FIRST_CLAIM = 1 << 62
 MAX_COST_SECONDS = 1e9
@@ -44,9 +47,10 @@ class _Held:
     collected. lines[i]: NO_LINE when block i needs no bytes. slots: (slot, generation) of those that do.
     late: its slots are quarantined until the writer is gone."""
 
-    __slots__ = ("claim", "deadline", "ended", "late", "lines", "namespace", "slots", "waiting")
+    __slots__ = ("claim", "deadline", "ended", "keys", "late", "lines", "namespace", "slots", "waiting")
 
-    def __init__(self, claim: int, deadline: float, namespace: int) -> None:
+    def __init__(self, keys: tuple[bytes, ...], claim: int, deadline: float, namespace: int) -> None:
+        self.keys = keys
         self.claim = claim
         self.deadline = deadline
         self.namespace = namespace
@@ -121,7 +125,9 @@ class Writes:
         published: Callable[[int], None] | None,
         max_open: int = 65536,
         kept_limit: int | None = None,
+        compiled: bool = True,
     ) -> None:
+        """compiled: many blocks of a call by machine code, where there is any."""
         home = parts.tiers[parts.home]
         if not isinstance(home, PoolTier):
             raise CoreError(Reason.TIER_INCAPABLE, f"tier {home.name} has no memory to store into")
@@ -134,12 +140,16 @@ class Writes:
         self._kept_limit = parts.directory.capacity if kept_limit is None else kept_limit
         self._home = home
         self._resource = slots(parts.home)
+        code = steps() if compiled else None
+        self._batches = Batches(code, parts.directory, parts.home, home.slots) if code else None
         self._open: dict[int, _Held] = {}
         self._dying: dict[int, _Held] = {}
         self._next = FIRST_CLAIM
         self.abandoned: deque[_Held] = deque()
         self.forbidden: Set[bytes] = frozenset()
         """Keys under which nothing may be stored now."""
+        self.digests: Callable[[Sequence[memoryview]], list[int]] = digests
+        """What seals blocks: the checksums of their bytes."""
         self.open_blocks = 0
         self.expired = 0
         self._made_memory = 0
@@ -165,7 +175,7 @@ class Writes:
         CREDIT_PRESSURE while copies leave, TOMBSTONED). Raises QUEUE_FULL, DEADLINE, BAD_ARGUMENT; nothing is
         held then."""
         parts = self._parts
-        if any(len(key) != KEY_BYTES for key in keys):
+        if not set(map(len, keys)) <= _KEY_LENGTHS:
             raise CoreError(Reason.BAD_ARGUMENT, f"a block's key has {KEY_BYTES} bytes")
         # An order by cost has no place for what is no number, and infinity would be the age of all to come.
         if not 0.0 <= cost <= MAX_COST_SECONDS:
@@ -181,7 +191,7 @@ class Writes:
                 )
             owner = parts.namespaces.index(namespace)
             self._next += 1
-            held = _Held(self._next, deadline, owner)
+            held = _Held(tuple(keys), self._next, deadline, owner)
             facts = StoreFacts(owner, rows, producer, cost, droppable, parts.next_tick(), held.claim)
             try:
                 self._fill(held, keys, namespace, facts)
@@ -196,9 +206,9 @@ class Writes:
             return made
 
     def _fill(self, held: _Held, keys: Sequence[bytes], namespace: bytes, facts: StoreFacts) -> None:
-        locate = self._parts.directory.locate
-        found = [locate(key) for key in keys]
-        missing = found.count(NO_LINE)
+        batches, locate = self._batches, self._parts.directory.locate
+        found = [locate(key) for key in keys] if batches is None else batches.locate(keys)
+        absent = missing = found.count(NO_LINE)
         before = self._parts.directory.directory_generation
         if not facts.droppable:
             # No room is made for what may not be stored.
@@ -208,7 +218,26 @@ class Writes:
         again = before != self._parts.directory.directory_generation or (
             len(keys) > 1 and len(set(keys)) < len(keys)
         )
-        spare = [] if again else self._home.slots.begin_many(namespace, min(paid, missing))
+        begun: Iterator[tuple[int, tuple[int, int]]] = iter(())
+        spare: list[tuple[int, int]] = []
+        if (
+            batches is not None
+            and len(keys) >= BATCH_FROM
+            and not again
+            and paid == absent
+            and self.forbidden.isdisjoint(keys)
+        ):
+            fresh = [key for key, line in zip(keys, found, strict=True) if line == NO_LINE]
+            lines, places, spare = batches.begin(fresh, namespace, facts)
+            paid -= len(lines)
+            if len(lines) == len(keys):
+                held.lines, held.slots, held.waiting = lines, places, len(lines)
+                held.ended = [None] * len(lines)
+                return
+            begun = zip(lines, places, strict=True)
+        elif not again:
+            spare = self._home.slots.begin_many(namespace, min(paid, missing))
+        spare.reverse()
         try:
             for key, line in zip(keys, found, strict=True):
                 ended: Stored | None = None
@@ -217,6 +246,8 @@ class Writes:
                     line = locate(key)
                 if line != NO_LINE:
                     ended = self._there(line, facts.namespace)
+                elif (ready := next(begun, None)) is not None:
+                    line, slot = ready
                 elif key in self.forbidden:
                     ended = _DELETING
                 elif not facts.droppable and self._parts.directory.kept >= self._kept_limit:
@@ -323,15 +354,27 @@ class Writes:
             raise CoreError(
                 Reason.BAD_ARGUMENT, f"{len(stated)} checksums for {len(held.ended)} blocks were stated"
             )
-        digest, body = xxhash.xxh3_64_intdigest, self._home.body
+        body = self._home.body
         # The bytes are the writer's until here, and nobody else's: hashing needs no lock.
-        sums = [
-            digest(body(slot[0])) if ended is None else 0
-            for slot, ended in zip(held.slots, held.ended, strict=True)
-        ]
+        waiting = [index for index, ended in enumerate(held.ended) if ended is None]
+        sums = self.digests([body(held.slots[index][0]) for index in waiting])
+        if len(waiting) < len(held.ended):
+            found = dict(zip(waiting, sums, strict=True))
+            sums = [found.get(index, 0) for index in range(len(held.ended))]
         with self._parts.lock:
             failed = done = 0
-            for index, ended in enumerate(held.ended):
+            if (
+                self._batches is not None
+                and BATCH_FROM <= held.waiting == len(sums)
+                and stated in (None, sums)
+            ):
+                generations = self._batches.publish(held.keys, held.lines, held.slots, held.claim, sums)
+                done = len(generations)
+                held.ended[:done] = [Stored(PutOutcome.STORED, each) for each in generations]
+                if self._published is not None:
+                    for line in held.lines[:done]:
+                        self._published(line)
+            for index, ended in enumerate(held.ended if done < len(sums) else ()):
                 if ended is None:
                     wanted = None if stated is None else stated[index]
                     stored = self._seal(held, index, sums[index], wanted)
@@ -435,6 +478,11 @@ class Writes:
         for ref in mine:
             self._home.slots.release(ref)
         self._ledger.vacate(self._resource, len(mine), held.namespace)
+
+
+def digests(bodies: Sequence[memoryview]) -> list[int]:
+    """XXH3-64 of each."""
+    return list(map(xxhash.xxh3_64_intdigest, bodies))
 
 
 def compared(there: Stored, found: int) -> Stored:

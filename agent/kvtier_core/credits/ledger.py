@@ -258,8 +258,11 @@ class Ledger:
             key = (short.resource, short.reason)
             self.refusals[key] = self.refusals.get(key, 0) + 1
             raise short
-        self._take(tenant, resource, count)
-        _note(self._resident, (tenant, resource), count)
+        if count:
+            self._free[resource] -= count
+            place = (tenant, resource)
+            self._used[place] = self._used.get(place, 0) + count
+            self._resident[place] = self._resident.get(place, 0) + count
 
     def vacate(self, resource: Resource, count: int, tenant: int = NO_TENANT) -> Release:
         """Ends residence. DOUBLE when the tenant has less resident: nothing changed."""

@@ -24,6 +24,9 @@ class ResourceKind(StrEnum):
     QUEUE = "queue"
     SLOTS = "slots"
 
+    # An enumeration's own is a call of Python, and a put looks resources up ten times.
+    __hash__ = str.__hash__
+
 
 class LinkStage(IntEnum):
     """The stages of a transfer, each with bytes in flight of its own (specification G.3)."""

@@ -78,6 +78,10 @@ class Counters:
             self._high_cells[line] = high
         self._low_cells[line] = number & 0xFFFFFFFF
 
+    def addresses(self) -> tuple[int, int]:
+        """Of the lower and of the upper halves, uint32 by line."""
+        return self._low.ctypes.data, self._high.ctypes.data
+
     def fill(self, first: int, numbers: NDArray[np.int64]) -> None:
         """Writes numbers [n] from `first` on; they fit."""
         span = slice(first, first + len(numbers))

@@ -22,7 +22,7 @@ from kvtier_core.directory.columns import Column
 from kvtier_core.directory.ids import NO_LINE
 from kvtier_core.errors import CoreError, Reason
 
-_STRIDE = 4096
+SHARD_STRIDE = 4096
 _FIRST_SIZE = 16
 _FILL_AT_CAPACITY = 0.75
 _LOW = 0xFFFFFFFF
@@ -38,10 +38,10 @@ class KeyIndex:
     key's hash: uniform over 64 bits, equal for equal keys."""
 
     def __init__(self, capacity: int, raw: mmap.mmap, width: int) -> None:
-        per_shard = int(_STRIDE * _FILL_AT_CAPACITY)
+        per_shard = int(SHARD_STRIDE * _FILL_AT_CAPACITY)
         self._shards = max(1, -(-capacity // per_shard))
-        self._most = _STRIDE - _STRIDE // 16
-        entries = Column(self._shards * _STRIDE, "uint64")
+        self._most = SHARD_STRIDE - SHARD_STRIDE // 16
+        entries = Column(self._shards * SHARD_STRIDE, "uint64")
         sizes, counts = Column(self._shards, "uint32"), Column(self._shards, "uint32")
         self._entries, self._cells = entries.array, entries.cells
         self._sizes, self._size_of = sizes.array, sizes.cells
@@ -52,6 +52,11 @@ class KeyIndex:
         self._keys: NDArray[np.uint64] = np.frombuffer(raw, dtype=np.uint64, count=capacity * (width // 8))
         self._keys = self._keys.reshape(capacity, width // 8)
 
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Of the entries, of the shards' sizes and of their counts; and how many shards there are."""
+        arrays = self._entries.ctypes.data, self._sizes.ctypes.data, self._counts.ctypes.data
+        return *arrays, self._shards
+
     def __len__(self) -> int:
         return int(self._counts.sum(dtype=np.int64))
 
@@ -60,7 +65,7 @@ class KeyIndex:
         tag = hashed & _LOW
         shard = ((hashed >> 32) * self._shards) >> 32
         size = self._size_of[shard]
-        base = shard * _STRIDE
+        base = shard * SHARD_STRIDE
         at = (tag * size) >> 32
         cells, raw, width = self._cells, self._raw, self._width
         while entry := cells[base + at]:
@@ -79,7 +84,7 @@ class KeyIndex:
         tags = hashed & _LOW64
         shards = ((hashed >> _32) * np.uint64(self._shards)) >> _32
         sizes = self._sizes[shards].astype(np.int64)
-        bases = shards.astype(np.int64) * _STRIDE
+        bases = shards.astype(np.int64) * SHARD_STRIDE
         at = ((tags * sizes.astype(np.uint64)) >> _32).astype(np.int64)
         found = np.full(len(hashed), NO_LINE, dtype=np.int64)
         todo = np.arange(len(hashed))
@@ -117,7 +122,7 @@ class KeyIndex:
         if count * 5 >= size * 4:
             self._make_room(shard, count + 1)
             size = self._size_of[shard]
-        self._place(shard * _STRIDE, size, tag, line)
+        self._place(shard * SHARD_STRIDE, size, tag, line)
         self._count_of[shard] = count + 1
 
     def _place(self, base: int, size: int, tag: int, line: int) -> None:
@@ -152,7 +157,7 @@ class KeyIndex:
         """Takes out the entry of that hash and line, which is there, and closes the gap behind it."""
         shard = ((hashed >> 32) * self._shards) >> 32
         size = self._size_of[shard]
-        base = shard * _STRIDE
+        base = shard * SHARD_STRIDE
         cells = self._cells
         tag = hashed & _LOW
         wanted = (tag << 32) | (line + 1)
@@ -185,8 +190,8 @@ class KeyIndex:
     def _size_for(self, shard: int, count: int) -> int:
         """Grows by eighths until `count` fills at most four fifths; the stride is the end."""
         size: int = self._size_of[shard]
-        while count * 5 > size * 4 and size < _STRIDE:
-            size = min(_STRIDE, size + max(8, size // 8))
+        while count * 5 > size * 4 and size < SHARD_STRIDE:
+            size = min(SHARD_STRIDE, size + max(8, size // 8))
         return size
 
     def _full(self, shard: int) -> CoreError:
@@ -198,7 +203,7 @@ class KeyIndex:
 
     def _rebuild(self, shard: int, size: int, fresh: NDArray[np.uint64]) -> None:
         """Lays the shard's entries and `fresh` ones out anew in `size` places."""
-        base = shard * _STRIDE
+        base = shard * SHARD_STRIDE
         old = self._entries[base : base + self._size_of[shard]]
         kept = np.concatenate((old[old != 0], fresh))
         kept.sort()
@@ -216,7 +221,7 @@ class KeyIndex:
     def entries(self) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.uint64]]]:
         """Per shard: its number, the lines in it and their tags, for checks."""
         for shard in range(self._shards):
-            base = shard * _STRIDE
+            base = shard * SHARD_STRIDE
             kept = self._entries[base : base + self._size_of[shard]]
             kept = kept[kept != 0]
             yield shard, (kept & _LOW64).astype(np.int64) - 1, kept >> _32

@@ -21,7 +21,8 @@ LAST_EPOCH = 0xF0000000
 
 
 class LineColumns:
-    """capacity: lines there can be. used: lines [0, used) have been used; whole-column work ends there."""
+    """capacity: lines there can be. used: lines [0, used) have been used; whole-column work ends there.
+    free: the first free line plus one."""
 
     def __init__(self, capacity: int) -> None:
         if not 0 < capacity < 1 << LINE_BITS:
@@ -49,13 +50,13 @@ class LineColumns:
         self.credit = Column(capacity, "int64")
         self.recency = Column(capacity, "int64")
         # While a line is free, `checksum` holds the next free line plus one.
-        self._free = 0
+        self.free = 0
 
     def take(self) -> int:
         """An unused line, its state still FREE. NO_DESTINATION_CAPACITY when all are in use."""
-        line = self._free - 1
+        line = self.free - 1
         if line >= 0:
-            self._free = self.checksum.cells[line]
+            self.free = self.checksum.cells[line]
         elif self.used < self.capacity:
             line = self.used
             self.used += 1
@@ -90,8 +91,8 @@ class LineColumns:
                 column.cells[line] = 0
         self.live -= 1
         if self.epoch.cells[line] < LAST_EPOCH:
-            self.checksum.cells[line] = self._free
-            self._free = line + 1
+            self.checksum.cells[line] = self.free
+            self.free = line + 1
 
     def full(self, wanted: int) -> CoreError:
         return CoreError(

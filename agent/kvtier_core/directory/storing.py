@@ -11,12 +11,15 @@ for each such block, about 160 bytes outside of the directory's columns, which t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier_core.directory.compiled import Word
 from kvtier_core.directory.ids import KEY_BYTES, NO_TIER, ChunkState, ReplicaState
+from kvtier_core.directory.keyindex import SHARD_STRIDE
 from kvtier_core.directory.replicas import PUBLISHED
 from kvtier_core.directory.table import DEFAULT_CAPACITY, BlockTable
 from kvtier_core.errors import CoreError, Reason
@@ -43,6 +46,16 @@ class StoringTable(BlockTable):
 
     def __init__(self, lines: int = 256, *, tiers: int = 4, capacity: int = DEFAULT_CAPACITY) -> None:
         super().__init__(lines, tiers=tiers, capacity=capacity)
+        of = self._lines
+        # What each store writes, looked up once.
+        self._stored = (
+            of.namespace.cells,
+            of.rows.cells,
+            of.producer.cells,
+            of.cost.cells,
+            of.last_use.cells,
+        )
+        self._sealed = (of.checksum.cells, of.write_txn.cells, of.droppable.cells)
         self.resident_tier = NO_TIER
         self.resident: dict[bytes, int] = {}
 
@@ -64,12 +77,9 @@ class StoringTable(BlockTable):
         NO_DESTINATION_CAPACITY, BAD_ARGUMENT; nothing has changed then."""
         columns = self._lines
         line = columns.take()
+        namespaces, rows, producers, costs, uses = self._stored
         try:
-            columns.namespace.cells[line] = facts.namespace
-            columns.rows.cells[line] = facts.rows
-            columns.producer.cells[line] = facts.producer
-            columns.cost.cells[line] = facts.cost
-            columns.last_use.cells[line] = facts.tick
+            namespaces[line], rows[line], producers[line], costs[line], droppable, uses[line], txn = facts
             self._index.insert(int.from_bytes(key[:8], "little"), line)
         except ValueError as error:
             columns.give_back(line)
@@ -79,10 +89,11 @@ class StoringTable(BlockTable):
             raise
         columns.key.raw[line * KEY_BYTES : (line + 1) * KEY_BYTES] = key
         self._begin(line)
-        columns.checksum.cells[line] = 0
-        columns.write_txn.cells[line] = facts.txn
-        if facts.droppable:
-            columns.droppable.cells[line] = 1
+        checksums, txns, droppables = self._sealed
+        checksums[line] = 0
+        txns[line] = txn
+        if droppable:
+            droppables[line] = 1
         else:
             self.kept += 1
         self._states[line] = _SEALED
@@ -100,24 +111,25 @@ class StoringTable(BlockTable):
         """Makes the first copy readable, the authority, and ends the claim: one step. Returns the replica
         generation. GENERATION_NOT_OWNED when the line is another's or claimed by another, NOT_VISIBLE when it
         is tombstoned or the copy is not RESERVED; nothing has changed then."""
-        columns = self._lines
+        checksums, txns, _ = self._sealed
         copy = self.replicas.tiers[tier]
-        if columns.write_txn.cells[line] != txn:
+        states = copy.state.cells
+        if txns[line] != txn:
             raise CoreError(
                 Reason.GENERATION_NOT_OWNED, f"line {line} is not stored by {txn}", {"line": line}
             )
-        if self._states[line] != _SEALED or copy.state.cells[line] != _RESERVED:
+        if self._states[line] != _SEALED or states[line] != _RESERVED:
             raise CoreError(Reason.NOT_VISIBLE, f"line {line} may not be published", {"line": line})
         epoch = self._epochs[line] + 1
-        columns.checksum.cells[line] = checksum
-        copy.state.cells[line] = PUBLISHED
+        checksums[line] = checksum
+        states[line] = PUBLISHED
         copy.stamp.cells[line] = epoch
         self._epochs[line] = epoch
         self._authority[line] = tier
-        columns.write_txn.cells[line] = 0
+        txns[line] = 0
         self.directory_generation += 1
         if tier == self.resident_tier:
-            self.resident[columns.key.raw[line * KEY_BYTES : (line + 1) * KEY_BYTES]] = line
+            self.resident[self._lines.key.raw[line * KEY_BYTES : (line + 1) * KEY_BYTES]] = line
         return int(copy.generation.cells[line])
 
     def abort_store(self, line: int, tier: int, txn: int) -> bool:
@@ -131,6 +143,67 @@ class StoringTable(BlockTable):
         if self._states[line] == _SEALED:
             self.remove(line)
         return True
+
+    # Many at a time, by machine code: see `compiled`.
+
+    def addresses(self, tier: int) -> dict[Word, int]:
+        """The words of a table that never change, for stores into `tier`."""
+        lines, copies = self._lines, self.replicas.of(tier)
+        columns = {
+            Word.KEY: lines.key,
+            Word.STATE: lines.state,
+            Word.TIER: lines.tier,
+            Word.EPOCH: lines.epoch,
+            Word.BORN: lines.born,
+            Word.NAMESPACE: lines.namespace,
+            Word.ROWS: lines.rows,
+            Word.CHECKSUM: lines.checksum,
+            Word.PRODUCER: lines.producer,
+            Word.COST: lines.cost,
+            Word.LAST_USE: lines.last_use,
+            Word.REUSE: lines.reuse,
+            Word.DROPPABLE: lines.droppable,
+            Word.WRITE_TXN: lines.write_txn,
+            Word.COPY_STATE: copies.state,
+            Word.COPY_SLOT: copies.slot,
+            Word.COPY_STAMP: copies.stamp,
+        }
+        slot_generations, generations = copies.slot_generation.addresses(), copies.generation.addresses()
+        entries, sizes, counts, shards = self._index.addresses()
+        return {
+            **{word: column.array.ctypes.data for word, column in columns.items()},
+            Word.COPY_SLOT_GENERATION: slot_generations[0],
+            Word.COPY_SLOT_GENERATION_HIGH: slot_generations[1],
+            Word.COPY_GENERATION: generations[0],
+            Word.COPY_GENERATION_HIGH: generations[1],
+            Word.ENTRIES: entries,
+            Word.SIZES: sizes,
+            Word.COUNTS: counts,
+            Word.SHARDS: shards,
+            Word.STRIDE: SHARD_STRIDE,
+            Word.TIER_INDEX: tier,
+        }
+
+    def ends(self) -> tuple[int, int, int, int]:
+        """(FREE, USED, WINDOW, ISSUED) as a table takes them."""
+        return self._lines.free, self._lines.used, self._window, self._issued
+
+    def begun(self, count: int, tier: int, droppable: bool, free: int, used: int) -> None:
+        """Takes over what machine code left of `ends` when it began `count` stores."""
+        lines = self._lines
+        lines.free, lines.used = free, used
+        lines.live += count
+        self._issued += count
+        self.directory_generation += count
+        self.replicas.counts[tier] += count
+        if not droppable:
+            self.kept += count
+
+    def published(self, keys: Sequence[bytes], lines: Sequence[int], tier: int) -> None:
+        """Takes over that machine code published these blocks' first copies."""
+        self.directory_generation += len(lines)
+        if tier == self.resident_tier:
+            self.resident.update(zip(keys, lines, strict=True))
 
     def _is_resident(self, line: int, tier: int) -> None:
         """A block's copy in `tier` became readable."""

@@ -13,6 +13,7 @@ import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.hostmemory import HUGE_PAGE, HostMemory
@@ -191,6 +192,27 @@ class Arena:
         slot = arena.free.pop()
         self._segments[slot // self.segment_slots].used += 1
         return slot
+
+    def take_many(self, namespace: bytes, count: int) -> list[int]:
+        """As many of `count` slots as there are now, in the order in which `take` gives them."""
+        taken: list[int] = []
+        while len(taken) < count:
+            arena = self._arenas.get(namespace)
+            if arena is None or not arena.free:
+                try:
+                    arena = self._claim(namespace)
+                except CoreError:
+                    break
+            free, wanted = arena.free, count - len(taken)
+            some = free[: -wanted - 1 : -1]
+            del free[-len(some) :]
+            for segment, mine in groupby(some, self._segment_of):
+                self._segments[segment].used += len(tuple(mine))
+            taken += some
+        return taken
+
+    def _segment_of(self, slot: int) -> int:
+        return slot // self.segment_slots
 
     def give(self, slot: int) -> None:
         """Returns a slot to its namespace."""
@@ -382,6 +404,11 @@ class ArenaSlots(SlotTable):
         slot = self.arena.take(namespace)
         self._taken += 1
         return slot
+
+    def take_many(self, namespace: bytes, count: int) -> list[int]:
+        taken = self.arena.take_many(namespace, count)
+        self._taken += len(taken)
+        return taken
 
     def _give(self, slot: int) -> None:
         self._taken -= 1

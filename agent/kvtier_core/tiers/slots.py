@@ -105,17 +105,42 @@ class SlotTable:
     def begin_many(self, namespace: bytes, count: int) -> list[tuple[int, int]]:
         """As many of `count` slots as there are now, as `begin` gives them. Who wants the rest asks one by
         one and hears why."""
+        if count == 1:
+            try:
+                return [self.begin(namespace)]
+            except CoreError:
+                return []
+        taken = self.take_many(namespace, count)
+        states, generations = self._states, self._generations
+        with self._lock:
+            for slot in taken:
+                states[slot] = _RESERVED
+            return [(slot, generations[slot]) for slot in taken]
+
+    def take_many(self, namespace: bytes, count: int) -> list[int]:
+        """The slots of `begin_many`, FREE as yet: each is to be RESERVED before the metadata lock is left."""
         taken: list[int] = []
         try:
             for _ in range(count):
                 taken.append(self._take(namespace))
         except CoreError:
             pass
-        states, generations = self._states, self._generations
+        return taken
+
+    def reserve_taken(self, slot: int) -> int:
+        """RESERVED, a slot of `take_many`; returns its generation."""
         with self._lock:
-            for slot in taken:
-                states[slot] = _RESERVED
-            return [(slot, generations[slot]) for slot in taken]
+            self._states[slot] = _RESERVED
+            return self._generations[slot]
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Held by who changes states in `addresses`."""
+        return self._lock
+
+    def addresses(self) -> tuple[int, int]:
+        """Of the states (int8) and of the generations (int64), by slot."""
+        return self._state.ctypes.data, self._generation.ctypes.data
 
     def publish_filled(self, slot: int, generation: int) -> None:
         """RESERVED to PUBLISHED for a slot that was filled in place and whose bytes are its seal: nothing is

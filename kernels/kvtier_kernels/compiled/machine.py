@@ -50,7 +50,7 @@ class Library:
         module = ir.Module("kvtier")
         emit_attend(module)
         emit_fold(module)
-        self._engine = _compiled(str(module), processor)
+        self._engine = built(module, processor)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
         self._attend, self._fold = (
             kind(self._engine.get_function_address(name)) for name in ("attend", "fold")
@@ -104,10 +104,11 @@ class Library:
         return int(kept.ctypes.data)
 
 
-def _compiled(text: str, processor: str) -> Any:
+def built(text: ir.Module, processor: str = "") -> Any:
+    """The engine that owns the machine code of a module's functions. processor: as `Library` says."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    module = binding.parse_assembly(text)
+    module = binding.parse_assembly(str(text))
     module.verify()
     target = binding.Target.from_default_triple()
     features = "" if processor else binding.get_host_cpu_features().flatten()

@@ -86,7 +86,7 @@ def test_a_block_that_made_way_for_its_neighbour_in_one_call_is_not_said_to_be_t
 
 
 def test_a_reservation_that_fails_half_way_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = StoreBench()
+    bench = StoreBench(compiled=False)
     table, directory = bench.ram.slots, bench.store.directory
     begin, count = directory.begin_store, iter(range(10))
 

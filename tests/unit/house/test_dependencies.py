@@ -32,7 +32,10 @@ INSTALLED_WITH = {
     "kernels/kvtier_kernels": ("agent", "client"),
 }
 # Imports that are guarded, since only another extra brings them.
-OPTIONAL = {"kernels/kvtier_kernels": {"triton", "llvmlite"}}
+OPTIONAL = {
+    "kernels/kvtier_kernels": {"triton", "llvmlite"},
+    "agent/kvtier_core": {"llvmlite"},
+}
 
 
 def _canonical(name: str) -> str:
