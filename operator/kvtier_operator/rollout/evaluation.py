@@ -85,7 +85,7 @@ def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rollo
     gates = (_identity(state, inputs, look), *judged, *carried)
     state = replace(state, gates=gates, carry=look.carry)
     interval = tick_seconds(spec)
-    due = state.schedule.due_at if state.schedule else inputs.now
+    due = next_due(state, spec, inputs.now)
     if inputs.now < due:
         return state
     missed = math.floor((inputs.now - due) / interval)
@@ -93,6 +93,15 @@ def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rollo
         due_at=due + (missed + 1) * interval, ran_at=inputs.now, late_by=round(inputs.now - due, 3)
     )
     return replace(state, schedule=schedule)
+
+
+def next_due(state: RolloutState, spec: RolloutSpec, now: float) -> float:
+    """When evidence is looked at next. A tick that lies further ahead than the grid ever plans was written
+    under a clock that has been set back since, or on a node whose clock is ahead; waiting for it would leave
+    harm unseen for as long, so it is due now."""
+    if state.schedule is None or state.schedule.due_at > now + tick_seconds(spec):
+        return now
+    return state.schedule.due_at
 
 
 def _identity(state: RolloutState, inputs: Inputs, look: Look) -> GateStatus:

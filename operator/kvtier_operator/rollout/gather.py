@@ -22,6 +22,7 @@ from kvtier_operator.rollout.candidate import (
     tier_class_names,
 )
 from kvtier_operator.rollout.effects import Subject
+from kvtier_operator.rollout.evaluation import next_due
 from kvtier_operator.rollout.feed import MIN_RATE_SECONDS, LookSource, Reading
 from kvtier_operator.rollout.gateset import ProbeSet, probe_names
 from kvtier_operator.rollout.grants import cache_ref, fence_of, window_key
@@ -239,7 +240,7 @@ class Gatherer:
             return None
         if (cache.get("status") or {}).get("fence") != state.fence:
             return None
-        if state.window.spec_hash != spec.window_hash or (state.schedule and now < state.schedule.due_at):
+        if state.window.spec_hash != spec.window_hash or now < next_due(state, spec, now):
             return None
         lost = {agent.node for agent in state.lost}
         # A holder that fell silent in this very pass is not in the status yet; its evidence is missing too.

@@ -16,6 +16,7 @@ from kvtier_operator.rollout.evaluation import (
     describe,
     failed_gate,
     insufficient_gates,
+    next_due,
     record_look,
 )
 from kvtier_operator.rollout.inputs import (
@@ -357,7 +358,7 @@ def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     if state.phase is Phase.COMPLETED and state.grant_expires - inputs.now < APPROVAL_SECONDS * 2 / 3:
         extend = ExtendApproval(inputs.now + APPROVAL_SECONDS)
         state = replace(state, grant_expires=extend.grant_expires)
-    due = state.schedule.due_at if state.schedule else inputs.now + tick_seconds(spec)
+    due = next_due(state, spec, inputs.now) if state.schedule else inputs.now + tick_seconds(spec)
     return Plan(
         state,
         rpcs=tuple(rpcs),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvtier_evidence.carry import Carry
+from kvtier_operator.rollout.evaluation import next_due
 from kvtier_operator.rollout.inputs import (
     AgentView,
     Approved,
@@ -280,7 +281,7 @@ class World(ABC):
             return None
         if state.window.spec_hash != spec.window_hash:
             return None
-        if state.schedule is not None and self.wall < state.schedule.due_at:
+        if self.wall < next_due(state, spec, self.wall):
             return None
         verdicts = tuple(
             GateVerdict(

@@ -76,10 +76,13 @@ class Killed(BaseException):
 
 @dataclass
 class Clock:
+    """ahead: by how much the wall clock was set, which no other clock notices."""
+
     seconds: float = EPOCH
+    ahead: float = 0.0
 
     def now(self) -> datetime:
-        return datetime.fromtimestamp(self.seconds, UTC)
+        return datetime.fromtimestamp(self.seconds + self.ahead, UTC)
 
     def monotonic(self) -> float:
         return self.seconds - EPOCH + 1000.0
@@ -450,7 +453,7 @@ class Fleet:
                 cordoned=sim.cordoned,
                 lease_renewed=None,
                 lease_seconds=30.0,
-                raw={"metadata": {"name": sim.name}},
+                raw={"metadata": {"name": sim.name}, "status": self._world.node_status.get(sim.name, {})},
             )
             for sim in sorted(self._world.sims.values(), key=lambda sim: sim.name)
         ]
@@ -544,6 +547,7 @@ class World:
         self.api = Api(self.clock, self.faults)
         self.feed = ScriptedFeed()
         self.sims: dict[str, AgentSim] = {}
+        self.node_status: dict[str, JsonObject] = {}
         self.spans = Spans()
         self.dead_for = 0.0
         self._load()

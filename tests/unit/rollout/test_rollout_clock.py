@@ -1,0 +1,126 @@
+"""A wall clock that is set, forth and back, under a running operator and between two of them; leases on
+agents do not know the wall clock at all."""
+
+from __future__ import annotations
+
+import ast
+import time
+from pathlib import Path
+
+import pytest
+
+import kvtier_agent
+import kvtier_core.release
+from kvtier_agent.boottime import boottime_ns
+from kvtier_operator.rollout.vocabulary import Verdict
+from tests.unit.rollout.rollout_world import World, held
+
+TICK = 10.0 / 6
+HOUR = 3600.0
+QUICK = [
+    {"name": "Shadow", "minDuration": "1s"},
+    {"name": "Canary", "trafficFraction": "5%", "minDuration": "1s"},
+    {"name": "Full", "soak": "1s", "holdback": "2%"},
+]
+
+
+@pytest.mark.parametrize("jump", [-HOUR, -30.0, -1.0, 1.0, 30.0, HOUR], ids=lambda jump: f"{jump:+.0f}s")
+@pytest.mark.parametrize("restarted", [False, True], ids=["same-operator", "next-operator"])
+async def test_harm_is_found_within_one_interval_after_the_clock_was_set(
+    jump: float, restarted: bool
+) -> None:
+    """A successor on another node reads times that were written by another clock."""
+    world = World(progressDeadline="10h")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.run(5)
+    world.clock.ahead = jump
+    if restarted:
+        world.restart()
+    await world.run(5)
+    assert world.where == ("Progressing", "Shadow", 0)
+    world.feed.gates["output"] = Verdict.FAIL
+    looks = world.feed.looks
+    await world.run(2 * TICK)
+    assert world.feed.looks > looks
+    assert world.status["rollback"]["cause"] == "GateFailed"
+    await world.until("RolledBack")
+    assert held(world) == []
+
+
+@pytest.mark.parametrize("jump", [-HOUR, HOUR], ids=["back", "forth"])
+@pytest.mark.parametrize(
+    ("phase", "stage"), [("Progressing", "Canary"), ("Completed", "Full")], ids=["canary", "completed"]
+)
+async def test_nothing_is_lost_and_nothing_done_twice_when_the_clock_is_set(
+    jump: float, phase: str, stage: str
+) -> None:
+    """Leases go on by the agents' own clocks: no resumption, no other fence, no share of the budget."""
+    world = World(progressDeadline="10h", stages=QUICK)
+    world.feed.default = Verdict.INSUFFICIENT if phase == "Progressing" else Verdict.PASS
+    if phase == "Progressing":
+        await world.until("Progressing", "Shadow")
+        world.intent("Promote", 1)
+    await world.until(phase, stage)
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.run(5)
+    before, fence = world.where, world.status["fence"]
+    grants = [len(sim.grants) for sim in world.sims.values()]
+    world.clock.ahead = jump
+    await world.run(20)
+    assert world.where == before
+    assert world.status["fence"] == fence
+    assert [len(sim.grants) for sim in world.sims.values()] == grants
+    assert held(world) == ["node-0", "node-1"]
+
+
+async def test_ticks_that_a_jump_forth_skipped_run_once() -> None:
+    world = World(progressDeadline="10h")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.run(5)
+    looks = world.feed.looks
+    world.clock.ahead = HOUR
+    for _ in range(5):
+        await world.pass_()
+    assert world.feed.looks == looks + 1
+
+
+async def test_a_clock_set_back_in_a_return_only_makes_it_wait_longer() -> None:
+    """Its lease may go on for as long as a lease lasts; the wait never ends before that."""
+    world = World(progressDeadline="10h", stages=QUICK)
+    await world.until("Progressing", "Canary")
+    world.sims["node-1"].cut_off = True
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RollingBack")
+    world.clock.ahead = -HOUR
+    await world.run(8)
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    world.clock.ahead = 0.0
+    await world.run(10)
+    assert world.condition("CandidateRevoked")["status"] == "True"
+    assert held(world) == []
+
+
+def test_the_agents_lease_clock_is_boottime() -> None:
+    """It goes on while the machine is suspended, and nobody can set it."""
+    before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    assert before <= boottime_ns() <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+RELEASE = sorted(Path(kvtier_core.release.__file__).parent.glob("*.py"))
+AGENT = [
+    Path(kvtier_agent.__file__).parent / f"{name}.py"
+    for name in ("cachehost", "cachesession", "node", "control_service", "evidence_windows")
+]
+
+
+@pytest.mark.parametrize("path", [*RELEASE, *AGENT], ids=lambda path: path.stem)
+def test_what_decides_on_leases_reads_no_wall_clock(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert not names & {"time", "time_ns", "now", "utcnow", "CLOCK_REALTIME"}
+    assert not imported & {"datetime", "time", "time_ns"}
