@@ -41,7 +41,7 @@ class WeightCalls:
     ) -> attention_pb2.GiveWeightsResponse:
         """Layers that were complete stay bound when a later one is refused. BAD_ARGUMENT: parts out of order;
         SESSION_UNKNOWN, GENERATION_STALE, TENANT_MISMATCH, BOOT_ID_MISMATCH; MODEL_MISMATCH: of another
-        model, or others than open sessions use; UNSUPPORTED: not asked for; PAYLOAD_GEOMETRY,
+        model, or others than open sessions of the tenant use; UNSUPPORTED: not asked for; PAYLOAD_GEOMETRY,
         SELECTOR_GEOMETRY, CHECKSUM_MISMATCH, NO_DESTINATION_CAPACITY."""
         answer = attention_pb2.GiveWeightsResponse()
         arriving: _Arriving | None = None
@@ -64,7 +64,7 @@ class WeightCalls:
             arriving = self._begin(part.header, answer)
             if arriving is not None:
                 store = arriving.session.host.weights
-                room.enter_context(store.arriving(arriving.layer, arriving.shape.size_bytes))
+                room.enter_context(store.arriving(arriving.shape.size_bytes))
             return arriving
         if arriving is None:
             raise CoreError(Reason.BAD_ARGUMENT, "bytes of weights without a layer's header before them")
@@ -97,7 +97,7 @@ class WeightCalls:
         if asked is None or Need.WEIGHTS not in asked.needs or header.layer not in asked.layers:
             raise CoreError(Reason.UNSUPPORTED, f"weights of layer {header.layer} were not asked for")
         shape = _shape_of(header, session, asked)
-        found = host.weights.held(header.layer, header.digest)
+        found = host.weights.held(session.tenant, header.layer, header.digest)
         if not header.size_bytes:
             if found is None:
                 answer.missing.append(header.layer)
@@ -129,7 +129,7 @@ class WeightCalls:
             session.host.fingerprint,
             layer,
         )
-        _bind(session, layer, session.host.weights.put(layer, weights))
+        _bind(session, layer, session.host.weights.put(session.tenant, layer, weights))
 
 
 def _shape_of(
@@ -151,7 +151,7 @@ def _shape_of(
 def _bind(session: Session, layer: int, weights: GivenWeights) -> None:
     handle, host = session.handle, session.host
     host.runner.engine.bind_weights(handle.session_id, handle.generation, layer, weights)
-    host.weights.used(layer, handle.session_id)
+    host.weights.used(session.tenant, layer, handle.session_id)
 
 
 def _check_complete(arriving: _Arriving | None) -> None:

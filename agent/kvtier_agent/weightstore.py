@@ -1,8 +1,9 @@
-"""Weights of a model's layers, given by engines and kept once for all sessions of a cache.
+"""Weights of a model's layers, given by engines and kept for the sessions of a cache, once for each tenant.
 
 Why it exists: a rehearsal needs a layer's projection, which is the same in every session and larger than a
-session's frames; so an agent takes it once and by its digest. It knows no message and no tensor. On the event
-loop only.
+session's frames; so an agent takes it once and by its digest. What a tenant's engine says of the model binds
+that tenant alone: another's sessions are neither refused for it nor told of it. It knows no message and no
+tensor. On the event loop only.
 """
 
 from __future__ import annotations
@@ -43,22 +44,23 @@ class _Held:
 
 
 class WeightStore:
-    """Of one cache. A layer has one set of weights as long as an open session uses it."""
+    """Of one cache. For a tenant a layer has one set of weights as long as an open session uses it. Equal
+    weights of several tenants are kept once."""
 
     def __init__(self, is_open: Callable[[str], bool], max_bytes: int = MAX_BYTES) -> None:
         """is_open: whether a session of that id is."""
         self._is_open = is_open
         self._max_bytes = max_bytes
-        self._layers: dict[int, _Held] = {}
+        self._layers: dict[tuple[str, int], _Held] = {}
         self._arriving = 0
 
     @property
     def held_bytes(self) -> int:
-        return sum(len(held.weights.data) for held in self._layers.values())
+        return sum({id(held.weights): len(held.weights.data) for held in self._layers.values()}.values())
 
-    def held(self, layer: int, digest: str) -> GivenWeights | None:
-        """Those of this digest. MODEL_MISMATCH: open sessions of the same model use others."""
-        held = self._layers.get(layer)
+    def held(self, tenant: str, layer: int, digest: str) -> GivenWeights | None:
+        """Those of this digest that the tenant gave. MODEL_MISMATCH: its open sessions use others."""
+        held = self._layers.get((tenant, layer))
         if held is None:
             return None
         if held.weights.digest == digest:
@@ -68,24 +70,30 @@ class WeightStore:
             raise CoreError(
                 Reason.MODEL_MISMATCH,
                 f"weights {digest[:19]} of layer {layer} are not {held.weights.digest[:19]}, which sessions "
-                "of the same model use",
+                "of the same model and tenant use",
                 {"layer": layer, "digest": held.weights.digest},
             )
         return None
 
     @contextmanager
-    def arriving(self, layer: int, size: int) -> Iterator[None]:
-        """Room for bytes that are on their way. NO_DESTINATION_CAPACITY with the numbers."""
-        self._check_room(layer, size)
+    def arriving(self, size: int) -> Iterator[None]:
+        """Room for bytes that are on their way; weights that no open session uses make it.
+        NO_DESTINATION_CAPACITY with the numbers."""
+        self._check_room(size)
         self._arriving += size
         try:
             yield
         finally:
             self._arriving -= size
 
-    def _check_room(self, layer: int, size: int) -> None:
-        held = self._layers.get(layer)
-        others = self.held_bytes + self._arriving - (0 if held is None else len(held.weights.data))
+    def _check_room(self, size: int) -> None:
+        for key, held in list(self._layers.items()):
+            if self.held_bytes + self._arriving + size <= self._max_bytes:
+                return
+            self._forget_closed(held)
+            if not held.users:
+                del self._layers[key]
+        others = self.held_bytes + self._arriving
         if others + size > self._max_bytes:
             raise CoreError(
                 Reason.NO_DESTINATION_CAPACITY,
@@ -93,17 +101,20 @@ class WeightStore:
                 {"limit": self._max_bytes, "held": others, "asked": size},
             )
 
-    def put(self, layer: int, weights: GivenWeights) -> GivenWeights:
+    def put(self, tenant: str, layer: int, weights: GivenWeights) -> GivenWeights:
         """Those that are kept, which may have come meanwhile. Refuses as `held`; room was taken before."""
-        found = self.held(layer, weights.digest)
+        found = self.held(tenant, layer, weights.digest)
         if found is not None:
             return found
-        self._layers[layer] = _Held(weights)
-        return weights
+        name = (weights.digest, weights.shape)
+        same = (one.weights for one in self._layers.values())
+        kept = next((one for one in same if (one.digest, one.shape) == name), weights)
+        self._layers[tenant, layer] = _Held(kept)
+        return kept
 
-    def used(self, layer: int, session_id: str) -> None:
+    def used(self, tenant: str, layer: int, session_id: str) -> None:
         """By a session, as long as it is open."""
-        self._use(self._layers[layer], session_id)
+        self._use(self._layers[tenant, layer], session_id)
 
     def forked(self, parent: str, child: str) -> None:
         """The child uses what its parent uses."""
@@ -111,9 +122,9 @@ class WeightStore:
             if parent in held.users:
                 self._use(held, child)
 
-    def users(self, layer: int) -> int:
+    def users(self, tenant: str, layer: int) -> int:
         """Sessions that are remembered as its users, some of which may have closed."""
-        return len(self._layers[layer].users)
+        return len(self._layers[tenant, layer].users)
 
     def _use(self, held: _Held, session_id: str) -> None:
         held.users.add(session_id)

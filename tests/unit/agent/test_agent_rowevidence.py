@@ -188,45 +188,64 @@ def test_equal_bytes_of_another_model_layer_or_shape_are_other_weights(
 
 
 def test_a_cache_keeps_only_so_many_bytes_of_weights() -> None:
-    store = WeightStore(lambda session: True, max_bytes=2 * SHAPE.size_bytes)
-    store.put(1, given())
-    with store.arriving(2, SHAPE.size_bytes), pytest.raises(CoreError) as refused:
-        store.arriving(3, SHAPE.size_bytes).__enter__()
+    alive = {"one"}
+    store = WeightStore(alive.__contains__, max_bytes=2 * SHAPE.size_bytes)
+    store.put("a", 1, given())
+    store.used("a", 1, "one")
+    with store.arriving(SHAPE.size_bytes), pytest.raises(CoreError) as refused:
+        store.arriving(SHAPE.size_bytes).__enter__()
     assert refused.value.reason is Reason.NO_DESTINATION_CAPACITY
     assert refused.value.facts["held"] == str(2 * SHAPE.size_bytes)
-    # What did not come has given its room back, and in its own place another one has room.
-    store.put(2, given())
-    with store.arriving(2, SHAPE.size_bytes):
-        store.put(2, given(seed=1))
+    # What did not come has given its room back, and so does what no open session uses.
+    store.put("b", 2, given(seed=2))
+    with store.arriving(SHAPE.size_bytes):
+        store.put("a", 2, given(seed=1))
     assert store.held_bytes == 2 * SHAPE.size_bytes
+    assert store.held("b", 2, given(seed=2).digest) is None
+    assert store.held("a", 1, given().digest) is not None
 
 
 def test_weights_are_replaced_only_when_no_open_session_uses_them() -> None:
     alive = {"one"}
     store = WeightStore(alive.__contains__)
     first, second = given(), given(seed=1)
-    assert store.put(1, first) is first
-    store.used(1, "one")
-    assert store.put(1, given()) is first
+    assert store.put("a", 1, first) is first
+    store.used("a", 1, "one")
+    assert store.put("a", 1, given()) is first
     with pytest.raises(CoreError) as refused:
-        store.held(1, second.digest)
+        store.held("a", 1, second.digest)
     assert refused.value.reason is Reason.MODEL_MISMATCH
     alive.clear()
-    assert store.held(1, second.digest) is None
-    assert store.put(1, second) is second
+    assert store.held("a", 1, second.digest) is None
+    assert store.put("a", 1, second) is second
+
+
+def test_what_one_tenant_says_of_a_model_is_no_other_tenants_business() -> None:
+    """Bogus weights lock nobody else out, and nobody learns what another gave; equal ones are kept once."""
+    store = WeightStore({"bogus", "honest"}.__contains__)
+    bogus, honest = given(seed=1), given()
+    store.put("a", 1, bogus)
+    store.used("a", 1, "bogus")
+    assert store.held("b", 1, bogus.digest) is None
+    assert store.held("b", 1, honest.digest) is None
+    kept = store.put("b", 1, honest)
+    store.used("b", 1, "honest")
+    assert (store.held("a", 1, bogus.digest), store.held("b", 1, honest.digest)) == (bogus, kept)
+    assert store.put("c", 1, given()) is kept
+    assert store.held_bytes == 2 * SHAPE.size_bytes
 
 
 def test_sessions_that_come_and_go_leave_nothing_behind() -> None:
     alive: set[str] = set()
     store = WeightStore(alive.__contains__)
-    store.put(1, given())
+    store.put("a", 1, given())
     for number in range(1000):
         alive.clear()
         alive.add(f"session-{number}")
-        store.used(1, f"session-{number}")
-    assert store.users(1) <= 128
+        store.used("a", 1, f"session-{number}")
+    assert store.users("a", 1) <= 128
     with pytest.raises(CoreError):
-        store.held(1, "another")
+        store.held("a", 1, "another")
 
 
 @pytest.mark.parametrize(
