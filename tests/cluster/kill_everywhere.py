@@ -2,8 +2,9 @@
 an adopting rollout, before it is sent and after the server accepted it.
 
 Points come from a run without a death. Writes build/kills.json after each; `--resume` keeps what is there
-without a problem and tries the others. Exit status 1 when a run does not end as the undisturbed one, or never
-came to its point.
+without a problem and tries the others. With `--stops` the operator is stopped there in place of killed,
+another takes over, and the first goes on when that has finished. Exit status 1 when a run does not end as the
+undisturbed one, or never came to its point.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from pathlib import Path
 from tests.cluster.kill_harness import (
     SCENARIOS,
     KillHarness,
-    Point,
     Scenario,
     certain,
     differs,
@@ -40,8 +40,8 @@ class Report:
         kept: list[Row] = json.loads(path.read_text(encoding="utf-8")) if resume and path.exists() else []
         self.rows = [row for row in kept if not row["problem"]]
 
-    def has(self, scenario: Scenario, point: Point) -> bool:
-        wanted = (scenario.name, str(point))
+    def has(self, scenario: Scenario, point: str) -> bool:
+        wanted = (scenario.name, point)
         return any((row["scenario"], row["point"]) == wanted for row in self.rows)
 
     def add(self, row: Row) -> None:
@@ -59,7 +59,7 @@ def walk(harness: KillHarness, scenario: Scenario, step: int, report: Report) ->
     print(f"{scenario.name}: {reference.cost} writes of its own, {len(found)} points", flush=True)
     for number in range(0, len(found), step):
         point, began = found[number], time.monotonic()
-        if report.has(scenario, point):
+        if report.has(scenario, str(point)):
             continue
         try:
             ran = harness.run(scenario, point)
@@ -75,28 +75,55 @@ def walk(harness: KillHarness, scenario: Scenario, step: int, report: Report) ->
         report.add({**where, "reached": died, "writes": cost, "problem": problem})
 
 
+def overtake(harness: KillHarness, scenario: Scenario, step: int, report: Report) -> None:
+    """One row for each point at which a leader was stopped before it sends a write, and overtaken."""
+    reference = harness.run(scenario)
+    found = [point for point in points(reference) if not point.after and certain(point)]
+    print(f"{scenario.name}: {len(found)} writes to be stopped at", flush=True)
+    for number in range(0, len(found), step):
+        point, began = found[number], time.monotonic()
+        name = f"stopped {point}"
+        if report.has(scenario, name):
+            continue
+        try:
+            ran = harness.overtake(scenario, point)
+        except EventuallyError as error:
+            problem, stopped = str(error)[:400], False
+        else:
+            problem, stopped = "", True
+            if ran.outcome != reference.outcome:
+                problem = f"ended as {ran.outcome}, not {reference.outcome}"
+            elif ran.accepted or not ran.unchanged:
+                problem = f"the first wrote {ran.accepted} when it went on"
+        print(f"{number:4d} {name}: {problem or 'same'} ({time.monotonic() - began:.1f} s)", flush=True)
+        where: Row = {"scenario": scenario.name, "number": number, "point": name}
+        report.add({**where, "reached": stopped, "writes": 0, "problem": problem})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [scenario.name for scenario in SCENARIOS]
     parser.add_argument("--scenario", choices=names, action="append", help="default: all")
     parser.add_argument("--resume", action="store_true", help="keep what the report has without a problem")
     parser.add_argument("--every", type=int, default=1, help="try each n-th point only")
+    parser.add_argument("--stops", action="store_true", help="stop the operator there, and let it go on")
     options = parser.parse_args(argv)
     wanted = [one for one in SCENARIOS if one.name in (options.scenario or names)]
-    report = Report(REPORT, options.resume)
+    path = REPORT.with_name("stops.json") if options.stops else REPORT
+    report = Report(path, options.resume)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-kills-") as folder,
         open_cluster(None) as cluster,
         kill_harness(cluster, Path(folder), "kills") as harness,
     ):
         for scenario in wanted:
-            walk(harness, scenario, options.every, report)
+            (overtake if options.stops else walk)(harness, scenario, options.every, report)
     for name in names:
         tried = [row for row in report.rows if row["scenario"] == name]
         reached, wrong = (sum(bool(row[what]) for row in tried) for what in ("reached", "problem"))
         print(f"{name}: {len(tried)} points, {reached} reached, {wrong} with another end")
     bad = [row for row in report.rows if row["problem"]]
-    print(f"{len(report.rows)} points, {len(bad)} with another end; report: {REPORT}")
+    print(f"{len(report.rows)} points, {len(bad)} with another end; report: {path}")
     return 1 if bad or not report.rows else 0
 
 

@@ -39,6 +39,8 @@ from tests.cluster.rollout_fake_agent import RolloutFakeAgent
 
 IDENTITY = "killed-and-born"
 """Of all lives: a successor of that name takes the operator's Lease over at once, as a restarted Pod does."""
+SUCCESSOR = "waits-for-the-lease"
+"""Of another life beside: it has to wait until the Lease of the first has ended."""
 LIFE_SECONDS = 120.0
 PLAN = json.dumps({"prompts": [{"digest": "a"}, {"digest": "b"}]})
 PROBES = f"sha256:{hashlib.sha256(PLAN.encode()).hexdigest()}"
@@ -114,11 +116,27 @@ class Ran:
     gap: float = 0.0
 
 
+@dataclass(frozen=True)
+class Overtaken:
+    """A leader that stopped before a write, longer than its Lease, and went on when another had finished.
+    tried, accepted: its writes from then on. unchanged: whether objects and agents are as they were."""
+
+    outcome: Outcome
+    tried: tuple[str, ...]
+    accepted: tuple[str, ...]
+    unchanged: bool
+
+
 @dataclass
 class Life:
     pid: int
     log: Path
     dead: threading.Event
+
+    def stopped(self) -> bool:
+        """Whether it does nothing until it is told to go on."""
+        state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        return state == "T"
 
     def lines(self) -> list[str]:
         return self.log.read_text(encoding="utf-8").splitlines() if self.log.exists() else []
@@ -207,11 +225,12 @@ class Lives:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def begin(self, point: Point | None = None) -> Life:
+    def begin(self, point: Point | None = None, *, stop: bool = False, identity: str = IDENTITY) -> Life:
+        """stop: it stops at the point and may go on, else it dies there."""
         self._count += 1
         log = self._folder / f"life-{self._count}.log"
-        kill = {} if point is None else {"kill": point.write, "after": point.after}
-        order = dataclasses.replace(self._order, log=str(log), **kill)
+        kill = {} if point is None else {"kill": point.write, "after": point.after, "stop": stop}
+        order = dataclasses.replace(self._order, log=str(log), identity=identity, **kill)
         assert self._process.stdin is not None
         with self._news:
             before = len(self._born)
@@ -292,6 +311,53 @@ class KillHarness:
         cost = sum(COUNTED.match(line) is not None for line in written)
         self._forget(name)
         return Ran(outcome, tuple(written), cost, died, gap)
+
+    def overtake(self, scenario: Scenario, point: Point) -> Overtaken:
+        """The leader stops before it sends the write, another takes over and finishes, the first goes on."""
+        name = self._prepare(scenario)
+        apply(self._cluster, self._rollout(name, scenario))
+        first = self._lives.begin(point, stop=True)
+        try:
+            eventually(
+                first.stopped,
+                LIFE_SECONDS,
+                what=f"{scenario.name}: stops at {point}",
+                on_failure=lambda: self._explain(name, first),
+            )
+            second = self._now = self._lives.begin(identity=SUCCESSOR)
+            eventually(
+                lambda: self._end_of(name, scenario),
+                LIFE_SECONDS,
+                what=f"{scenario.name} after {point}",
+                on_failure=lambda: self._explain(name, second),
+                interval=0.2,
+            )
+            outcome, before, said = self._outcome(name, scenario), self._seen(name), len(first.lines())
+            os.kill(first.pid, signal.SIGCONT)
+            failed = f"! {point.write.rpartition(' #')[0]}"
+            eventually(
+                lambda: failed in first.lines()[said:],
+                LIFE_SECONDS,
+                what="the write that was about to be sent has failed",
+                on_failure=lambda: self._explain(name, first),
+            )
+        finally:
+            self._lives.end(first)
+        since = first.lines()[said:]
+        tried = {line[2:] for line in since if line.startswith("> ")} | {point.write}
+        accepted = tuple(line[2:] for line in since if line.startswith("< ") and line[2:] in tried)
+        unchanged = self._seen(name) == before
+        self._forget(name)
+        return Overtaken(outcome, tuple(sorted(tried)), accepted, unchanged)
+
+    def _seen(self, name: str) -> tuple[Any, ...]:
+        """What an older operator could have spoiled."""
+        rollout, cache = self._get("kvr", name), self._get("kvc", name)
+        uid = cache["metadata"]["uid"]
+        fences = [agent.state.caches[uid].fence for agent in self._agents]
+        held = [agent.state.candidate(uid) for agent in self._agents]
+        moved = [rollout["status"][part] for part in ("phase", "stage", "step", "attempt", "fence")]
+        return moved, cache["status"]["fence"], cache["status"]["baseline"], fences, held
 
     def close(self) -> None:
         if self._now is not None:

@@ -1,10 +1,11 @@
-"""Lives of the operator, one process each, that end by SIGKILL at a write that is named in advance.
+"""Lives of the operator, one process each, that end or stop by a signal at a write that is named in advance.
 
 Runs as a process of its own (`python -m tests.cluster.operator_lives`): it imports the operator once and
 forks a process for each line on standard input, a JSON object of `Order`'s fields. Each life appends every
-external write to its log, before it is sent and after it was accepted; the log is the counter by which points
-are found. For each life one JSON line {"pid", "status"} is written when it has ended. When standard input
-closes, all of them are killed. It must not know what is asserted.
+external write to its log, before it is sent ("> "), after it was accepted ("< ") or when it has failed
+("! "); the log is the counter by which points are found. For each life one JSON line {"pid", "status"} is
+written when it has ended. When standard input closes, all of them are killed. It must not know what is
+asserted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ QUICK = Timing(duration=6.0, renew=1.0, retry=0.2, margin=2.0)
 @dataclass(frozen=True)
 class Order:
     """One life. `log`: file of its writes. kill: the write to die at, as `describe` names it with its number,
-    empty: none; after: once it was accepted, else before it is sent."""
+    empty: none; after: once it was accepted, else before it is sent. stop: SIGSTOP in place of SIGKILL."""
 
     kubeconfig: str
     namespace: str
@@ -48,6 +49,7 @@ class Order:
     log: str
     kill: str = ""
     after: bool = False
+    stop: bool = False
 
 
 class Writes:
@@ -74,11 +76,14 @@ class Writes:
         self._accepted[name] += 1
         self._tell("<", name, self._accepted[name], after=True)
 
+    def failed(self, name: str) -> None:
+        os.write(self._log, f"! {name}\n".encode())
+
     def _tell(self, sign: str, name: str, number: int, *, after: bool) -> None:
         point = f"{name} #{number}"
         os.write(self._log, f"{sign} {point}\n".encode())
         if point == self._order.kill and after == self._order.after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if self._order.stop else signal.SIGKILL)
 
 
 class Watched:
@@ -100,7 +105,11 @@ class Watched:
         async def call(*args: Any, **options: Any) -> Any:
             name = describe(*args, **options)
             self._watch.sending(name)
-            answer = await method(*args, **options)
+            try:
+                answer = await method(*args, **options)
+            except BaseException:
+                self._watch.failed(name)
+                raise
             self._watch.accepted(name)
             return answer
 

@@ -1,5 +1,6 @@
 """SIGKILL of a real operator at a write of a rollout, and the next one finishes it. Every write is tried by
-`make soak ARGS=--kills`; here are the three at which one object knows what the other does not.
+`make soak ARGS=--kills`; here are the three at which one object knows what the other does not. SIGSTOP of one
+that leads, until another leads.
 """
 
 from __future__ import annotations
@@ -66,3 +67,14 @@ def test_the_next_operator_finishes_it(
     assert ran.outcome == expected
     if ran.gap < STEP_SECONDS / 2:
         assert ran.cost <= UNDISTURBED + EXTRA_WRITES, ran.writes
+
+
+def test_a_leader_that_was_stopped_past_its_lease_writes_nothing_when_it_goes_on(
+    harness: KillHarness,
+) -> None:
+    """Between its decision and the write; by then another has finished the rollout under higher fences."""
+    overtaken = harness.overtake(RETURNS, Point("swap KVCache status fence #2", after=False))
+    assert overtaken.outcome == Outcome(RETURNS.ends, 1, (2, 2), approved=False, adopted=False, holders=())
+    assert overtaken.tried
+    assert overtaken.accepted == ()
+    assert overtaken.unchanged
