@@ -189,7 +189,7 @@ class Agent:
         candidate: RuntimeManifest,
         *,
         stage: str = "Canary",
-        ttl_ms: int = 60_000,
+        ttl_ms: int = 600_000,
         traffic: str = "1",
         sample: str = "0",
         rollout_uid: str = "rollout-uid",
@@ -251,7 +251,7 @@ class Agent:
         proof: control_pb2.Proof = self.control.Prove(request, timeout=CALL_SECONDS).proof
         return proof
 
-    def terminate(self, timeout: float = 40.0) -> int:
+    def terminate(self, timeout: float = 90.0) -> int:
         """SIGTERM, and the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
@@ -259,7 +259,7 @@ class Agent:
     def kill(self) -> None:
         """SIGKILL, as a crash."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 def detail_of(error: grpc.RpcError) -> common_pb2.ErrorDetail:
@@ -310,10 +310,10 @@ def running_agent(
             if process.poll() is None:
                 process.terminate()
                 try:
-                    process.wait(15)
+                    process.wait(60)
                 except subprocess.TimeoutExpired:
                     process.kill()
-                    process.wait(10)
+                    process.wait(60)
             if process.stdout is not None:
                 process.stdout.close()
 

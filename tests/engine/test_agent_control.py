@@ -327,7 +327,13 @@ def test_shadow_compares_and_the_evidence_is_read_once(
         control_pb2.GateLimit(name="tail", metric="tpotRatio", quantile=75, limit="1.25"),
     ]
     request = agent.grant(
-        baseline, quest_candidate(baseline), stage="Shadow", traffic="0", sample="1", gates=gates
+        baseline,
+        quest_candidate(baseline),
+        stage="Shadow",
+        traffic="0",
+        sample="1",
+        gates=gates,
+        settle_ms=10_000,
     )
     for number in range(3):
         session = engine.open(baseline, session_root_id=f"root-{number}")
@@ -381,7 +387,7 @@ def test_shadow_compares_and_the_evidence_is_read_once(
 def test_probes_are_served_by_the_arm_they_ask_for_from_shadow_on(
     agent: Agent, engine: Engine, baseline: RuntimeManifest
 ) -> None:
-    request = agent.grant(baseline, quest_candidate(baseline), stage="Shadow", traffic="0")
+    request = agent.grant(baseline, quest_candidate(baseline), stage="Shadow", traffic="0", settle_ms=10_000)
     arms = {attention_pb2.ARM_BASELINE: attention_pb2.EXACT, attention_pb2.ARM_CANDIDATE: APPROXIMATE}
     for arm, exactness in arms.items():
         probe = engine.open(baseline, probe=True, forced_arm=arm)
