@@ -15,7 +15,7 @@ from kvtier_core.tiers.nvme.verify import SUFFIX
 from tests.engine.agent_process import Agent, baseline_manifest, detail_of, running_agent
 from tests.engine.attention_driver import Driver, Engine
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 BASELINE = baseline_manifest()
 # So little memory that rows of a prompt lie on storage, too.

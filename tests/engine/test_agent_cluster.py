@@ -23,7 +23,7 @@ from tests.engine.agent_process import CALL_SECONDS, baseline_manifest, quest_ca
 from tests.engine.attention_driver import Engine
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NODE = "agent-node-a"

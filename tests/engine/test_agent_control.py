@@ -26,7 +26,7 @@ from tests.engine.agent_process import (
 )
 from tests.engine.attention_driver import Driver, Engine
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 APPROXIMATE = attention_pb2.APPROXIMATE
 AFTER = attention_pb2.EXACT_OVER_APPROXIMATE_HISTORY

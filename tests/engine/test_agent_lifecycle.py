@@ -28,7 +28,7 @@ from tests.engine.agent_process import (
 )
 from tests.engine.attention_driver import Engine
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

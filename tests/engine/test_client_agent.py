@@ -24,7 +24,7 @@ from tests.engine.agent_process import (
     tiny_geometry,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 CHUNK_BYTES = 256 * 2 * 2 * 64 * 4
 # Three open chunks and one more in the gpu tier, two in the cpu tier: 1,000 tokens reach all three.

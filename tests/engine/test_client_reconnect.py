@@ -22,7 +22,7 @@ from kvtier_core.errors import Reason
 from tests.engine.agent_process import CACHE, baseline_manifest, running_agent, tiny_geometry
 from tests.engine.fake_agent import FINGERPRINT, FakeAgent, Refusal
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 REQUEST = SessionRequest(
     namespace="serving",

@@ -19,7 +19,7 @@ from kvtier_crds.manifest import RuntimeManifest
 from tests.engine.agent_process import Agent, baseline_manifest, running_agent, tiny_geometry
 from tests.engine.evidence_replay import FAMILIES, Recorder, candidate, recording, selector
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 PROMPT = 90
 MAX_TOKENS = 400

@@ -20,7 +20,7 @@ from tests.engine.exactness import (
 )
 from tests.engine.smollm2 import load_smollm2
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 NEW_TOKENS = 16
 LENGTHS = [50, 300, 700, 1100]

@@ -23,7 +23,7 @@ from tests.engine.evidence_replay import FAMILIES, Replay, candidate, recording,
 from tests.engine.exactness import GEOMETRY, greedy, prompts
 from tests.engine.smollm2 import load_smollm2
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 PROMPT = 150
 NEW_TOKENS = 10

@@ -31,7 +31,7 @@ from tests.engine.exactness import CHUNK_BYTES as SMOL_CHUNK
 from tests.engine.exactness import CHUNK_TOKENS, GEOMETRY, TOLERANCE, greedy, prompts
 from tests.engine.smollm2 import load_smollm2
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 CHUNK_BYTES = 256 * 2 * 2 * 64 * 4
 # Open chunks of a session and its fork, and one more; the rest goes down.

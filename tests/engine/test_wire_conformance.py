@@ -19,7 +19,7 @@ from tests.engine.agent_process import Agent, baseline_manifest, running_agent
 from tests.engine.attention_driver import CALL_SECONDS, Engine, wire_geometry
 from tests.engine.wire_drivers import WIRES, Answer, Frame, Opened, connector
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 CHUNK_BYTES = 256 * 2 * 2 * 64 * 4
 SMALL = {"gpu-sim": 8 * CHUNK_BYTES, "dram": 4 * CHUNK_BYTES, "nvme": 64 * CHUNK_BYTES}

@@ -21,7 +21,7 @@ from tests.engine.attention_driver import CALL_SECONDS, Engine, wire_geometry
 from tests.engine.evidence_replay import candidate, selector
 from tests.engine.wire_drivers import WIRES, Answer, Frame, Opened, connector
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 KINDS = attention_pb2.EvidenceKind
 EVERYTHING = [number for number in KINDS.values() if number]
