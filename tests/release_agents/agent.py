@@ -135,9 +135,9 @@ class SimulatedAgent:
         self._observed = observed
         self._server: grpc.aio.Server | None = None
         self._registering: asyncio.Task[None] | None = None
-        self._registration: ClusterRegistration | None = None
 
-    async def start(self) -> None:
+    async def start(self, *, register: bool = True) -> str:
+        """Serves, and registers in its own time; returns where Control listens."""
         place, node = self._place, self.node
         await node.restore()
         telemetry = Telemetry(place.node, f"{place.namespace}/{place.pool}", node.boot_id, AGENT_VERSION, [])
@@ -155,10 +155,13 @@ class SimulatedAgent:
         tls = self._config.tls
         port = server.add_secure_port("127.0.0.1:0", server_credentials(tls))
         await server.start()
-        self._registration = ClusterRegistration(
-            self._config, node, metrics, f"127.0.0.1:{port}", KubernetesTransport(place.kubeconfig)
-        )
-        self._registering = asyncio.create_task(self._registration.run(), name=f"registration-{place.node}")
+        address = f"127.0.0.1:{port}"
+        if register:
+            transport = KubernetesTransport(place.kubeconfig)
+            registration = ClusterRegistration(self._config, node, metrics, address, transport)
+            name = f"registration-{place.node}"
+            self._registering = asyncio.create_task(registration.run(), name=name)
+        return address
 
     async def close(self) -> Sequence[str]:
         """What did not end in time."""

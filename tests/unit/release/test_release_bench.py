@@ -1,0 +1,133 @@
+"""The arithmetic of the release bench: what it makes of watches, reads and the audit log."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.release_audit import AuditTail, Write, by_operator, difference, most_by_agent
+from tests.bench.release_objects import ROLES, Role, Sizes, all_named, at_rest
+from tests.bench.release_track import Tracker, lateness, quantile, slope
+
+OPERATOR = "system:serviceaccount:kvtier-system:kvtier-operator"
+
+
+def event(generation: int, observed: int, **status: Any) -> dict[str, Any]:
+    metadata = {"namespace": "ns", "name": "a", "uid": "u", "generation": generation}
+    return {"metadata": metadata, "status": {"observedGeneration": observed, **status}}
+
+
+def test_an_edit_is_answered_by_the_status_that_has_observed_it() -> None:
+    tracker = Tracker()
+    tracker.feed("kvcaches", "ADDED", event(1, 1), 0.0)
+    tracker.begin()
+    tracker.feed("kvcaches", "MODIFIED", event(2, 1), 10.0)
+    tracker.feed("kvcaches", "MODIFIED", event(3, 1), 11.0)
+    assert tracker.unanswered() == 2
+    tracker.feed("kvcaches", "MODIFIED", event(3, 2), 12.0)
+    assert tracker.latencies == [2.0]
+    tracker.feed("kvcaches", "MODIFIED", event(3, 3), 12.5)
+    assert (tracker.latencies, tracker.unanswered()) == ([2.0, 1.5], 0)
+
+
+def test_a_move_of_a_fence_is_a_transition_and_numbers_are_none() -> None:
+    tracker = Tracker()
+    for fence, verdict in ((1, "x"), (2, "x"), (2, "y"), (3, "y")):
+        tracker.feed("kvrollouts", "MODIFIED", event(1, 1, fence=fence, verdict=verdict, stage="Ramp"), 0.0)
+    assert tracker.transitions == {"Ramp": 2}
+
+
+@pytest.mark.parametrize(
+    "moments, late",
+    [
+        pytest.param([], [], id="never"),
+        pytest.param([5.0], [], id="the-first-sets-the-beat"),
+        pytest.param([0.0, 10.0, 20.5, 30.0], [0.0, 0.5, 0.0], id="in-time"),
+        pytest.param([0.0, 4.0, 10.0], [0.0], id="an-extra-look"),
+        pytest.param([0.0, 27.0, 30.0], [17.0, 0.0], id="a-missed-beat-is-made-up-for-once"),
+    ],
+)
+def test_lateness_is_measured_against_the_beat(moments: list[float], late: list[float]) -> None:
+    assert lateness(moments, 10.0) == pytest.approx(late)
+
+
+def test_a_quantile_is_a_value_and_a_slope_is_a_line() -> None:
+    assert quantile([], 0.99) == 0.0
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile([1.0] * 99 + [9.0], 0.99) == 9.0
+    assert slope([(0.0, 1.0), (10.0, 3.0), (20.0, 5.0)]) == pytest.approx(0.2)
+    assert slope([(1.0, 5.0)]) == 0.0
+
+
+def line(user: str, verb: str, resource: str, name: str, subresource: str = "") -> bytes:
+    target = {"resource": resource, "name": name} | ({"subresource": subresource} if subresource else {})
+    body = {"verb": verb, "user": {"username": user}, "objectRef": target}
+    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
+
+
+def test_the_audit_log_says_who_wrote_what(tmp_path: Path) -> None:
+    """Reads do not count; half a line waits for its other half."""
+    agent = "system:serviceaccount:ns:kvtier-agent-pool"
+    tail = AuditTail(tmp_path / "audit.log", OPERATOR)
+    data = b"".join(
+        [
+            line(OPERATOR, "patch", "kvrollouts", "r", "status"),
+            line(OPERATOR, "get", "kvrollouts", "r"),
+            line(OPERATOR, "update", "leases", "kvtier-operator"),
+            line(OPERATOR, "create", "events", ""),
+            line(agent, "patch", "leases", "kvnode-a"),
+            line(agent, "patch", "leases", "kvnode-a"),
+            line(agent, "patch", "leases", "kvnode-b"),
+            line(agent, "patch", "kvnodes", "a", "status"),
+            line("admin", "patch", "kvcaches", "c"),
+        ]
+    )
+    rest = tail.take(data[:-10])
+    assert tail.take(rest + data[-10:]) == b""
+    assert by_operator(tail.counts, lease="kvtier-operator") == {
+        "patch kvrollouts/status": 1,
+        "create events": 1,
+    }
+    assert most_by_agent(tail.counts, "leases") == 2
+    assert most_by_agent(tail.counts, "kvnodes/status") == 1
+    assert tail.counts[Write("other", "patch", "kvcaches")] == 1
+    before = Counter(tail.counts)
+    tail.take(line(OPERATOR, "create", "events", ""))
+    assert difference(tail.counts, before) == {Write("operator", "create", "events"): 1}
+
+
+@pytest.mark.parametrize("sizes", [Sizes(1000, 200), Sizes(60, 10), Sizes(1, 200, 200)], ids=str)
+def test_every_pool_lies_in_one_namespace_and_has_its_agents(sizes: Sizes) -> None:
+    named = all_named(sizes)
+    assert len(named) == sizes.caches
+    for one in named:
+        assert one.namespace == sizes.namespace(sizes.pool_of_cache(one.index))
+    agents = Counter(sizes.pool_of_agent(index) for index in range(sizes.agents))
+    assert set(agents) == set(range(sizes.pools))
+    assert min(agents.values()) >= sizes.pool_size
+
+
+def test_a_thousand_rollouts_are_of_all_roles() -> None:
+    roles = Counter(one.role for one in all_named(Sizes(1000, 200)))
+    assert set(roles) == set(ROLES)
+    assert min(roles.values()) >= 100
+
+
+@pytest.mark.parametrize(
+    "role, status",
+    [
+        pytest.param(Role.SHADOW, {"stage": "Shadow", "phase": "Progressing"}, id="shadow"),
+        pytest.param(Role.FULL, {"stage": "Full", "phase": "Progressing"}, id="full"),
+        pytest.param(Role.COMPLETED, {"stage": "Full", "phase": "Completed"}, id="completed"),
+        pytest.param(Role.ROLLED_BACK, {"stage": "ExactBaseline", "phase": "RolledBack"}, id="rolled-back"),
+        pytest.param(Role.PENDING, {"stage": "Off", "phase": "Pending"}, id="pending"),
+    ],
+)
+def test_a_rollout_rests_where_its_role_says(role: Role, status: dict[str, str]) -> None:
+    assert at_rest(role, status)
+    assert not at_rest(role, {})
+    assert not at_rest(role, {"stage": "Ramp", "phase": "RollingBack"})
