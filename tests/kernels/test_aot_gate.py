@@ -40,7 +40,7 @@ def aot(*args: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "kvtier_kernels.aot", *args],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         env=env,
         check=False,
     )

@@ -372,7 +372,7 @@ def test_an_answers_ring_that_is_not_safe_is_not_mapped(
     deadline = time.monotonic() + SECONDS
     while open_descriptors() > before and time.monotonic() < deadline:
         threading.Event().wait(0.001)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 changes = st.lists(st.tuples(st.integers(0, 235), st.integers(0, 255)), max_size=4)

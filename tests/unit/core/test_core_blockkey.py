@@ -111,7 +111,7 @@ def test_case_22_another_process_with_another_hash_seed_finds_the_same_keys(seed
         env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=True,
     )
     assert done.stdout.strip() == str(sorted(GOLDEN.items()))

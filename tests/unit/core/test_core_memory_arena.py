@@ -128,7 +128,7 @@ def test_a_client_maps_a_published_slot_and_cannot_write_it() -> None:
         answers = [client.stdout.readline().strip() for _ in range(6)]
         # The map is shared: what we write later is what the client reads, without a copy.
         ram.payload(ref.slot).fill_(2.0)
-        rest, _ = client.communicate("\n", timeout=30)
+        rest, _ = client.communicate("\n", timeout=120)
     assert seen == tensor_bytes(data).hex()
     assert answers == ["READONLY", "EACCES", "EBADF", "EINVAL", "EPERM", "EPERM"]
     assert rest.strip() == tensor_bytes(torch.full(LAYOUT.shape, 2.0)).hex()

