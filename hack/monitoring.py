@@ -93,6 +93,13 @@ ALERTS = (
         "Two operators say that they lead. Fences keep them apart; look why the Lease was lost.",
     ),
     Alert(
+        "KvtierRollback",
+        "sum by (cause) (increase(kvtier_operator_rollbacks_total[10m])) > 0",
+        "0m",
+        "warning",
+        "A rollout returned to the exact baseline; the cause has a page in docs/runbooks.",
+    ),
+    Alert(
         "KvtierReconcileErrors",
         "sum by (kind) (rate(kvtier_operator_reconcile_duration_seconds_count"
         '{result=~"error|deadline"}[5m])) > 0',

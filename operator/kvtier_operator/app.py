@@ -152,6 +152,7 @@ class Operator:
             nonce=lambda: os.urandom(16),
             telemetry=self._telemetry,
             external=external,
+            rolled_back=self.metrics.rolled_back,
         )
         relist = Relist(ungated, self.store, clock, self._random.random, self.enqueue_all)
         self._relist = relist

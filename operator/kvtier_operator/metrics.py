@@ -59,6 +59,12 @@ class Metrics:
         self._leader = Gauge(
             "kvtier_operator_leader", "1 while this process holds the operator's Lease.", registry=registry
         )
+        self._rollbacks = Counter(
+            "kvtier_operator_rollbacks_total",
+            "Returns to the exact baseline that this process has written down, by cause.",
+            ["cause"],
+            registry=registry,
+        )
         self._watched = Gauge(
             "kvtier_operator_watched_objects", "Objects in the read cache.", ["kind"], registry=registry
         )
@@ -86,6 +92,9 @@ class Metrics:
 
     def leader(self, leading: bool) -> None:
         self._leader.set(1 if leading else 0)
+
+    def rolled_back(self, cause: str) -> None:
+        self._rollbacks.labels(cause).inc()
 
     def watched(self, kind: str, objects: int) -> None:
         self._watched.labels(kind).set(objects)

@@ -415,7 +415,7 @@ class Agents(Protocol):
 @dataclass(frozen=True)
 class Deps:
     """Everything a reconciler may reach. `randomness` returns a float in [0, 1) for jitter; `nonce` returns
-    16 unpredictable bytes for proofs."""
+    16 unpredictable bytes for proofs. `rolled_back` hears the cause of each return to the baseline."""
 
     api: KubeApi
     store: Store
@@ -428,6 +428,7 @@ class Deps:
     nonce: Callable[[], bytes]
     telemetry: TelemetryPort
     external: ExternalSource | None = None
+    rolled_back: Callable[[str], None] = lambda cause: None
 
 
 class SpanPort(Protocol):

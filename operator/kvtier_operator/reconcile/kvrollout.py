@@ -150,6 +150,8 @@ class KVRolloutReconciler:
         state = self._traced(plan.state, subject, entering=entering)
         await effects.move_fence(api, subject, plan.transition, state, facts.spec)
         await self._write(facts, replace(plan, state=state), kept)
+        if state.rollback is not None and state.phase is Phase.ROLLING_BACK is not facts.state.phase:
+            self._deps.rolled_back(str(state.rollback.cause))
 
     async def _write_if_due(self, facts: Facts, plan: Plan, kept: Kept) -> bool:
         kept.schedule = plan.state.schedule

@@ -5,11 +5,15 @@ every stage and after Completed; and the holdback, which a drift of the traffic 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import Kind, ObjectKey
+from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World, copied, held
 
@@ -140,3 +144,27 @@ async def test_what_the_holdback_shows_after_completed_revokes_the_approval() ->
     assert world.status["rollback"]["cause"] == "GateFailed"
     assert world.status["rollback"]["gate"] == "tail"
     assert held(world) == []
+
+
+async def test_each_return_is_counted_once_by_its_cause() -> None:
+    world = World(stages=QUICK)
+    counted: list[str] = []
+    world.deps = replace(world.deps, rolled_back=counted.append)
+    world.operator = KVRolloutReconciler(world.deps, feed=world.feed)
+    await world.until("Progressing", "Canary")
+    assert counted == []
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    await world.run(5)
+    assert counted == ["GateFailed"]
+    world.feed.gates.clear()
+    world.intent("Retry", 1, stage="ExactBaseline")
+    await world.until("Completed")
+    selector_deleted(world)
+    await world.until("RolledBack")
+    assert counted == ["GateFailed", "InputDrift"]
+    metrics = Metrics(CollectorRegistry())
+    for cause in counted:
+        metrics.rolled_back(cause)
+    shown = generate_latest(metrics.registry).decode()
+    assert 'kvtier_operator_rollbacks_total{cause="InputDrift"} 1.0' in shown
