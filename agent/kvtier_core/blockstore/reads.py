@@ -160,6 +160,9 @@ class Reads:
         self._parked: dict[int, Flight] = {}
         # Bytes that a newcomer may find ahead of it; enough for every I/O thread to have its next block.
         self._window = max(8, window_bytes // parts.block_bytes)
+        # Reads that are ahead of all but a few of those under way need not wait until some of them end: a
+        # long request fills the window, and a short one that comes after it would wait for all of that.
+        self._lane = 8
         self._order: _Order = _urgency
         self.dropped: deque[Ticket] = deque()
         self.hits = 0
@@ -291,7 +294,8 @@ class Reads:
         moves: list[Move] = []
         room: Room | None = None
         for flight in sorted(flights, key=self._order):
-            if len(self._moving) >= self._window:
+            ahead = len(self._moving) >= self._window
+            if ahead and not self._overtakes(flight):
                 self._park(flight)
                 continue
             try:
@@ -316,6 +320,7 @@ class Reads:
                 else:
                     refused[flight.number] = error.code
                 continue
+            move.ahead = ahead
             self._of_move[move.id] = flight
             self._moving[flight.number] = move
             moves.append(move)
@@ -324,6 +329,14 @@ class Reads:
             if ended is not None:
                 refused[ended.number] = settled.reason
         return refused
+
+    def _overtakes(self, flight: Flight) -> bool:
+        """Whether a read may begin though the window is full: by the order of reads few of those under way go
+        before it, and the lane has room."""
+        if len(self._moving) >= self._window + self._lane:
+            return False
+        mine = self._order(flight)
+        return sum(self._order(other) <= mine for other in self._of_move.values()) < self._lane
 
     def _bury(self) -> None:
         """Forgets reads whose moves others ended, as a deletion does: nothing is reported of those, and each
@@ -346,10 +359,10 @@ class Reads:
         return len(self._parked)
 
     def retry(self) -> None:
-        """Begins the most urgent of the parked reads, as many as the window takes. A read that nobody waits
-        for, or whose block is deleted, is let go."""
+        """Begins the most urgent of the parked reads, as many as window and lane take. A read that nobody
+        waits for, or whose block is deleted, is let go."""
         self._bury()
-        free = self._window - len(self._moving)
+        free = self._window + self._lane - len(self._moving)
         if not self._parked or free <= 0:
             return
         for flight in list(self._parked.values()):

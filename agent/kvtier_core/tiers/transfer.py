@@ -31,11 +31,13 @@ class Landing:
 class TransferItem:
     """One block: for a read, `ref` is the source and `landing` receives; for a write, `landing` is the
     source and `ref` receives. `identity` is what the copy must be: verified on every read, written on every
-    write."""
+    write. ahead: a tier with a queue reads it before what waits there; few are, or the others would
+    starve."""
 
     ref: SlotRef
     identity: BlockIdentity
     landing: Landing
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,12 @@ class TransferSink(Protocol):
     def drained(self, index: int) -> None: ...
 
 
-_UNLOCKED_BYTES = 64 << 10
+# About 0.1 ms. Below, giving the interpreter up costs more than it gives, and taking it back may cost 5 ms.
+_UNLOCKED_BYTES = 1 << 20
 
 
 def move_bytes(target: memoryview, source: memoryview) -> None:
-    """One memmove. From 64 KiB on through numpy, which lets other threads run meanwhile; below, a plain slice
+    """One memmove. From 1 MiB on through numpy, which lets other threads run meanwhile; below, a plain slice
     assignment costs less. SHORT_COPY when the lengths differ."""
     if len(target) != len(source):
         raise CoreError(Reason.SHORT_COPY, f"{len(source)} bytes do not fill {len(target)}")

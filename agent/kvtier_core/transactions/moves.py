@@ -36,7 +36,8 @@ class Move:
     promotion. request: whose fetch this is, 0 for nobody's; it is refused when that request's generation
     moved on. deadline: absolute seconds. asynchronous: a tier's threads move the bytes, so that until
     `drained` the destination is nobody's and the source stays leased. by_write: the destination writes,
-    rather than the source reads. late: its deadline passed while it flew (P7)."""
+    rather than the source reads. late: its deadline passed while it flew (P7).
+    ahead: a read that goes before those that wait in the source's queue."""
 
     id: int
     kind: MoveKind
@@ -63,6 +64,7 @@ class Move:
     by_write: bool = False
     drained: bool = True
     late: bool = False
+    ahead: bool = False
     reason: MoveReason = MoveReason.READY
 
     @property

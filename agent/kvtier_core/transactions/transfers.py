@@ -162,7 +162,7 @@ class Transactions(Copies):
         target = _landing(self._tiers[move.tier], move.destination)
         if target is not None:
             move.by_write = False
-            return move.source_tier, TransferItem(move.source, self.source_identity(move), target)
+            return move.source_tier, TransferItem(move.source, self.source_identity(move), target, move.ahead)
         origin = _landing(self._tiers[move.source_tier], move.source)
         if origin is None:
             raise MoveRefused(MoveReason.NO_LEGAL_PATH, "neither tier has memory for the other to reach")

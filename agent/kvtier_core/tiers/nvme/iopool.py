@@ -92,9 +92,9 @@ class IoPool:
         with self._lock:
             return PoolState(len(self._threads), len(self._hung), self._queued_items)
 
-    def submit(self, jobs: Sequence[Job], *, inner: bool = False) -> None:
+    def submit(self, jobs: Sequence[Job], *, inner: bool = False, first: bool = False) -> None:
         """Queues all of them or none: DRAINING, QUEUE_FULL, STORAGE_UNAVAILABLE (no thread is left). inner:
-        a job that others wait for; it is taken while the pool closes, too."""
+        a job that others wait for; it is taken while the pool closes, too. first: before all that wait."""
         count = sum(job.items for job in jobs)
         with self._lock:
             if self._closing and not inner:
@@ -111,7 +111,10 @@ class IoPool:
                     f"{self._name}: all {len(self._threads)} threads hang in the device",
                     {"hung": len(self._hung)},
                 )
-            self._queue.extend(jobs)
+            if first:
+                self._queue.extendleft(reversed(jobs))
+            else:
+                self._queue.extend(jobs)
             self._queued_items += count
             self._grow(len(jobs))
             self._work.notify(len(jobs))

@@ -248,7 +248,8 @@ class NvmeTier(Tier):
         """Neighbouring slots are read by one system call, up to `run_bytes`."""
         batch = Batch(sink, len(items))
         parts = self._parts(items, range(len(items)))
-        self._pool.submit([ReadJob(self._backend, batch, items, part, deadline) for part in parts])
+        jobs = [ReadJob(self._backend, batch, items, part, deadline) for part in parts]
+        self._pool.submit(jobs, first=any(item.ahead for item in items))
 
     def submit_write(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
         """Neighbouring slots are written by one system call, up to `run_bytes`; durable blocks of a batch end
