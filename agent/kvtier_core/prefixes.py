@@ -39,16 +39,22 @@ class Prefixes:
         """Lets a session that has no rows start from the ready blocks of `fetch`, which are in the order of
         chunks and, of each, of layers, one layer each. Returns how many rows it starts with: those of whole
         chunks that are there in all layers. The scope may be left afterwards. SESSION_UNKNOWN,
-        GENERATION_STALE, STEP_ORDER once it has rows, UNSUPPORTED for one with a selector, whose index would
-        lack them, BAD_ARGUMENT beyond max_tokens, NOT_VISIBLE when the scope is left meanwhile; nothing has
-        changed then."""
+        GENERATION_STALE, STEP_ORDER once it has rows, UNSUPPORTED, with the fact `missing`, where its
+        selector learns from more than rows, BAD_ARGUMENT beyond max_tokens, NOT_VISIBLE when the scope is
+        left meanwhile; no row is there then."""
         with self._lock:
             session, store = self._session(session_id, generation), self._store
             layers, size = len(session.layers), store.layout.chunk_tokens
             if session.step >= 0 or session.layers[0].frontier or session.edits:
                 raise CoreError(Reason.STEP_ORDER, "a session starts from blocks before its first frame")
-            if self._contexts[session_id].family is not None:
-                raise CoreError(Reason.UNSUPPORTED, "a session with a selector computes all of its rows")
+            context = self._contexts[session_id]
+            lacking = sorted(context.lacking())
+            if lacking:
+                raise CoreError(
+                    Reason.UNSUPPORTED,
+                    f"the session's selector learns from {', '.join(lacking)}, which no block has",
+                    {"missing": ",".join(lacking)},
+                )
             chunks = fetch.ready // layers
             most = session.spec.max_tokens
             if most and chunks * size > most:
@@ -58,9 +64,11 @@ class Prefixes:
             store.start_step(session)
             try:
                 self._borrow(session, chunks, fetch)
+                self._index(session, context, chunks)
             except BaseException:
                 # A scope that was left meanwhile, or a full directory: a prefix of some layers is none.
                 self._let_go(session)
+                context.begin_anew()
                 raise
             for state in session.layers:
                 state.frontier = chunks * size
@@ -75,6 +83,20 @@ class Prefixes:
             with store.lock:
                 for chunk in range(chunks):
                     store.borrow(session, layer, chunk, *fetch.place(chunk * layers + layer))
+
+    def _index(self, session: Session, context: StepContext, chunks: int) -> None:
+        """Hands the rows on to what a selector has of them, as frames would have."""
+        if context.family is None:
+            return
+        layout = self._store.layout
+        size = layout.chunk_tokens
+        for layer, state in enumerate(session.layers):
+            for chunk, line in enumerate(state.lines[:chunks]):
+                k, v = layout.rows(self._store.read_rows(line, None), size)
+                context.adopt(layer, chunk * size, k, v)
+            index = context.indexes[layer]
+            if index is not None:
+                index.end_rows()
 
     def _let_go(self, session: Session) -> None:
         for state in session.layers:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from kvtier_core.appends import Append, Session
 from kvtier_core.receipts import StepRequest
 from kvtier_core.resident import ResidentLayer
@@ -63,8 +65,11 @@ class StepContext:
     def forked(self, child: Session, source_digest: bytes, indexes: list[LayerIndex | None]) -> StepContext:
         """Of a session of the same rows."""
         made = StepContext(child, source_digest, self.family, indexes)
-        made.late = None if self.late is None else self.late.fork()
         made.fixed = None if self.fixed is None else self.fixed.fork()
+        if self.late is not None:
+            made.late, fits = self.late.fork()
+            if not fits:
+                made._over()
         return made
 
     def forget_views(self) -> None:
@@ -121,6 +126,40 @@ class StepContext:
             self.late.deliver(append.layer, index.append)
         elif isinstance(index, LiveIndex):
             index.over()
+
+    def lacking(self) -> frozenset[Need]:
+        """What the family learns from and rows that no frame brought do not have."""
+        if not isinstance(self.family, LiveFamily):
+            return frozenset()
+        return self.family.family.facts.needs & {Need.PREFILL_QUERIES, Need.SURPRISAL}
+
+    def adopt(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
+        """Hands over rows [first, first + n) of a layer that no frame brings."""
+        if self.audit is not None:
+            self.audit.append(layer, first, k)
+        inside = int(k.shape[0])
+        if self.fixed is not None:
+            inside = self.fixed.adopt(layer, first, inside)
+        index = self.indexes[layer]
+        if index is not None and inside:
+            index.append(first, k[:inside], v[:inside])
+
+    def begin_anew(self) -> None:
+        """As of a session that has no rows; it is not audited."""
+        family, session = self.family, self.session
+        layers = len(session.layers)
+        close_indexes(self.indexes)
+        self.end_audit()
+        if family is not None:
+            self.indexes[:] = family.indexes(self.source_digest, layers, session.spec.score_scale)
+        if self.fixed is not None:
+            self.fixed = FixedContext(self.fixed.tokens, layers)
+
+    def _over(self) -> None:
+        for index in self.indexes:
+            if isinstance(index, LiveIndex):
+                index.over()
+                return
 
     def close(self) -> None:
         """Ends its indexes."""

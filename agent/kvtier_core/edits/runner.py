@@ -182,7 +182,7 @@ class Edits:
         digest = source.digest()
         if context.fixed is not None:
             rows = min(rows, context.fixed.extent)
-        built = list(family.indexes(digest, len(layers)))
+        built = list(family.indexes(digest, len(layers), context.session.spec.score_scale))
         try:
             for index, state in zip(built, layers, strict=True):
                 if index is None:
@@ -229,8 +229,9 @@ class Edits:
             )
             branch = self._branching.prepare_branch(parent, child, patience)
             try:
-                rows = parent.layers[0].frontier
-                indexes = self._indexed(context, source, rows, parent.positions, patience)
+                indexes: list[LayerIndex | None] = [None] * len(parent.layers)
+                if context.family is not None:
+                    indexes = list(context.family.forked(context.indexes, source.digest()))
             except BaseException:
                 self._branching.abort_branch(branch)
                 raise

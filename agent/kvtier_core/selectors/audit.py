@@ -110,6 +110,12 @@ class SessionAudit:
             self._book.end()
             self._book.failed(self._name, error.reason.value)
             return
+        size = 0 if behind is None else behind.numel() * behind.element_size()
+        if not self._works.reserve(size):
+            self._works.end_lease(life, held)
+            self._book.end()
+            self._book.failed(self._name, Reason.QUOTA_EXCEEDED.value)
+            return
         kept = None
         if read is not None and not read.estimated:
             kept = (read.m[0].double() + read.l[0].double().log()).numpy() - _ROUNDED
@@ -124,6 +130,7 @@ class SessionAudit:
                 # It may run in a step's own time, and no audit may cost an answer.
                 self._book.failed(self._name, Reason.INTERNAL.value)
             finally:
+                self._works.give_back(size)
                 self._works.end_lease(life, held)
                 self._book.end()
 

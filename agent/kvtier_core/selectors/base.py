@@ -118,9 +118,17 @@ class SelectorFamily(Protocol):
     def omits(self, rows: int) -> bool:
         """Whether a query over `rows` rows would leave some unread: the same for all layers."""
 
-    def indexes(self, source_digest: bytes, layers: int) -> Sequence[LayerIndex | None]:
-        """Of a new session of a model of `layers` layers; None for those that read every row. Whoever asks
-        closes them."""
+    def indexes(
+        self, source_digest: bytes, layers: int, scale: float | None = None
+    ) -> Sequence[LayerIndex | None]:
+        """Of a new session of a model of `layers` layers; None for those that read every row. scale: the
+        session's factor on q.k, None: 1/sqrt(d). Whoever asks closes them."""
+
+    def forked(
+        self, indexes: Sequence[LayerIndex | None], source_digest: bytes
+    ) -> Sequence[LayerIndex | None]:
+        """Of a session of the same rows under another source, from those of its parent. Whoever asks closes
+        them."""
 
 
 def close_indexes(indexes: Sequence[LayerIndex | None]) -> None:

@@ -34,6 +34,14 @@ class FixedContext:
             self._extents[layer] = max(self._extents[layer], first + inside)
         return inside
 
+    def adopt(self, layer: int, first: int, rows: int) -> int:
+        """As `within`, of rows that were there before any step: without a stated end all of them belong to
+        the context, as those of the first step will."""
+        inside = min(rows, max(0, self.tokens - first)) if self.tokens else rows
+        if inside:
+            self._extents[layer] = max(self._extents[layer], first + inside)
+        return inside
+
     @property
     def complete(self) -> bool:
         """Whether all of it has come."""

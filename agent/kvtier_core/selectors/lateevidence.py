@@ -110,8 +110,15 @@ class LateEvidence:
                 self._room.give_back(row_bytes(k, v, evidence))
             waiting.clear()
 
-    def fork(self) -> LateEvidence:
-        """For a session of the same rows."""
+    def fork(self) -> tuple[LateEvidence, bool]:
+        """For a session of the same rows; and whether there was room for those that wait: as in `hold`, none
+        does otherwise."""
         other = LateEvidence(len(self._waiting), self._room)
-        other._log = self._log
-        return other
+        other._log, other._given_up = self._log, self._given_up
+        for waiting, mine in zip(other._waiting, self._waiting, strict=True):
+            for one in mine:
+                if not self._room.take(row_bytes(*one[1:])):
+                    other.close()
+                    return other, False
+                waiting.append(one)
+        return other, True

@@ -17,14 +17,15 @@ from torch import Tensor
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.rowevidence import NO_EVIDENCE, ONLY_QUERIES, Evidence, LayerWeights, Need
 from kvtier_core.selectors.audit import SessionAudit, audited
-from kvtier_core.selectors.base import Selection
+from kvtier_core.selectors.base import LayerIndex, Selection
 from kvtier_core.selectors.contract import Family, Query, Scope, Shape, Source
 from kvtier_core.selectors.contract import Selection as Chosen
 from kvtier_core.selectors.families.certified_scan import CertifiedScan
 from kvtier_core.selectors.families.registry import make_family
 from kvtier_core.selectors.gates import NO_LIMITS, GateFailed, Judged, gate_of, judged
 from kvtier_core.selectors.lifecycle.life import Block, LayerLife
-from kvtier_core.selectors.lifecycle.works import IndexWorks, Name, SessionLives
+from kvtier_core.selectors.lifecycle.told import SessionLives
+from kvtier_core.selectors.lifecycle.works import IndexWorks, Name
 from kvtier_crds.manifest import Selector
 
 GIVEN = ONLY_QUERIES
@@ -39,8 +40,8 @@ _LATE = (Reason.DEPENDENCY_UNPUBLISHED, Reason.INDEX_FRONTIER_LAG)
 
 
 class LiveFamily:
-    """A SelectorFamily over one of the contract. The factor on q.k is the session's, so it comes with each
-    query; no index depends on it."""
+    """A SelectorFamily over one of the contract. The factor on q.k is the session's, so it comes with its
+    indexes and with each query."""
 
     def __init__(
         self,
@@ -84,20 +85,38 @@ class LiveFamily:
     def omits(self, rows: int) -> bool:
         return self.family.omits(rows)
 
-    def index(self, source_digest: bytes, layer: int) -> LiveIndex:
+    def index(self, source_digest: bytes, layer: int, scale: float | None = None) -> LiveIndex:
         """One layer, as if the session had no other."""
-        return self._opened(source_digest, [layer])[0]
+        return self._opened(source_digest, [layer], scale)[0]
 
-    def indexes(self, source_digest: bytes, layers: int) -> list[LiveIndex | None]:
-        """Of a session of a model of `layers` layers; None for those that read every row."""
+    def indexes(
+        self, source_digest: bytes, layers: int, scale: float | None = None
+    ) -> list[LiveIndex | None]:
+        """Of a session of a model of `layers` layers; None for those that read every row. scale: the
+        session's factor on q.k, None: 1/sqrt(d)."""
         own = [layer for layer in range(layers) if layer not in self.dense_layers]
         found: list[LiveIndex | None] = [None] * layers
-        for layer, index in zip(own, self._opened(source_digest, own), strict=True):
+        for layer, index in zip(own, self._opened(source_digest, own, scale), strict=True):
             found[layer] = index
         return found
 
-    def _opened(self, source_digest: bytes, layers: Sequence[int]) -> list[LiveIndex]:
-        lives = [LayerLife(self.family, Source(source_digest, layer), self._block) for layer in layers]
+    def forked(self, indexes: Sequence[LayerIndex | None], source_digest: bytes) -> list[LiveIndex | None]:
+        """Of a session of the same rows: what the given indexes of its parent learnt is not learnt again."""
+        own = [index for index in indexes if isinstance(index, LiveIndex)]
+        if not own:
+            return [None] * len(indexes)
+        session = self.works.fork(own[0].session, source_digest)
+        of = {life.source.layer: life for life in session.lives}
+        return [
+            LiveIndex(self, session, of[index.life.source.layer]) if isinstance(index, LiveIndex) else None
+            for index in indexes
+        ]
+
+    def _opened(self, source_digest: bytes, layers: Sequence[int], scale: float | None) -> list[LiveIndex]:
+        # A threshold that was calibrated under one factor means nothing under another.
+        family = None if scale is None else self.at(scale)
+        family = family or self.family
+        lives = [LayerLife(family, Source(source_digest, layer), self._block) for layer in layers]
         session = self.works.open(self.name, lives)
         return [LiveIndex(self, session, life) for life in lives]
 
@@ -147,7 +166,7 @@ class LiveIndex:
 
     def __init__(self, live: LiveFamily, session: SessionLives, life: LayerLife) -> None:
         self._live = live
-        self._session = session
+        self.session = session
         self.life = life
         self.source_digest = life.source.digest
         self.selector_digest = live.digest
@@ -178,7 +197,7 @@ class LiveIndex:
 
     def over(self) -> None:
         """Rows that would wait for their evidence have no room: QUOTA_EXCEEDED of every selection."""
-        self._live.works.over(self._session)
+        self._live.works.over(self.session)
 
     def end_rows(self) -> None:
         """All rows of a step are here."""
@@ -187,17 +206,17 @@ class LiveIndex:
     def decode(self) -> None:
         """A decode step asks of this session: what came until now is its prompt."""
         if not self.life.decoding:
-            self._live.works.decode(self._session.lives)
+            self._live.works.decode(self.session.lives)
 
     def caught_up(self, seconds: float) -> bool:
         """As if a decode step asked; then waits, at most for `seconds`, until the whole session's indexes are
         those of the rows that came. Whether they are."""
         self.decode()
-        return self._live.works.caught_up(self._session.lives, seconds)
+        return self._live.works.caught_up(self.session.lives, seconds)
 
     def close(self) -> None:
         """Ends the whole session's indexes. Idempotent."""
-        self._live.works.close(self._session)
+        self._live.works.close(self.session)
 
     def select(
         self,

@@ -4,7 +4,7 @@ the bit, and rows of approximate steps say whose they are."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -323,21 +323,71 @@ def test_exact_steps_in_memory_lose_nothing_that_comes_with_a_layer_that_reads_a
     assert (receipt.exactness, receipt.fallback) == (ExactnessClass.APPROXIMATE, "")
 
 
-def test_after_an_edit_a_session_is_exact_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_after_a_truncation_a_session_is_exact_and_says_what_is_missing(tmp_path: Path) -> None:
     """Queries and surprisals are not kept, so an index of what they made cannot be made again."""
     chosen = FAMILIES["emLlm"]
     rows = Rows.random(PROMPT + 8)
     with engine(tmp_path, TIERS) as built:
-        driver, exact = Given.opened(built, rows, chosen), Given.opened(built, rows, None)
-        for one in (driver, exact):
-            one.forward(PROMPT)
-            one.forward(1, mode(chosen) if one is driver else None)
-        child = built.fork_session(ForkRequest(*_named(driver)))
+        driver = Given.opened(built, rows, chosen)
+        driver.forward(PROMPT)
+        driver.forward(1, mode(chosen))
         built.edit_session(EditRequest(*_named(driver), Truncate(PROMPT - 5)))
         driver.position = driver.told = PROMPT - 5
-        other = Given(built, rows, child, position=PROMPT + 1, step=driver.step, told=PROMPT + 1)
-        for one in (driver, other):
-            one.forward(1, mode(chosen))
-            for receipt in one.receipts((0, 1)):
-                assert receipt.exactness is not ExactnessClass.APPROXIMATE
-                assert receipt.fallback in ("UNSUPPORTED", "DEPENDENCY_UNPUBLISHED")
+        driver.forward(1, mode(chosen))
+        for receipt in driver.receipts((0, 1)):
+            assert receipt.exactness is not ExactnessClass.APPROXIMATE
+            assert receipt.fallback in ("UNSUPPORTED", "DEPENDENCY_UNPUBLISHED")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_fork_goes_on_with_what_its_parent_learnt(tmp_path: Path, family: str) -> None:
+    """Both select the same rows of the same rows, nothing is built anew, and neither needs the other."""
+    chosen, layers = FAMILIES[family], SELECTING[family]
+    rows = Rows.random(PROMPT + 8)
+    works = IndexWorks(Clock(), memory=IndexMemory())
+    with engine(tmp_path, TIERS, indexes=works) as built:
+        parent = Given.opened(built, rows, chosen)
+        parent.forward(PROMPT)
+        parent.forward(1, mode(chosen))
+        (before,) = works.states()
+        handle = built.fork_session(ForkRequest(*_named(parent)))
+        child = Given(built, rows, handle, position=parent.position, step=parent.step, told=parent.told)
+        for _ in range(2):
+            assert torch.equal(parent.forward(1, mode(chosen)), child.forward(1, mode(chosen)))
+            for mine, theirs in zip(parent.receipts(layers), child.receipts(layers), strict=True):
+                assert mine.exactness is theirs.exactness is ExactnessClass.APPROXIMATE
+                assert mine.selection is not None and theirs.selection is not None
+                assert mine.selection.index_digest != theirs.selection.index_digest
+                # What was read lately is each session's own.
+                facts = [
+                    replace(one, index_digest="", hot_bytes=0) for one in (mine.selection, theirs.selection)
+                ]
+                assert repr(facts[0]) == repr(facts[1])
+        (after,) = works.states()
+        assert after.counted.builds == before.counted.builds
+        want = parent.forward(1, mode(chosen))
+        built.close_session(*_named(parent))
+        assert torch.equal(child.forward(1, mode(chosen)), want)
+        built.close_session(*_named(child))
+        (left,) = works.states()
+        assert left.index_bytes == left.waiting_bytes == 0
+    assert works.memory.used == 0
+
+
+def test_a_fork_takes_along_what_waits_for_its_surprisals(tmp_path: Path) -> None:
+    """Made between a prompt and its surprisals, it is refused where both copies of what waits do not fit."""
+    chosen = FAMILIES["emLlm"]
+    rows = Rows.random(PROMPT + 4)
+    works = IndexWorks(Clock(), memory=IndexMemory())
+    for limit in (1 << 40, 0):
+        with engine(tmp_path / str(limit), TIERS, indexes=works) as built:
+            parent = Given.opened(built, rows, chosen)
+            parent.forward(PROMPT)
+            works.memory.limit = limit or works.memory.used + 1
+            handle = built.fork_session(ForkRequest(*_named(parent)))
+            works.memory.limit = 1 << 40
+            child = Given(built, rows, handle, position=parent.position, step=parent.step, told=parent.told)
+            for one, fallback in ((child, "" if limit else "QUOTA_EXCEEDED"), (parent, "")):
+                one.forward(1, mode(chosen))
+                assert {receipt.fallback for receipt in one.receipts((0, 1))} == {fallback}
+        assert works.memory.used == 0

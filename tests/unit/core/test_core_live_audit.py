@@ -223,3 +223,26 @@ def test_samples_are_by_hash_and_monotone_in_the_share() -> None:
     share = np.mean([len(sampled_steps(name, 0, 40)) / 40 for name in names[:50]])
     assert abs(share - STEP_SHARE) < 0.05
     assert {step % LAYERS for step in steps} == set(range(LAYERS))
+
+
+def test_keys_that_wait_with_a_grading_are_of_the_memory_of_indexes() -> None:
+    """Given back when it is graded; where they do not fit, the selection is not graded, nothing is held."""
+    works, audit, k = scanned(40)
+    audit.append(1, 40, k[40:])
+    waiting = works.memory.used
+    behind = (60 - 32) * k[0].numel() * k.element_size()  # the scan ends with a block
+    read_all = np.arange(60)
+    audit.grade(1, query_of(1), 0.25, 60, [read_all] * 2, None)
+    assert works.memory.used == waiting + behind
+    drain(works)
+    assert works.memory.used < waiting + behind
+    (grades,) = works.audits.read().values()
+    assert (grades.graded, grades.failures) == (1, {})
+    works, audit, k = scanned(40)
+    audit.append(1, 40, k[40:])
+    works.memory.limit = 2 * works.memory.used
+    audit.grade(1, query_of(1), 0.25, 60, [read_all] * 2, None)
+    (grades,) = works.audits.read().values()
+    assert (grades.graded, grades.failures) == (0, {Reason.QUOTA_EXCEEDED.value: 1})
+    audit.close()
+    assert works.memory.used == 0

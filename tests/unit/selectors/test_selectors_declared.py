@@ -4,6 +4,7 @@ They may not import each other, so this holds them together."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import get_args
@@ -11,6 +12,7 @@ from typing import get_args
 import pytest
 
 from kvtier_core.selectors.families import registry
+from kvtier_core.selectors.live import LiveFamily
 from kvtier_crds.models.families import Family
 from kvtier_crds.models.kvselector import KVSelectorSpec
 from kvtier_operator.selectorfacts import (
@@ -23,7 +25,7 @@ from kvtier_operator.selectorfacts import (
     slower,
 )
 from kvtier_operator.selectors import IMPLEMENTED, refusal
-from tests.unit.selectors.selector_cases import SMALL, selector
+from tests.unit.selectors.selector_cases import SMALL, SOURCE, query_of, rows_of, selector
 
 # Parameters with which each family can be made; what they are does not matter here.
 PARAMETERS: dict[str, dict[str, object]] = {
@@ -119,3 +121,32 @@ def test_a_variant_is_told_by_its_own_time(family: str, variant: str, times: str
 
 def test_a_variant_is_in_the_table_only_if_it_is_another_promise() -> None:
     assert all(facts != FAMILIES[family] for (family, _), facts in VARIANTS.items())
+
+
+RANDOMISED = ("magicPig", "pqcache", "squeezedAttention")
+
+
+def test_families_that_draw_are_those_that_say_so() -> None:
+    draws = {
+        family
+        for family, parameters in PARAMETERS.items()
+        if registry.make_family(selector(family, parameters, {"tokens": 64}), SMALL, 16).facts.randomised
+    }
+    assert draws == set(RANDOMISED)
+
+
+@pytest.mark.parametrize("family", RANDOMISED)
+def test_the_seed_that_a_manifest_declares_is_what_a_session_draws_with(family: str) -> None:
+    """Through a session's index: the same seed gives the same index and selection, another seed others."""
+    k, v = rows_of(4, 64)
+    receipts = []
+    for seed in (7, 7, 8):
+        declared = selector(family, PARAMETERS[family], {"tokens": 16}, seed=seed)
+        index = LiveFamily(declared, SMALL, 16).index(b"s" * 32, 1)
+        index.append(0, k, v)
+        index.decode()
+        receipt = index.select(query_of(1), 64, SMALL.scale).receipt
+        assert receipt is not None
+        assert receipt.seed == seed
+        receipts.append(repr(replace(receipt, selector_digest="", index_digest="", seed=0, source=SOURCE)))
+    assert receipts[0] == receipts[1] != receipts[2]

@@ -13,7 +13,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.selectors.lifecycle.life import LayerLife, Published, Stage
 from kvtier_core.selectors.lifecycle.memory import IndexMemory
-from kvtier_core.selectors.lifecycle.works import ATTEMPTS, IndexWorks, Name, Point, SessionLives
+from kvtier_core.selectors.lifecycle.told import SessionLives
+from kvtier_core.selectors.lifecycle.works import ATTEMPTS, IndexWorks, Name, Point
 from tests.unit.selectors.lifecycle_doubles import (
     BLOCK,
     Clock,

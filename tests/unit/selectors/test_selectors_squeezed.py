@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.selectors.contract import NO_EVIDENCE, Edit, IndexFacts, NeedsRebuild, Query, Shape
+from kvtier_core.selectors.contract import (
+    NO_EVIDENCE,
+    Edit,
+    IndexFacts,
+    NeedsRebuild,
+    Query,
+    Shape,
+    Source,
+)
 from kvtier_core.selectors.families.registry import make_family
 from kvtier_core.selectors.families.squeezed_attention import (
     FixedClusters,
@@ -351,6 +359,22 @@ def test_a_session_goes_on_over_the_rows_behind_a_fixed_context() -> None:
     index.append(40, k[40:], v[40:])
     for rows in index.select(query_of(1), 44, SMALL.scale).positions:
         assert rows.tolist() == [40, 41, 42, 43]
+
+
+def test_a_session_of_another_factor_has_a_threshold_under_that_factor() -> None:
+    declared = selector("squeezedAttention", {"clusters": 4, "threshold": "0.3"}, {"tokens": 8})
+    live = LiveFamily(declared, SMALL, 16)
+    k, v = rows_of(2, 44)
+    for factor in (SMALL.scale, 0.04, 3.0):
+        index = live.indexes(b"s" * 32, 2, factor)[1]
+        assert index is not None
+        index.append(0, k[:40], v[:40])
+        found = index.select(query_of(1), 44, factor, k[40:])
+        made = make_family(declared, replace(SMALL, scale=factor), 16)
+        source = Source(b"s" * 32, 1)
+        built = made.build(source, k[:40], v[:40], NO_EVIDENCE)
+        want = made.select(built, Query(query_of(1), 44, source, tail=k[40:]))
+        assert [rows.tolist() for rows in found.positions] == [rows.tolist() for rows in want.positions]
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,29 @@ class LayerLife:
             self.waiting.append(block)
             self.waiting_bytes += block.size
 
+    def forked(self, digest: bytes) -> LayerLife:
+        """Of a session of the same rows under another source: it has learnt what this one has, and goes on by
+        itself. Indexes and rows are shared, since neither ever changes."""
+        source = replace(self.source, digest=digest)
+        made = LayerLife(
+            self.family,
+            source,
+            self.block,
+            arrived=self.arrived,
+            prompt=self.prompt,
+            learnt=self.learnt,
+            decoding=self.decoding,
+            weights=self.weights,
+            waiting=deque(self.waiting),
+            waiting_bytes=self.waiting_bytes,
+            refused=self.refused,
+        )
+        if self.published is not None:
+            index = self.published.index
+            own: Index = replace(index, facts=replace(index.facts, source=source))  # type: ignore[type-var]
+            made.published = Published(own, self.published.buffers)
+        return made
+
     def end_rows(self) -> None:
         """All rows of a step are here."""
         if not self.decoding and self.family.omits(self.arrived + 1):

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -26,9 +26,11 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.rowevidence import LayerWeights
 from kvtier_core.selectors.contract import Index
 from kvtier_core.selectors.lifecycle.grades import AuditBook
-from kvtier_core.selectors.lifecycle.life import Block, Job, Kind, LayerLife, Published, Stage
+from kvtier_core.selectors.lifecycle.life import Block, Job, Kind, LayerLife, Published
 from kvtier_core.selectors.lifecycle.memory import IndexMemory, buffers
 from kvtier_core.selectors.lifecycle.names import Name as Name
+from kvtier_core.selectors.lifecycle.told import Counted, SessionLives
+from kvtier_core.selectors.lifecycle.told import IndexState as IndexState
 
 APPENDS_IN_A_ROW = 16
 MOST_WAITING = 8192
@@ -59,53 +61,6 @@ class AtOnce:
     def wake(self, works: IndexWorks) -> None:
         while works.run_next(unpaced=True) == 0.0:
             pass
-
-
-@dataclass(slots=True)
-class Counted:
-    """Since start, of one selector of one cache. Hidden seconds were spent on builds that no query asked for;
-    exposed ones are those during which queries asked and were answered exactly, and those of builds that ran
-    in a step's own time. refusals: by reason."""
-
-    builds: int = 0
-    appends: int = 0
-    failures: int = 0
-    hidden_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    refusals: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class SessionLives:
-    """The layers of one session. spare: it gives way to others. taken: bytes that they hold of the memory, by
-    layer."""
-
-    name: Name
-    lives: list[LayerLife]
-    spare: bool = False
-    taken: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def stage(self) -> Stage:
-        stages = {life.stage for life in self.lives}
-        for one in (Stage.REFUSED, Stage.BUILDING):
-            if one in stages:
-                return one
-        return Stage.READY
-
-
-@dataclass(frozen=True, slots=True)
-class IndexState:
-    """Of one selector of one cache: sessions by stage now, bytes of published indexes and of rows that wait,
-    and what was counted since start."""
-
-    name: Name
-    ready: int
-    building: int
-    refused: int
-    index_bytes: int
-    waiting_bytes: int
-    counted: Counted
 
 
 class IndexWorks:
@@ -159,6 +114,22 @@ class IndexWorks:
             for life in lives:
                 self._of[id(life)] = session
         return session
+
+    def fork(self, session: SessionLives, digest: bytes) -> SessionLives:
+        """A session of the same rows under another source, with the indexes that are published and the rows
+        that wait now. What both hold is counted for each; where that is too much the child is refused as any
+        other."""
+        with self._lock:
+            made = SessionLives(session.name, [life.forked(digest) for life in session.lives])
+            self._sessions[id(made)] = made
+            for life in made.lives:
+                self._of[id(life)] = made
+            if not all(life.ended or self._fits(made, life) for life in made.lives):
+                self._refuse(made, self._over("an index"))
+            for life in made.lives:
+                self._note(life)
+        self._runner.wake(self)
+        return made
 
     def close(self, session: SessionLives) -> None:
         """Nothing of it is built or read from now on, but what a query reads now. Idempotent."""
@@ -450,35 +421,22 @@ class IndexWorks:
     # What is told.
 
     def states(self, cache: str | None = None) -> list[IndexState]:
-        """Of each selector that has sessions or had some, of one cache or of all, by name."""
+        """Of each selector that has sessions or had some, of one cache or of all, by name. Steps wait for one
+        session of it at a time, never for the whole: what it says is of no single moment."""
         with self._lock:
-            found = []
-            for name in sorted(self._counted, key=lambda one: (one.cache, one.family, one.selector_digest)):
-                if cache is not None and name.cache != cache:
-                    continue
-                mine = [session for session in self._sessions.values() if session.name == name]
-                lives = [life for session in mine for life in session.lives]
-                stages = [session.stage for session in mine]
-                counted = self._counted[name]
-                found.append(
-                    IndexState(
-                        name=name,
-                        ready=stages.count(Stage.READY),
-                        building=stages.count(Stage.BUILDING),
-                        refused=stages.count(Stage.REFUSED),
-                        index_bytes=sum(sum(life.held.values()) for life in lives),
-                        waiting_bytes=sum(life.waiting_bytes for life in lives),
-                        counted=Counted(
-                            builds=counted.builds,
-                            appends=counted.appends,
-                            failures=counted.failures,
-                            hidden_seconds=counted.hidden_seconds,
-                            exposed_seconds=counted.exposed_seconds,
-                            refusals=dict(counted.refusals),
-                        ),
-                    )
-                )
-            return found
+            found = {
+                name: IndexState(name, 0, 0, 0, 0, 0, replace(counted, refusals=dict(counted.refusals)))
+                for name, counted in self._counted.items()
+                if cache is None or name.cache == cache
+            }
+            sessions = [one for one in self._sessions.values() if one.name in found]
+        for session in sessions:
+            with self._lock:
+                if id(session) in self._sessions:
+                    found[session.name] = session.added(found[session.name])
+        return sorted(
+            found.values(), key=lambda one: (one.name.cache, one.name.family, one.name.selector_digest)
+        )
 
 
 def _held(life: LayerLife) -> int:
