@@ -37,7 +37,7 @@ def node_tiers(folder: Path, persistence: str) -> list[NodeTier]:
 def fill(built: CoreEngine) -> int:
     """Stores blocks until some lie on flash; returns how many a restart keeps."""
     shared = built.shared()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     bodies = [bytes([number]) * shared.store.parts.block_bytes for number in range(len(KEYS))]
     shared.driver.put(KEYS, bodies, namespace=NAMESPACE, deadline=deadline)
     (flash,) = shared.store.parts.storage

@@ -122,5 +122,5 @@ class GatedFiles(FaultyFiles):
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if not self.open_gate.is_set():
             self.waiting.set()
-            self.open_gate.wait(20)
+            self.open_gate.wait(120)
         return super().write(fd, buffers, offset)

@@ -205,7 +205,7 @@ def reopened(
 def pump_until(store: BlockStore, done: Callable[[], bool]) -> None:
     """Waits for the flash tier's own threads."""
     bell = Bell()
-    for _ in range(3000):
+    for _ in range(6000):
         store.pump()
         if done():
             return
@@ -339,7 +339,7 @@ def test_the_driver_puts_fetches_and_deletes(tmp_path: Path) -> None:
     store = BlockStore([ram, disk], time.monotonic, wake=bell.ring, capacity=4096)
     driver = Driver(store, bell, time.monotonic)
     driver.start()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     names = [f"n{number}" for number in range(12)]
     stored = driver.put(
         [key(name) for name in names], [content(name) for name in names], namespace=ALPHA, deadline=until

@@ -250,14 +250,14 @@ def test_a_durable_put_of_the_driver_answers_when_the_copy_is_down(bench: StoreB
     writer = threading.Thread(target=put)
     writer.start()
     waited = threading.Event()
-    for _ in range(2000):
+    for _ in range(12_000):
         if len(bench.disk.held) == 2:
             break
         waited.wait(0.005)
-    assert not answers
+    assert (len(bench.disk.held), answers) == (2, [])
     for held in list(bench.disk.held):
         held.finish()
     bell.ring()
-    writer.join(30)
+    writer.join(60)
     driver.close()
     assert answers == [[(PutOutcome.STORED, True), (PutOutcome.EXISTED, True)]]

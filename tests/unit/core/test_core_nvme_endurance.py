@@ -152,7 +152,7 @@ def test_a_used_up_budget_fills_memory_and_refuses_and_goes_on_when_it_may(tmp_p
         return stored.outcome
 
     def settle() -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         blocks.pump()
         while blocks.moves.open_moves():
             assert time.monotonic() < until
