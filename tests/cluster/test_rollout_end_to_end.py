@@ -89,11 +89,8 @@ class World:
         return [lease.terms.fence.value for lease in leases if lease is not None]
 
     def events(self, name: str) -> list[str]:
-        shown = self.cluster.kubectl(
-            "get", "events", "-n", NAMESPACE, "-o", "jsonpath={.items[*].reason}",
-            f"--field-selector=involvedObject.name={name}",
-        )  # fmt: skip
-        return shown.stdout.split()
+        about = ("--field-selector", f"involvedObject.name={name}")
+        return [event["reason"] for event in self.cluster.get("events", "-n", NAMESPACE, *about)["items"]]
 
 
 def selector(name: str, tokens: int) -> dict[str, Any]:
@@ -175,7 +172,7 @@ def world(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
                     node,
                     namespace=NAMESPACE,
                     pool=POOL,
-                    lease_seconds=1800,
+                    lease_seconds=6 * 3600,
                     probe_digest=PROBES,
                 )
                 agents.append(agent)
@@ -327,6 +324,43 @@ def _revision(obj: dict[str, Any]) -> int:
     return int(obj["revision"])
 
 
+def test_a_candidate_with_other_tiers_needs_room_and_then_becomes_the_baseline(world: World) -> None:
+    """And the next one returns to it."""
+    uid = world.cache("tiers")
+    gates = [gate for gate in rollout("x", "x")["spec"]["gates"] if gate["name"] in ("tail", "stall")]
+
+    def tiers(memory: str) -> dict[str, Any]:
+        budgets = (("gpu-sim", "4Mi", "resident"), ("cpu-dram", memory, "backing"))
+        named = [{"tierClassName": name, "budget": size, "role": role} for name, size, role in budgets]
+        return {"candidate": {"overrides": {"tiers": named}}, "gates": gates}
+
+    apply(world.cluster, rollout("resizes", "tiers", **tiers("100Gi")))
+    wait_condition(
+        world.cluster, "kvrollout/resizes", NAMESPACE, "Feasible", "False", reason="NoRoomBeside", timeout=90
+    )
+    told = condition(world.get("kvrollout", "resizes"), "Feasible")["message"]
+    assert "kvr-a: tier cpu-dram has" in told and str(100 << 30) in told
+    assert world.holders(uid) == []
+
+    patch = json.dumps({"spec": tiers("20Mi")})
+    world.cluster.kubectl("patch", "kvr", "resizes", "-n", NAMESPACE, "--type=merge", "-p", patch)
+    status = world.reach("resizes", "Completed", "Full")
+    digest = status["candidate"]["digest"]
+    verified = wait_condition(
+        world.cluster, "kvcache/tiers", NAMESPACE, "BaselineVerified", "True", timeout=90
+    )
+    assert verified["status"]["baseline"]["digest"] == digest != status["baseline"]["digest"]
+
+    stages = rollout("x", "x")["spec"]["stages"]
+    stages[1]["minDuration"] = "10m"
+    apply(world.cluster, rollout("again", "tiers", stages=stages, **tiers("24Mi")))
+    world.reach("again", "Progressing", "Canary")
+    world.intent("again", "Abort", 1)
+    back = world.reach("again", "RolledBack")["rollback"]
+    assert (back["targetDigest"], back["agentsRestored"]) == (digest, 2)
+    assert world.holders(uid) == []
+
+
 def test_what_is_not_implemented_says_so(world: World) -> None:
     world.cache("later")
     apply(world.cluster, rollout("later", "later", candidate={"overrides": {"admission": {"queue": 4}}}))
@@ -350,7 +384,7 @@ def test_an_operator_killed_in_canary_is_followed_by_one_that_resumes(world: Wor
     eventually(lambda: world.holders(uid) == [], 60, what="the agents returned to the baseline alone")
     world.operator = start_operator(world.cluster, world.folder, "kvr-next")
     try:
-        eventually(world.operator.leading, 30, what="the next operator leads")
+        eventually(world.operator.leading, 60, what="the next operator leads")
         status = world.reach("survivor", "Completed")
         assert "LeaseExpired" in world.events("survivor")
         assert status["traceID"] == before["traceID"]

@@ -15,6 +15,14 @@ from kvtier_crds.manifest import ManifestError, RuntimeManifest
 from kvtier_crds.models.common import short_digest
 from kvtier_crds.quantity import parse_duration
 from kvtier_operator.events import post_changes
+from kvtier_operator.feasible import (
+    Feasibility,
+    admission_of,
+    budgets_of_others,
+    feasibility,
+    key_secret,
+    unsupported,
+)
 from kvtier_operator.fleet import parse_time
 from kvtier_operator.ports import (
     CACHE_FINALIZER,
@@ -31,14 +39,6 @@ from kvtier_operator.ports import (
     add_op,
     expect_op,
     remove_op,
-)
-from kvtier_operator.reconcile.feasible import (
-    Feasibility,
-    admission_of,
-    budgets_of_others,
-    feasibility,
-    key_secret,
-    unsupported,
 )
 from kvtier_operator.reconcile.kvcache_nodes import Baseline, CacheNodes, NodeResult, cache_ref
 from kvtier_operator.reconcile.kvcache_plan import (

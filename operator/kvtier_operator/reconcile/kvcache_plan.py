@@ -10,8 +10,8 @@ from enum import StrEnum
 from kvtier_crds.beside import changed_fields
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_operator.conditions import Condition, false, merge, true, unknown
+from kvtier_operator.feasible import Feasibility
 from kvtier_operator.ports import JsonObject
-from kvtier_operator.reconcile.feasible import Feasibility
 from kvtier_operator.reconcile.kvcache_predicted import NodePlan, plan_moved, plan_of
 
 OWNED = ("observedGeneration", "servingNodes", "ledger", "plan", "conditions")

@@ -11,8 +11,8 @@ from kvtier_crds.manifest import RuntimeManifest
 from kvtier_crds.models.kvcache import KVCache
 from kvtier_crds.models.kvselector import KVSelector
 from kvtier_crds.models.tierclass import TierClass
+from kvtier_operator.feasible import Problem
 from kvtier_operator.ports import JsonObject, Kind, ObjectKey, Store
-from kvtier_operator.reconcile.feasible import Problem
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """From objects to the candidate's manifest, or to the sentence that says why there is none. Pure.
 
-A candidate changes one thing: the baseline with a selector (approximate), with another placement (exact), or
-what an edited KVCache says (its exact part first, then its selector). It must not write a revision or know
-the stage of a rollout.
+A candidate changes one thing: the baseline with a selector (approximate), with another placement or other
+tiers (exact), or what an edited KVCache says (its exact part first, then its selector). It must not write a
+revision or know the stage of a rollout, nor whether a node has room.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvtier_crds.beside import changed_fields, needs_own_engine
+from kvtier_crds.beside import changed_fields, needs_new_cache
 from kvtier_crds.compile import CompileError, CompileReason, compile_manifest
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_crds.models.kvcache import KVCache
@@ -31,10 +31,12 @@ OVERRIDABLE = ("placement", "tiers")
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the objects say now. `data` is the candidate's canonical encoding, empty when there is none."""
+    """What the objects say now. `data` is the candidate's canonical encoding, empty when there is none, and
+    `manifest` what it encodes."""
 
     view: CandidateView
     data: bytes = b""
+    manifest: RuntimeManifest | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def compile_candidate(candidate: Mapping[str, Any], sources: Sources) -> Compile
         return Compiled(CandidateView(None, Blocker.SPEC_INVALID, message))
     digest = manifest.digest()
     ref = CandidateRef(digest, revision_name(sources.cache["metadata"]["name"], digest), kind)
-    return Compiled(CandidateView(ref), manifest.canonical())
+    return Compiled(CandidateView(ref), manifest.canonical(), manifest)
 
 
 def _compile(candidate: Mapping[str, Any], sources: Sources) -> tuple[RuntimeManifest, CandidateClass]:
@@ -131,9 +133,9 @@ def _overridden(overrides: Mapping[str, Any], sources: Sources) -> RuntimeManife
 
 
 def _beside(candidate: RuntimeManifest, sources: Sources) -> RuntimeManifest:
-    message = needs_own_engine(_running(sources), candidate)
+    message = needs_new_cache(_running(sources), candidate)
     if message:
-        raise Blocked(Blocker.NEEDS_OWN_ENGINE, message)
+        raise Blocked(Blocker.NEEDS_NEW_CACHE, message)
     return candidate
 
 

@@ -33,7 +33,8 @@ _FEASIBILITY = frozenset(
         Blocker.PROBE_SET_SMALL,
         Blocker.PROBE_PLAN_INVALID,
         Blocker.NO_CHANGE,
-        Blocker.NEEDS_OWN_ENGINE,
+        Blocker.NEEDS_NEW_CACHE,
+        Blocker.NO_ROOM,
         Blocker.CONTRACT_FORBIDS,
         Blocker.NO_NODES,
     }

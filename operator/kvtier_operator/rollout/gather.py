@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvtier.v1 import common_pb2 as common
+from kvtier_crds.beside import needs_own_engine
 from kvtier_crds.manifest import ManifestError, RuntimeManifest
 from kvtier_crds.quantity import QuantityError, parse_duration
+from kvtier_operator.feasible import room_beside
 from kvtier_operator.ports import Deps, JsonObject, Kind, NodeView, NotFound, ObjectKey
 from kvtier_operator.revisions import RevisionDamaged, read_revision
 from kvtier_operator.rollout.candidate import (
@@ -118,7 +120,7 @@ class Gatherer:
             cache=cache_view(cache),
             busy_with="",
             superseded_by="",
-            candidate=compiled.view,
+            candidate=self._with_room(compiled, cache, state, members, pool, kept),
             agents=pool.views,
             holders=kept.memory.written | kept.memory.held,
             look=run.look,
@@ -181,6 +183,32 @@ class Gatherer:
         compiled = kept.compiled[1]
         digest = compiled.view.ref.digest if compiled.view.ref else ""
         return replace(compiled, view=replace(compiled.view, prior_shares=spent_shares(cache, digest)))
+
+    def _with_room(
+        self,
+        compiled: Compiled,
+        cache: JsonObject | None,
+        state: RolloutState,
+        members: list[NodeView],
+        pool: Pool,
+        kept: Kept,
+    ) -> CandidateView:
+        """Before it starts, whether an engine of its own fits on each node that would hold it. Later it has
+        what it needs, or the agent has refused it."""
+        wanted, running = compiled.manifest, kept.running
+        if state.stage is not Stage.OFF or cache is None or wanted is None or running is None:
+            return compiled.view
+        if not needs_own_engine(running[1], wanted):
+            return compiled.view
+        store, namespace = self._deps.store, cache["metadata"]["namespace"]
+        owner = store.get(ObjectKey(Kind.AGENT_POOL, namespace, cache["spec"]["poolRef"]["name"]))
+        if owner is None:
+            return compiled.view
+        chosen = {view.node for view in pool.views if view.selected}
+        nodes = [view for view in members if view.live and view.target.name in chosen]
+        others = store.list_all(Kind.KV_CACHE, namespace)
+        found = room_beside(wanted, running[1], cache, owner, nodes, others)
+        return replace(compiled.view, no_room=found.condition().message if found.problems else "")
 
     async def _running(
         self, key: ObjectKey, baseline: ManifestRef | None, kept: Kept

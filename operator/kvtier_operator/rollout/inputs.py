@@ -39,13 +39,15 @@ class CacheView:
 class CandidateView:
     """What the inputs compile to now. Either `ref` or a blocker with the sentence a person needs.
 
-    prior_shares: parts of this digest's false-promotion budget that other rollouts have used.
+    prior_shares: parts of this digest's false-promotion budget that other rollouts have used. no_room: why an
+    engine of its own does not fit beside the baseline's, with numbers per node; looked at before the start.
     """
 
     ref: CandidateRef | None = None
     blocker: Blocker = Blocker.NONE
     message: str = ""
     prior_shares: int = 0
+    no_room: str = ""
 
 
 @dataclass(frozen=True)

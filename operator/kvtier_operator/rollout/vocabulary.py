@@ -112,7 +112,8 @@ class Blocker(StrEnum):
     PROBE_SET_SMALL = "ProbeSetTooSmall"
     PROBE_PLAN_INVALID = "ProbePlanInvalid"
     NO_CHANGE = "NoChange"
-    NEEDS_OWN_ENGINE = "NeedsOwnEngine"
+    NEEDS_NEW_CACHE = "NeedsNewCache"
+    NO_ROOM = "NoRoomBeside"
     CONTRACT_FORBIDS = "ContractForbids"
     CACHE_MISSING = "CacheMissing"
     CACHE_BUSY = "CacheBusy"
@@ -129,7 +130,7 @@ INVALIDATING: frozenset[Blocker] = frozenset(
         Blocker.SPEC_INVALID,
         Blocker.GATE_MISSING,
         Blocker.NO_CHANGE,
-        Blocker.NEEDS_OWN_ENGINE,
+        Blocker.NEEDS_NEW_CACHE,
         Blocker.CONTRACT_FORBIDS,
     }
 )

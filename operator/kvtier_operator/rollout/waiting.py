@@ -67,6 +67,8 @@ def find_blocker(state: RolloutState, inputs: Inputs) -> tuple[Blocker, str]:
     behind = [agent.node for agent in wanted if agent.baseline_digest != cache.baseline.digest]
     if behind:
         return Blocker.NO_NODES, f"not on the baseline yet: {', '.join(behind[:4])}"
+    if candidate.no_room:
+        return Blocker.NO_ROOM, candidate.no_room
     return Blocker.NONE, ""
 
 

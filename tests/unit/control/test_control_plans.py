@@ -18,7 +18,7 @@ from kvtier_operator.fleet import StoreFleet, lease_key
 from kvtier_operator.ports import EventType, JsonObject, Kind, ObjectKey
 from kvtier_operator.reconcile import agentpool, kvnode, kvselector, tierclass
 from kvtier_operator.reconcile.agentpool import Observed
-from kvtier_operator.reconcile.feasible import budgets_of_others, feasibility, open_chunk_bytes
+from kvtier_operator.feasible import budgets_of_others, feasibility, open_chunk_bytes
 from kvtier_operator.reconcile.kvcache_plan import ledger_moved
 from kvtier_operator.reconcile.kvcache_refs import resolve
 from kvtier_operator.reconcile.kvnode import Liveness

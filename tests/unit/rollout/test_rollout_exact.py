@@ -9,12 +9,29 @@ import pytest
 from kvtier_operator.ports import Kind, ObjectKey
 from kvtier_operator.revisions import read_revision
 from kvtier_operator.rollout.vocabulary import Verdict
-from tests.unit.rollout.rollout_world import World, copied, held
+from tests.unit.rollout.rollout_world import World, copied, examples, held
 
 SLICES = {"policy": "headGroups", "headGroups": {"stagingBytes": "8Mi"}}
 OTHER = {"policy": "headGroups", "headGroups": {"stagingBytes": "16Mi"}}
 FROM_SPEC = {"fromCacheSpec": True}
 OVERRIDE = {"overrides": {"placement": SLICES}}
+
+
+SMALLER = [
+    {"tierClassName": "gpu-sim", "budget": "32Mi", "role": "resident"},
+    {"tierClassName": "cpu-dram", "budget": "128Mi", "role": "backing"},
+]
+TIERS = {"overrides": {"tiers": SMALLER}}
+MIB = 1 << 20
+
+
+def hopper() -> dict[str, Any]:
+    """A tier class of another device."""
+    found = next(obj for obj in examples() if obj["metadata"]["name"] == "gpu-sim")
+    obj: dict[str, Any] = copied(found)
+    obj["metadata"]["name"] = "hopper"
+    obj["spec"]["deviceKind"] = "cuda-sm90"
+    return obj
 
 
 def edit_cache(world: World, **spec: Any) -> None:
@@ -127,20 +144,12 @@ async def test_a_lost_manifest_of_the_baseline_names_itself() -> None:
 @pytest.mark.parametrize(
     ("candidate", "edit", "reason", "names"),
     [
-        pytest.param(FROM_SPEC, {"chunkTokens": 128}, "NeedsOwnEngine", "chunkTokens", id="chunk-tokens"),
         pytest.param(
-            FROM_SPEC,
-            {"tiers": [{"tierClassName": "gpu-sim", "budget": "128Mi", "role": "resident"}]},
-            "NeedsOwnEngine",
-            "tiers",
-            id="tiers-of-the-spec",
-        ),
-        pytest.param(
-            {"overrides": {"tiers": [{"tierClassName": "cpu-dram", "budget": "1Gi", "role": "resident"}]}},
+            {"overrides": {"tiers": [{"tierClassName": "hopper", "budget": "1Gi", "role": "resident"}]}},
             {},
-            "NeedsOwnEngine",
-            "tiers",
-            id="tiers-of-an-override",
+            "NeedsNewCache",
+            "deviceKind",
+            id="another-device",
         ),
         pytest.param(
             {"overrides": {"placement": SLICES, "admission": {"queue": 9}}},
@@ -165,6 +174,7 @@ async def test_what_cannot_stand_beside_the_baseline_is_refused_before_any_agent
     candidate: dict[str, Any], edit: dict[str, Any], reason: str, names: str
 ) -> None:
     world = World(candidate=candidate, gates=[])
+    world.api.put(hopper())
     if edit:
         edit_cache(world, **edit)
     await world.run(5)
@@ -173,6 +183,79 @@ async def test_what_cannot_stand_beside_the_baseline_is_refused_before_any_agent
     assert names in found["message"]
     assert world.cache_status["fence"] == 1
     assert all(sim.grants == [] for sim in world.sims.values())
+
+
+@pytest.mark.parametrize(
+    ("candidate", "edit"),
+    [
+        pytest.param(TIERS, {}, id="tiers-of-an-override"),
+        pytest.param(FROM_SPEC, {"tiers": SMALLER}, id="tiers-of-the-spec"),
+        pytest.param(FROM_SPEC, {"chunkTokens": 128}, id="chunk-tokens"),
+        pytest.param({"overrides": {"tiers": SMALLER, "placement": SLICES}}, {}, id="with-a-placement"),
+    ],
+)
+async def test_a_candidate_for_an_engine_of_its_own_is_released_like_any_exact_one(
+    candidate: dict[str, Any], edit: dict[str, Any]
+) -> None:
+    world = World(candidate=candidate, gates=[])
+    if edit:
+        edit_cache(world, **edit)
+    await world.until("Progressing", "Canary")
+    assert {row["name"] for row in world.status["gates"]} >= {"outputMismatches", "allocationFailures"}
+    await world.until("Completed")
+    assert world.cache_status["baseline"]["digest"] == world.status["candidate"]["digest"] != world.baseline
+
+
+class TestRoom:
+    """An engine beside the baseline's takes budgets of its own from what each node has left."""
+
+    @staticmethod
+    def world(capacity: int, **rollout: Any) -> World:
+        """Each node has so many MiB of cpu-dram, 64 of them in reserve; the baseline has 128."""
+        world = World(candidate=TIERS, gates=[], **rollout)
+        world.api.put(next(obj for obj in examples() if obj["kind"] == "AgentPool"))
+        tiers = [
+            {"class": "gpu-sim", "deviceKind": "simulated", "capacity": 4096 * MIB},
+            {"class": "cpu-dram", "capacity": capacity * MIB},
+        ]
+        for name in world.sims:
+            world.node_status[name] = {"tiers": tiers}
+        return world
+
+    async def test_names_the_nodes_with_their_numbers_and_no_agent_hears_of_it(self) -> None:
+        world = self.world(300)
+        await world.run(5)
+        found = world.condition("Feasible")
+        assert (found["status"], found["reason"]) == ("False", "NoRoomBeside")
+        assert world.where[0] == "Pending"
+        for name in list(world.sims)[:1]:
+            assert f"{name}: tier cpu-dram has {236 * MIB} bytes" in found["message"]
+        assert f"needs {128 * MIB} and others hold {128 * MIB}" in found["message"]
+        assert all(sim.grants == [] for sim in world.sims.values())
+
+    async def test_room_that_comes_lets_it_begin_and_room_that_goes_is_no_drift(self) -> None:
+        world = self.world(300)
+        await world.run(5)
+        for status in world.node_status.values():
+            status["tiers"][1]["capacity"] = 1024 * MIB
+        await world.until("Progressing", "Canary")
+        for status in world.node_status.values():
+            status["tiers"][1]["capacity"] = 300 * MIB
+        await world.until("Completed")
+
+    async def test_younger_caches_of_the_pool_hold_theirs(self) -> None:
+        world = self.world(256 + 64)
+        other = copied(world.api.objects[world.cache_key])
+        other["metadata"] = {
+            "name": "younger",
+            "namespace": "serving",
+            "creationTimestamp": "2099-01-01T00:00:00Z",
+        }
+        other["spec"]["tiers"] = [{"tierClassName": "cpu-dram", "budget": "96Mi", "role": "backing"}]
+        del other["status"]
+        world.api.put(other)
+        await world.run(5)
+        assert f"others hold {224 * MIB}" in world.condition("Feasible")["message"]
 
 
 class TestSpecWithASelector:

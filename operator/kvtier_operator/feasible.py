@@ -99,13 +99,35 @@ def feasibility(
     """`other_budgets`: bytes per node that other caches of the pool were promised, by tier class."""
     problems = [*_first_tier(manifest), *_keys(cache, pool)]
     live = [view for view in nodes if view.live]
-    reserves = {
+    for view in live:
+        problems += _on_node(manifest, view, _reserves(pool), other_budgets)
+    return Feasibility(len(live), tuple(problems))
+
+
+def room_beside(
+    candidate: RuntimeManifest,
+    running: RuntimeManifest,
+    cache: JsonObject,
+    pool: JsonObject,
+    nodes: Sequence[NodeView],
+    all_caches: Sequence[JsonObject],
+) -> Feasibility:
+    """Whether an engine of the candidate finds room beside the baseline's, which counts among the others
+    here, and all other caches of the pool, whichever of them is older: they run."""
+    taken = budgets_of_others(cache, all_caches, younger=True)
+    for tier in running.tiers:
+        taken[tier.tier_class_name] = taken.get(tier.tier_class_name, 0) + tier.budget_bytes
+    problems = _first_tier(candidate)
+    for view in nodes:
+        problems += _on_node(candidate, view, _reserves(pool), taken)
+    return Feasibility(len(nodes), tuple(problems))
+
+
+def _reserves(pool: JsonObject) -> dict[str, int]:
+    return {
         tier["tierClassName"]: parse_bytes(tier.get("reserve", 0), "spec.tiers[].reserve")
         for tier in pool["spec"]["tiers"]
     }
-    for view in live:
-        problems += _on_node(manifest, view, reserves, other_budgets)
-    return Feasibility(len(live), tuple(problems))
 
 
 def _keys(cache: JsonObject, pool: JsonObject) -> list[Problem]:
@@ -183,9 +205,11 @@ def _on_node(
     return problems
 
 
-def budgets_of_others(cache: JsonObject, all_caches: Sequence[JsonObject]) -> dict[str, int]:
+def budgets_of_others(
+    cache: JsonObject, all_caches: Sequence[JsonObject], *, younger: bool = False
+) -> dict[str, int]:
     """Bytes per node and tier class that the other caches of the same pool declare. Of two that do not fit
-    together, the older one keeps its place: younger ones are not counted."""
+    together, the older one keeps its place: `younger` ones are counted only when asked for."""
     metadata, pool = cache["metadata"], cache["spec"]["poolRef"]["name"]
     mine = (metadata.get("creationTimestamp", ""), metadata["name"])
     total: dict[str, int] = {}
@@ -193,7 +217,7 @@ def budgets_of_others(cache: JsonObject, all_caches: Sequence[JsonObject]) -> di
         theirs = other["metadata"]
         if theirs.get("uid") == metadata.get("uid") or other["spec"]["poolRef"]["name"] != pool:
             continue
-        if (theirs.get("creationTimestamp", ""), theirs["name"]) > mine:
+        if not younger and (theirs.get("creationTimestamp", ""), theirs["name"]) > mine:
             continue
         for tier in other["spec"]["tiers"]:
             name = tier["tierClassName"]
