@@ -30,8 +30,8 @@ Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
 FIELD_MANAGER = "kvtier-agent"
-LEASE_SECONDS = 15
-RENEW_SECONDS = 5.0
+LEASE_SECONDS = 30
+RENEW_SECONDS = 10.0
 REQUEST_SECONDS = 4.0
 POLL_SECONDS = 2.0
 VERIFY_SECONDS = 60.0
@@ -126,7 +126,7 @@ class KubernetesTransport:
 
 
 class ClusterRegistration:
-    """Two loops: the Lease every five seconds, the KVNode when it has something to say."""
+    """Two loops: the Lease every ten seconds, the KVNode when it has something to say."""
 
     def __init__(
         self,

@@ -230,7 +230,7 @@ async def test_the_lease_is_the_boot_ids(registered: Registered) -> None:
     await registered.registration.renew_lease()
     [lease] = registered.api.of(LEASE_PATH)
     assert lease["spec"]["holderIdentity"] == registered.bench.node.boot_id
-    assert lease["spec"]["leaseDurationSeconds"] == 15
+    assert lease["spec"]["leaseDurationSeconds"] == 30
     assert lease["spec"]["renewTime"].endswith("Z")
 
 
