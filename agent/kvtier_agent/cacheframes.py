@@ -269,7 +269,7 @@ class CacheFrames:
         fallback = one.plan.fallback
         if one.mode.publish_candidate and not result.from_candidate and not fallback:
             lost = not self._enforcement.may_publish(session.assignment)
-            fallback = self._enforcement.why_exact() if lost else result.receipt.fallback
+            fallback = self._enforcement.why_exact(session.assignment) if lost else result.receipt.fallback
         self._check_fallback(session, result, evidence)
         if result.refused is not None:
             # By the candidate's own engine: also of a session that it was to answer for comparison only.

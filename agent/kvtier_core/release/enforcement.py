@@ -27,6 +27,8 @@ R = TypeVar("R")
 # Of a sampled request, the share of decode steps that is answered twice; the first one always is, so that a
 # short request is never without a value (a missing value counts as the worst one).
 STEP_SAMPLE_FRACTION = 0.5
+# Sessions whose place under the newest grant is remembered.
+_MAX_REACHED = 4096
 
 
 class ServedArm(StrEnum):
@@ -62,7 +64,8 @@ class SessionFacts:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a session is, for good. `epoch` 0: opened without a candidate."""
+    """What a session is, for good. `epoch` 0: opened without a candidate. facts: what it was judged by, for
+    grants that reach less far than the one that it was opened under."""
 
     arm: ServedArm
     sampled: bool
@@ -70,6 +73,7 @@ class Assignment:
     in_radius: bool
     epoch: int
     terms: GrantTerms | None
+    facts: SessionFacts | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class CacheEnforcement:
         self._returned = returned
         self._revoke_reason = ""
         self._in_flight = 0
+        self._judged: GrantTerms | None = None
+        self._reached: dict[tuple[str, str, str, ServedArm], bool] = {}
         self._lock = threading.RLock()
 
     @property
@@ -187,16 +193,13 @@ class CacheEnforcement:
             arm = facts.forced_arm or ServedArm.BASELINE
             if arm is ServedArm.CANDIDATE and held is None:
                 raise CoreError(Reason.NO_CANDIDATE, "forced_arm CANDIDATE without a candidate lease", {})
-            return Assignment(arm, False, True, False, *_origin(held))
+            return Assignment(arm, False, True, False, *_origin(held), facts)
         if held is None or not held.terms.blast_radius.covers(facts.tenant, facts.request_class):
-            return Assignment(ServedArm.BASELINE, False, False, False, *_origin(held))
+            return Assignment(ServedArm.BASELINE, False, False, False, *_origin(held), facts)
         terms = held.terms
-        rollout = terms.fence.rollout_uid
-        fraction = float(terms.traffic_fraction)
-        chosen = assignment.is_candidate(rollout, facts.tenant, facts.session_root_id, fraction)
-        arm = ServedArm.CANDIDATE if chosen else ServedArm.BASELINE
-        compared = assignment.sampled(rollout, facts.request_id, float(terms.sample_fraction))
-        return Assignment(arm, compared, False, True, held.epoch, terms)
+        arm = ServedArm.CANDIDATE if _below_fraction(terms, facts) else ServedArm.BASELINE
+        compared = assignment.sampled(terms.fence.rollout_uid, facts.request_id, float(terms.sample_fraction))
+        return Assignment(arm, compared, False, True, held.epoch, terms, facts)
 
     @_locked
     def plan_step(self, session: Assignment, request_id: str, step: int, first_decode: bool) -> StepPlan:
@@ -204,7 +207,7 @@ class CacheEnforcement:
         held = self._lease_of(session)
         if held is None or session.terms is None:
             lost = session.arm is ServedArm.CANDIDATE
-            return StepPlan(ServedArm.BASELINE, False, None, self._why_exact() if lost else "")
+            return StepPlan(ServedArm.BASELINE, False, None, self._why_exact(session) if lost else "")
         compare = session.sampled and (
             first_decode
             or assignment.step_sampled(
@@ -219,9 +222,9 @@ class CacheEnforcement:
         return session.arm is ServedArm.CANDIDATE and self._lease_of(session) is not None
 
     @_locked
-    def why_exact(self) -> str:
+    def why_exact(self, session: Assignment) -> str:
         """Reason code a receipt carries when a candidate's session is answered exactly."""
-        return self._why_exact()
+        return self._why_exact(session)
 
     @contextmanager
     def candidate_step(self) -> Iterator[None]:
@@ -236,15 +239,42 @@ class CacheEnforcement:
 
     def _lease_of(self, session: Assignment) -> Lease | None:
         held = self.lease()
-        return held if held is not None and 0 < session.epoch == held.epoch else None
+        if held is None or not 0 < session.epoch == held.epoch:
+            return None
+        return held if self._reaches(held.terms, session) else None
 
-    def _why_exact(self) -> str:
+    def _reaches(self, terms: GrantTerms, session: Assignment) -> bool:
+        """Whether a grant of the same permission still means the session: an edit may have narrowed the blast
+        radius or the fraction. What it does not mean now it may mean again."""
+        facts = session.facts
+        if terms is session.terms or facts is None or session.probe:
+            return True
+        if terms is not self._judged:
+            self._judged, self._reached = terms, {}
+        known = (facts.tenant, facts.request_class, facts.session_root_id, session.arm)
+        found = self._reached.get(known)
+        if found is None:
+            found = terms.blast_radius.covers(facts.tenant, facts.request_class) and (
+                session.arm is ServedArm.BASELINE or _below_fraction(terms, facts)
+            )
+            if len(self._reached) >= _MAX_REACHED:
+                self._reached.clear()
+            self._reached[known] = found
+        return found
+
+    def _why_exact(self, session: Assignment) -> str:
         held = self.lease()
         if self._returned is not None:
             return self._returned.reason.value
         if held is not None:
-            return "CandidateReplaced"
+            return "OutOfRadius" if held.epoch == session.epoch else "CandidateReplaced"
         return self._revoke_reason or "Revoked"
+
+
+def _below_fraction(terms: GrantTerms, facts: SessionFacts) -> bool:
+    """Whether the candidate serves a session of the blast radius."""
+    fraction = float(terms.traffic_fraction)
+    return assignment.is_candidate(terms.fence.rollout_uid, facts.tenant, facts.session_root_id, fraction)
 
 
 def _permission(terms: GrantTerms) -> tuple[str, int, str]:

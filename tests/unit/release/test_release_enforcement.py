@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -364,3 +365,62 @@ class LeaseMachine(RuleBasedStateMachine):
 
 LeaseMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestLeaseMachine = LeaseMachine.TestCase
+
+
+NARROWED = [
+    pytest.param({"radius": BlastRadius(frozenset({"alpha"}))}, "OutOfRadius", id="tenant-outside"),
+    pytest.param(
+        {"radius": BlastRadius(frozenset(), frozenset({"long"}))}, "OutOfRadius", id="class-outside"
+    ),
+    pytest.param({"fraction": "0"}, "OutOfRadius", id="fraction-below"),
+    pytest.param({"radius": BlastRadius(frozenset({"beta"}))}, "", id="still-inside"),
+]
+
+
+@pytest.mark.parametrize(("change", "fallback"), NARROWED)
+def test_an_edit_that_reaches_less_far_reaches_open_sessions(change: dict[str, Any], fallback: str) -> None:
+    """The same permission, granted again with another radius or fraction: whoever is outside now is exact
+    from the next step on, published or not."""
+    clock = FakeClock()
+    enforcement = granted(clock)
+    session = enforcement.assign(facts())
+    assert session.arm is ServedArm.CANDIDATE
+    again = enforcement.grant(terms(2, **change), Judgement.ADVANCE, clock())
+    assert again.epoch == session.epoch
+    plan = enforcement.plan_step(session, "root", 3, False)
+    assert plan.fallback == fallback
+    assert (plan.publish is ServedArm.CANDIDATE) is (not fallback)
+    assert enforcement.may_publish(session) is (not fallback)
+
+
+def test_a_compared_session_outside_a_narrowed_radius_is_compared_no_more() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock, terms(fraction="0", sample="1"))
+    session = enforcement.assign(facts())
+    assert enforcement.plan_step(session, "root", 3, True).compare
+    outside = BlastRadius(frozenset({"alpha"}))
+    enforcement.grant(terms(2, fraction="0", sample="1", radius=outside), Judgement.ADVANCE, clock())
+    plan = enforcement.plan_step(session, "root", 4, True)
+    assert (plan.publish, plan.compare, plan.fallback) == (ServedArm.BASELINE, False, "")
+
+
+def test_a_probe_is_of_the_candidate_whatever_the_radius() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock)
+    probe = enforcement.assign(facts(probe=True, forced_arm=ServedArm.CANDIDATE))
+    nobody = BlastRadius(frozenset({"nobody"}))
+    enforcement.grant(terms(2, fraction="0", radius=nobody), Judgement.ADVANCE, clock())
+    assert enforcement.may_publish(probe)
+
+
+def test_a_fraction_that_grows_keeps_who_was_below_it_and_takes_nobody_in() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock, terms(fraction="0.3"))
+    sessions = [enforcement.assign(facts(f"root-{number}")) for number in range(60)]
+    enforcement.grant(terms(2, fraction="0.6"), Judgement.ADVANCE, clock())
+    for session in sessions:
+        assert enforcement.may_publish(session) is (session.arm is ServedArm.CANDIDATE)
+    enforcement.grant(terms(3, fraction="0.1"), Judgement.ADVANCE, clock())
+    left = [enforcement.may_publish(session) for session in sessions]
+    below = [enforcement.assign(facts(f"root-{number}")).arm for number in range(60)]
+    assert left == [arm is ServedArm.CANDIDATE for arm in below]
