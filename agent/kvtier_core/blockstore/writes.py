@@ -245,7 +245,7 @@ class Writes:
                 if again:
                     line = locate(key)
                 if line != NO_LINE:
-                    ended = self._there(line, facts.namespace)
+                    ended = self._there(line, facts)
                 elif (ready := next(begun, None)) is not None:
                     line, slot = ready
                 elif key in self.forbidden:
@@ -326,11 +326,11 @@ class Writes:
             message=f"{kept} blocks that may not be lost are stored, {limit} may be",
         )
 
-    def _there(self, line: int, namespace: int) -> Stored:
+    def _there(self, line: int, facts: StoreFacts) -> Stored:
         directory = self._parts.directory
         if directory.find(directory.key_of(line)) == NO_LINE:
             return _DELETING
-        if int(directory.namespace[line]) != namespace:
+        if int(directory.namespace[line]) != facts.namespace:
             return Stored(
                 PutOutcome.REFUSED,
                 reason=MoveReason.TENANT_MISMATCH,
@@ -338,6 +338,11 @@ class Writes:
             )
         copy = directory.authority(line)
         if copy is not None:
+            if directory.droppable[line] and not facts.droppable:
+                # The stronger promise holds for all who stored it.
+                if directory.kept >= self._kept_limit:
+                    return self._no_more_kept()
+                directory.keep(line)
             return Stored(PutOutcome.EXISTED, copy.generation, checksum=int(directory.checksum[line]))
         if directory.write_txn[line] >= FIRST_CLAIM:
             return _IN_FLIGHT

@@ -132,6 +132,14 @@ class StoringTable(BlockTable):
             self.resident[self._lines.key.raw[line * KEY_BYTES : (line + 1) * KEY_BYTES]] = line
         return int(copy.generation.cells[line])
 
+    def keep(self, line: int) -> None:
+        """The block may not be lost any more, whoever stored it first. MISS when the line holds none."""
+        self._expect(line)
+        droppables = self._sealed[2]
+        if droppables[line]:
+            droppables[line] = 0
+            self.kept += 1
+
     def abort_store(self, line: int, tier: int, txn: int) -> bool:
         """Forgets a first copy that is not published, and its line with it unless that is being deleted.
         False when the line is not `txn`'s: nothing has changed then."""

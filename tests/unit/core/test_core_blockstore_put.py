@@ -475,3 +475,30 @@ def test_a_scope_that_two_threads_leave_is_left_once() -> None:
     assert bench.store.pins.held == 1
     other.close()
     bench.rest()
+
+
+@pytest.mark.parametrize("droppable", [False, True], ids=["may not be lost", "may be lost"])
+def test_who_may_not_lose_a_block_that_is_there_does_not(droppable: bool) -> None:
+    """A store that finds the block strengthens what was promised of it, and never weakens it."""
+    bench = StoreBench(memory=1, storage=0)
+    bench.store.writes._kept_limit = 1
+    bench.put("a", droppable=True)
+    assert bench.put("a", droppable=droppable)[0].outcome is PutOutcome.EXISTED
+    assert bench.put("a", droppable=True)[0].outcome is PutOutcome.EXISTED
+    assert bench.store.directory.kept == (not droppable)
+    # Only what may be lost makes room.
+    bench.put("b", droppable=True)
+    assert (bench.found("a"), bench.found("b")) == ((0, 1) if droppable else (1, 0))
+    bench.rest()
+
+
+def test_a_stronger_promise_that_cannot_be_kept_is_refused() -> None:
+    bench = StoreBench()
+    bench.store.writes._kept_limit = 1
+    bench.put("a", droppable=True)
+    bench.put("b")
+    (stored,) = bench.put("a")
+    assert (stored.outcome, stored.reason) == (PutOutcome.REFUSED, MoveReason.KEPT_CAPACITY)
+    assert bench.put("a", droppable=True)[0].outcome is PutOutcome.EXISTED
+    assert bench.store.directory.kept == 1
+    bench.rest()
