@@ -7,6 +7,7 @@ before the engine is asked, and what a call held goes back however it ends. It m
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,12 +50,14 @@ class BlockSessions:
         self._calls = calls
 
     async def start(self, request: blocks_pb2.StartSessionRequest) -> blocks_pb2.StartSessionResponse:
-        """Reads that are not over in time end the prefix before them."""
+        """Reads that are not over in time end the prefix before them. May be repeated when its answer was
+        lost, also while the first call goes on."""
         call, session, prefixes = self._of(request.scope, request.session_id, request.session_generation)
         host = call.host
         with host.call():
             span = span_of(request.span, tokens_needed=True)
             keys = await host.run(partial(_keys, call.source, span, call.manifest))
+            asked = hashlib.sha256(keys.tobytes()).digest()
             fetch = await host.run(
                 lambda: host.store.fetch(
                     [key.tobytes() for key in keys], namespace=call.caller.namespace, deadline=call.deadline
@@ -67,7 +70,7 @@ class BlockSessions:
                 raise
             handle = session.handle
             rows = await session.host.runner.call(
-                lambda: prefixes.start(handle.session_id, handle.generation, fetch),
+                lambda: prefixes.start(handle.session_id, handle.generation, fetch, asked),
                 # After the step, which goes on when its caller leaves in the middle.
                 over=partial(host.give_back, fetch.close),
             )

@@ -53,7 +53,7 @@ class Session:
     makes; a truncation that takes lines gives it another, since they may live on in a fork. position_epoch:
     grows with each edit of the history; positions: what is seen of the rows, and where; edits: points at
     which that changed, ascending; turning: how keys turn, once some were moved. last_edit: what was asked
-    last and the frontier then."""
+    last and the frontier then; started: from which blocks it started, and with how many rows."""
 
     number: int
     session_id: str
@@ -74,6 +74,7 @@ class Session:
     edits: list[EditPoint] = field(default_factory=list)
     turning: RopeTable | None = None
     last_edit: tuple[object, int] | None = None
+    started: tuple[bytes, int] | None = None
 
     def producer_at(self, position: int) -> int:
         """Of a row; most are asked of at the end."""

@@ -35,17 +35,23 @@ class Prefixes:
         self._sessions = sessions
         self._contexts = contexts
 
-    def start(self, session_id: str, generation: int, fetch: Fetch) -> int:
+    def start(self, session_id: str, generation: int, fetch: Fetch, asked: bytes = b"") -> int:
         """Lets a session that has no rows start from the ready blocks of `fetch`, which are in the order of
         chunks and, of each, of layers, one layer each. Returns how many rows it starts with: those of whole
         chunks that are there in all layers. The scope may be left afterwards. SESSION_UNKNOWN,
         GENERATION_STALE, STEP_ORDER once it has rows, UNSUPPORTED, with the fact `missing`, where its
         selector learns from more than rows, BAD_ARGUMENT beyond max_tokens, NOT_VISIBLE when the scope is
-        left meanwhile; no row is there then."""
+        left meanwhile; no row is there then. asked: names the blocks that were asked for. A call that names
+        those from which the session started, before its first frame, gets the same answer: the first may
+        have been lost."""
         with self._lock:
             session, store = self._session(session_id, generation), self._store
             layers, size = len(session.layers), store.layout.chunk_tokens
-            if session.step >= 0 or session.layers[0].frontier or session.edits:
+            frontier = session.layers[0].frontier
+            begun = session.step >= 0 or bool(session.edits)
+            if asked and frontier and not begun and session.started == (asked, frontier):
+                return frontier
+            if begun or frontier:
                 raise CoreError(Reason.STEP_ORDER, "a session starts from blocks before its first frame")
             context = self._contexts[session_id]
             lacking = sorted(context.lacking())
@@ -73,6 +79,7 @@ class Prefixes:
             for state in session.layers:
                 state.frontier = chunks * size
             session.committed = chunks * size
+            session.started = (asked, chunks * size)
             session.snapshot_generation += 1
             return chunks * size
 

@@ -64,7 +64,7 @@ async def test_what_a_call_holds_stays_until_its_step_is_over_though_its_caller_
     entered, opened = threading.Event(), threading.Event()
     runner = EngineRunner(cast(Any, SimpleNamespace(close=lambda: None)), "s", 8)
 
-    def start(session_id: str, generation: int, fetch: object) -> int:
+    def start(session_id: str, generation: int, fetch: object, asked: bytes) -> int:
         entered.set()
         assert opened.wait(WAIT_SECONDS)
         order.append("started")

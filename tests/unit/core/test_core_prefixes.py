@@ -79,6 +79,14 @@ def start(built: CacheEngine, driver: Driver, chunks: int = CHUNKS) -> int:
     return rows
 
 
+def ask(built: CacheEngine, driver: Driver, asked: bytes, chunks: int = CHUNKS) -> int:
+    """As `start`, by a call that names what it asks for."""
+    handle = driver.handle
+    with built.blocks.store.fetch(keys(chunks), namespace=NAMESPACE, deadline=LATER) as fetch:
+        until(built, lambda: fetch.over)
+        return built.prefixes.start(handle.session_id, handle.generation, fetch, asked)
+
+
 def tail(driver: Driver, tokens: int = TAIL, mode: StepMode | None = None) -> torch.Tensor:
     """A prefill of the rest, then token by token."""
     parts = [driver.forward(tokens - 4, mode, committed_frontier=driver.position)]
@@ -464,3 +472,34 @@ def test_any_order_of_sessions_evictions_and_deletions_keeps_bits_and_books(tmp_
     case = PrefixMachine.TestCase()
     case.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
     case.runTest()
+
+
+def test_a_start_whose_answer_was_lost_is_answered_again_until_the_first_frame(tmp_path: Path) -> None:
+    tiers = [cpu(24), nvme(32)]
+    want = own(tmp_path / "a", tiers)
+    with engine(tmp_path / "b", tiers) as built:
+        first = computed(built)
+        publish(built, first)
+        first.close()
+        session = Driver.open(built, ROWS)
+        assert [ask(built, session, b"these") for _ in range(3)] == [PREFIX] * 3
+        assert sum(leases(built)) == CHUNKS * LAYERS, "borrowed once"
+        with pytest.raises(CoreError) as other:
+            ask(built, session, b"others", 1)
+        assert other.value.reason is Reason.STEP_ORDER
+        session.position = PREFIX
+        assert torch.equal(tail(session), want)
+        with pytest.raises(CoreError) as late:
+            ask(built, session, b"these")
+        assert late.value.reason is Reason.STEP_ORDER
+        session.close()
+        assert leases(built) == [0, 0]
+
+
+def test_a_start_that_found_nothing_may_find_more_when_it_is_repeated(tmp_path: Path) -> None:
+    with engine(tmp_path, [cpu(24), nvme(32)]) as built:
+        session = Driver.open(built, ROWS)
+        assert ask(built, session, b"these") == 0
+        publish(built, computed(built))
+        assert ask(built, session, b"these") == PREFIX
+        session.close()
