@@ -281,6 +281,31 @@ def test_keys_without_values_are_no_rows() -> None:
     assert refused.value.reason is Reason.ROW_INCOMPLETE
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1.0, 1e4, 1e15], ids=str)
+def test_the_mass_of_what_was_chosen_is_a_share(size: float) -> None:
+    """N.6, 8: between nothing and all, however large the logits."""
+    fam = family()
+    k, v = rows_of(3, 60)
+    selection = fam.select(fam.build(SOURCE, k * size, v, NO_EVIDENCE), Query(query_of(4), 60, SOURCE))
+    shares = [float(one) for one in selection.receipt.detail["alpha"].split(",")]
+    assert len(shares) == SMALL.query_heads
+    assert all(0.0 <= share <= 1.0 for share in shares)
+    if size == 0.0:
+        assert shares == pytest.approx(
+            [len(rows) / 60 for rows in selection.positions for _ in range(3)], abs=1e-6
+        )
+
+
+@pytest.mark.parametrize("dimensions", [1, 4, 16])
+def test_what_is_read_of_the_index_is_columns_and_not_a_row_each(dimensions: int) -> None:
+    """N.6, 12: of each KV head so many channels of every key, and one mean of V."""
+    fam = family(dimensions)
+    k, v = rows_of(3, 60)
+    receipt = fam.select(fam.build(SOURCE, k, v, NO_EVIDENCE), Query(query_of(4), 60, SOURCE)).receipt
+    one_head = 4 * (60 * dimensions + SMALL.head_dim)
+    assert receipt.index_bytes == SMALL.kv_heads * one_head
+
+
 def test_pages_of_flash_are_counted_where_that_is_how_rows_are_read() -> None:
     fam = family(variant="sparF")
     k, v = rows_of(2, 40)
