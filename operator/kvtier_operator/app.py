@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from kvtier_operator.agents import GrpcAgents
+from kvtier_operator.agents.recent import RecentAgents
 from kvtier_operator.agents.renewal import LeaseRenewer
 from kvtier_operator.clock import SystemClock
 from kvtier_operator.controller import Controller, Limits
@@ -144,7 +145,7 @@ class Operator:
             api=api,
             store=self.store,
             fleet=StoreFleet(self.store, clock),
-            agents=agents,
+            agents=RecentAgents(agents, clock),
             leader=election,
             clock=clock,
             wake=self.wake,

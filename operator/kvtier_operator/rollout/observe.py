@@ -13,12 +13,15 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier.v1 import control_pb2 as control
+from kvtier_operator.agents.recent import RecentAgents
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, NodeView
 from kvtier_operator.rollout.inputs import AgentView, ProofView
 from kvtier_operator.rollout.moves import excluded_now
 from kvtier_operator.rollout.state import RolloutState
 
 DEAD_SECONDS = 1.0
+RECENT_SECONDS = 0.5
+"""How old an answer may be that another rollout got from the same agent: half of the shortest interval."""
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Observer:
         memory: Memory,
     ) -> Pool:
         """Asks every member. One that does not answer is a view, not an error."""
-        answers = await asyncio.gather(*(self._ask(member) for member in members))
+        answers = await asyncio.gather(*(self._ask(member, cache_uid) for member in members))
         views = [
             _view(member, answer, cache_uid, rollout_uid, state, memory)
             for member, answer in zip(members, answers, strict=True)
@@ -72,11 +75,14 @@ class Observer:
             targets[view.node] = replace(member.target, boot_id=view.boot_id or member.target.boot_id)
         return Pool(tuple(replace(view, selected=view.node in chosen) for view in views), targets)
 
-    async def _ask(self, member: NodeView) -> control.GetStateResponse | None:
+    async def _ask(self, member: NodeView, cache_uid: str) -> control.GetStateResponse | None:
+        seconds = None if member.live else DEAD_SECONDS
         try:
-            if member.live:
-                return await self._agents.get_state(member.target)
-            return await self._agents.get_state(member.target, deadline_seconds=DEAD_SECONDS)
+            if isinstance(self._agents, RecentAgents):
+                return await self._agents.recent_state(
+                    member.target, cache_uid, RECENT_SECONDS, deadline_seconds=seconds
+                )
+            return await self._agents.get_state(member.target, deadline_seconds=seconds)
         except (AgentError, AgentUnreachable):
             return None
 

@@ -1,0 +1,133 @@
+"""What agents said a moment ago, for those who look at many caches of one agent: asked once, not once each.
+
+An answer counts for a cache only while nothing was told to the agent about that cache since it was asked for,
+so nobody sees a time before his own command. It must not know what an answer means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+
+from kvtier.v1 import control_pb2 as control
+from kvtier_operator.ports import Agents, AgentTarget, Clock
+
+MAX_TOLD = 65_536
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """`sent`: when it was asked for."""
+
+    target: AgentTarget
+    sent: float
+    state: control.GetStateResponse
+
+
+class RecentAgents:
+    """Implements `kvtier_operator.ports.Agents` over another one, all of whose commands pass here."""
+
+    def __init__(self, agents: Agents, clock: Clock) -> None:
+        self._agents = agents
+        self._clock = clock
+        self._answers: dict[str, _Answer] = {}
+        self._told: dict[tuple[str, str], float] = {}
+
+    async def recent_state(
+        self,
+        node: AgentTarget,
+        cache_uid: str,
+        max_age_seconds: float,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> control.GetStateResponse:
+        """As `get_state`, or an answer to somebody else that is no older and as good for this cache."""
+        known = self._answers.get(node.name)
+        if (
+            known is not None
+            and known.target == node
+            and self._clock.monotonic() - known.sent <= max_age_seconds
+            and known.sent > self._told.get((node.name, cache_uid), -1.0)
+        ):
+            return known.state
+        return await self.get_state(node, deadline_seconds=deadline_seconds)
+
+    async def get_state(
+        self, node: AgentTarget, *, deadline_seconds: float | None = None
+    ) -> control.GetStateResponse:
+        sent = self._clock.monotonic()
+        try:
+            state = await self._agents.get_state(node, deadline_seconds=deadline_seconds)
+        except BaseException:
+            self._answers.pop(node.name, None)
+            raise
+        self._answers[node.name] = _Answer(node, sent, state)
+        return state
+
+    async def apply_baseline(
+        self,
+        node: AgentTarget,
+        request: control.ApplyBaselineRequest,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> control.ApplyBaselineResponse:
+        with self._telling(node, request.cache.uid):
+            return await self._agents.apply_baseline(node, request, deadline_seconds=deadline_seconds)
+
+    async def remove_cache(
+        self, node: AgentTarget, request: control.RemoveCacheRequest, *, deadline_seconds: float | None = None
+    ) -> control.RemoveCacheResponse:
+        with self._telling(node, request.cache.uid):
+            return await self._agents.remove_cache(node, request, deadline_seconds=deadline_seconds)
+
+    async def grant(
+        self, node: AgentTarget, request: control.GrantRequest, *, deadline_seconds: float | None = None
+    ) -> control.GrantResponse:
+        with self._telling(node, request.cache.uid):
+            return await self._agents.grant(node, request, deadline_seconds=deadline_seconds)
+
+    async def revoke(
+        self, node: AgentTarget, request: control.RevokeRequest, *, deadline_seconds: float | None = None
+    ) -> control.RevokeResponse:
+        with self._telling(node, request.cache.uid):
+            return await self._agents.revoke(node, request, deadline_seconds=deadline_seconds)
+
+    async def renew(
+        self, node: AgentTarget, request: control.RenewRequest, *, deadline_seconds: float | None = None
+    ) -> control.RenewResponse:
+        return await self._agents.renew(node, request, deadline_seconds=deadline_seconds)
+
+    async def prove(
+        self, node: AgentTarget, request: control.ProveRequest, *, deadline_seconds: float | None = None
+    ) -> control.ProveResponse:
+        return await self._agents.prove(node, request, deadline_seconds=deadline_seconds)
+
+    async def read_evidence(
+        self,
+        node: AgentTarget,
+        request: control.ReadEvidenceRequest,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> control.ReadEvidenceResponse:
+        return await self._agents.read_evidence(node, request, deadline_seconds=deadline_seconds)
+
+    def retain(self, names: Container[str]) -> None:
+        self._agents.retain(names)
+        for name in [name for name in self._answers if name not in names]:
+            del self._answers[name]
+
+    async def close(self) -> None:
+        await self._agents.close()
+
+    @contextlib.contextmanager
+    def _telling(self, node: AgentTarget, cache_uid: str) -> Iterator[None]:
+        """From its beginning until its end, whatever that is, a command may have changed what was said."""
+        if len(self._told) >= MAX_TOLD:
+            self._told.clear()
+            self._answers.clear()
+        self._told[node.name, cache_uid] = self._clock.monotonic()
+        try:
+            yield
+        finally:
+            self._told[node.name, cache_uid] = self._clock.monotonic()

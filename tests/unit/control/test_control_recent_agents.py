@@ -1,0 +1,133 @@
+"""An agent's answer serves those who ask a moment later, and nobody who has told it something since."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvtier.v1 import common_pb2 as common
+from kvtier.v1 import control_pb2 as control
+from kvtier_operator.agents.recent import RecentAgents
+from kvtier_operator.ports import AgentTarget, AgentUnreachable
+from tests.unit.control.control_fakes import FakeClock
+
+NODE = AgentTarget("a", "uid-a", "here:1", "boot-1")
+AGE = 0.5
+
+
+class Asked:
+    """Counts GetState; its commands wait for `go_on`, when there is one."""
+
+    def __init__(self) -> None:
+        self.states = 0
+        self.go_on: asyncio.Event | None = None
+        self.down = False
+
+    async def get_state(self, node: AgentTarget, *, deadline_seconds: float | None = None) -> Any:
+        self.states += 1
+        if self.down:
+            raise AgentUnreachable(node.name, "UNAVAILABLE", "down")
+        return control.GetStateResponse(node=node.name, agent_version=str(self.states))
+
+    async def grant(self, node: AgentTarget, request: Any, *, deadline_seconds: float | None = None) -> Any:
+        if self.go_on is not None:
+            await self.go_on.wait()
+        if self.down:
+            raise AgentUnreachable(node.name, "UNAVAILABLE", "down")
+        return control.GrantResponse()
+
+    apply_baseline = remove_cache = revoke = grant
+
+    def retain(self, names: Any) -> None:
+        """Nothing is kept here."""
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.asked, self.clock = Asked(), FakeClock()
+        self.agents = RecentAgents(self.asked, self.clock)  # type: ignore[arg-type]
+
+    async def look(self, cache: str = "mine", node: AgentTarget = NODE) -> int:
+        """The number of the answer that this look got."""
+        state = await self.agents.recent_state(node, cache, AGE)
+        return int(state.agent_version)
+
+
+@pytest.mark.parametrize(
+    "seconds, asked",
+    [pytest.param(0.0, 1, id="at-once"), pytest.param(0.5, 1, id="in-time"), pytest.param(0.6, 2, id="late")],
+)
+async def test_one_answer_serves_all_who_ask_in_time(seconds: float, asked: int) -> None:
+    rig = Rig()
+    await rig.look("other")
+    rig.clock.advance(seconds)
+    assert await rig.look() == asked
+
+
+@pytest.mark.parametrize("verb", ["grant", "revoke", "apply_baseline", "remove_cache"])
+async def test_a_command_ends_what_was_said_of_its_cache_and_of_no_other(verb: str) -> None:
+    rig = Rig()
+    await rig.look()
+    rig.clock.advance(0.1)
+    message = {
+        "grant": control.GrantRequest,
+        "revoke": control.RevokeRequest,
+        "apply_baseline": control.ApplyBaselineRequest,
+        "remove_cache": control.RemoveCacheRequest,
+    }[verb]
+    await getattr(rig.agents, verb)(NODE, message(cache=common.CacheRef(uid="mine")))
+    assert await rig.look("other") == 1
+    assert await rig.look("mine") == 2
+
+
+async def test_what_was_asked_while_a_command_was_under_way_is_not_shown_to_its_sender() -> None:
+    """The answer may be of before the command or of after it."""
+    rig = Rig()
+    rig.asked.go_on = asyncio.Event()
+    request = control.GrantRequest(cache=common.CacheRef(uid="mine"))
+    telling = asyncio.create_task(rig.agents.grant(NODE, request))
+    await asyncio.sleep(0)
+    rig.clock.advance(0.1)
+    assert await rig.look("other") == 1
+    rig.clock.advance(0.1)
+    rig.asked.go_on.set()
+    await telling
+    assert await rig.look("mine") == 2
+
+
+async def test_a_command_that_fails_may_have_arrived() -> None:
+    rig = Rig()
+    await rig.look()
+    rig.asked.down = True
+    with pytest.raises(AgentUnreachable):
+        await rig.agents.grant(NODE, control.GrantRequest(cache=common.CacheRef(uid="mine")))
+    rig.asked.down = False
+    assert await rig.look() == 2
+
+
+async def test_silence_is_never_covered_by_an_older_answer() -> None:
+    rig = Rig()
+    await rig.look()
+    rig.asked.down = True
+    rig.clock.advance(0.6)
+    with pytest.raises(AgentUnreachable):
+        await rig.look()
+    with pytest.raises(AgentUnreachable):
+        await rig.look("other")
+
+
+async def test_another_life_or_address_of_the_agent_is_asked_itself() -> None:
+    rig = Rig()
+    await rig.look()
+    assert await rig.look(node=replace(NODE, boot_id="boot-2")) == 2
+    assert await rig.look(node=replace(NODE, boot_id="boot-2", address="there:1")) == 3
+
+
+async def test_an_agent_that_is_gone_leaves_nothing_behind() -> None:
+    rig = Rig()
+    await rig.look()
+    rig.agents.retain({"b"})
+    assert await rig.look() == 2
