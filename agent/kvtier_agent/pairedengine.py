@@ -36,6 +36,7 @@ from kvtier_agent.rowevidence import EngineGives
 from kvtier_agent.seats import Seat, Slot, carry, unseat
 from kvtier_agent.tiersums import summed
 from kvtier_agent.weightstore import GivenWeights
+from kvtier_core.blockstore.reads import Fetch
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
@@ -422,7 +423,7 @@ class SessionPrefixes:
     def __init__(self, paired: PairedEngine) -> None:
         self._paired = paired
 
-    def start(self, session_id: str, generation: int, fetch: object) -> int:
+    def start(self, session_id: str, generation: int, fetch: Fetch, asked: bytes = b"") -> int:
         """See `Prefixes.start`. UNSUPPORTED too for a session with rows in a candidate's engine, which knows
         no block of the baseline's."""
         with self._paired.seated(session_id, generation) as seat:
@@ -431,7 +432,7 @@ class SessionPrefixes:
                 raise CoreError(
                     Reason.UNSUPPORTED, "a session of a candidate's own engine computes all of its rows"
                 )
-            return prefixes.start(session_id, seat.at, fetch)  # type: ignore[arg-type]
+            return prefixes.start(session_id, seat.at, fetch, asked)
 
     def payload(
         self, session_id: str, generation: int, layer: int, chunk: int, until: float | None = None
