@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtier_core.folding import Query
 from kvtier_core.planner import ChunkRead
-from kvtier_kernels.ops.chunk_attention import chunk_state
-from kvtier_kernels.ops.chunk_attention.weighted import weighted_state
-from kvtier_kernels.state import AttentionState, identity
+from kvtier_kernels.ops.chunk_attention.listed import listed_states
+from kvtier_kernels.state import AttentionState
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,46 +41,16 @@ class Support:
         self, query: Query, chunk_tokens: int
     ) -> Callable[[ChunkRead, Tensor, Tensor], Iterator[AttentionState]]:
         """What makes the state of one chunk's rows k, v [n, Hk, d] that some list holds."""
-        group = query.q.shape[1] // len(self.lists)
 
         def of(read: ChunkRead, k: Tensor, v: Tensor) -> Iterator[AttentionState]:
-            shared = query.q.shape[1] // k.shape[1]
-            parts = [
-                self._part(
-                    at, query, group, at * group // shared, read.chunk * chunk_tokens, chunk_tokens, k, v
-                )
-                for at in range(len(self.lists))
-            ]
-            yield AttentionState(
-                m=torch.cat([part.m for part in parts], dim=1),
-                l=torch.cat([part.l for part in parts], dim=1),
-                u=torch.cat([part.u for part in parts], dim=1),
-                frame=query.frame,
-                estimated=any(part.estimated for part in parts),
-            )
+            first = read.chunk * chunk_tokens
+            # The query sees no row behind its own.
+            last = min(first + chunk_tokens, query.first_position + 1)
+            cuts = [np.searchsorted(rows, (first, last)) for rows in self.lists]
+            local = [rows[lo:hi] - first for rows, (lo, hi) in zip(self.lists, cuts, strict=True)]
+            weights = None
+            if self.log_weight is not None:
+                weights = [w[lo:hi] for w, (lo, hi) in zip(self.log_weight, cuts, strict=True)]
+            yield listed_states(query.q, k, v, local, weights, query.frame)
 
         return of
-
-    def _part(
-        self, at: int, query: Query, group: int, head: int, first: int, size: int, k: Tensor, v: Tensor
-    ) -> AttentionState:
-        rows = self.lists[at]
-        lo, hi = np.searchsorted(rows, (first, first + size))
-        q = query.q[:, at * group : (at + 1) * group]
-        if lo == hi:
-            return identity((q.shape[0], group), q.shape[2], query.frame)
-        chosen = torch.from_numpy(rows[lo:hi])
-        local = chosen - first
-        keys, values = k[:, head].index_select(0, local), v[:, head].index_select(0, local)
-        if self.log_weight is not None:
-            weights = torch.from_numpy(self.log_weight[at][lo:hi])
-            return weighted_state(q, keys, values, weights, query.frame)
-        return chunk_state(
-            q,
-            keys.unsqueeze(1),
-            values.unsqueeze(1),
-            scale=query.frame.scale,
-            q_pos0=query.first_position,
-            row_pos0=chosen,
-            frame=query.frame,
-        )

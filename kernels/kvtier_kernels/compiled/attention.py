@@ -10,6 +10,10 @@ What rounds, in this order (numerics version 2):
 So a state's bits depend on its query and on the rows that it sees. Rows that no query of a job sees are not
 read.
 
+`attend` reads runs of 16 rows, `attend_listed` rows that lie anywhere, each by an address of its own, and
+adds a bias of each row to its logits, where there is one, before anything else is done with them. Bits are
+the same.
+
 Memory is read in the order in which it lies, since a processor's prefetching follows nothing else: where rows
 lie within heads, head by head; where heads lie within rows, a few rows of all heads, then the next few. It
 must not know Python objects: all that it gets are addresses.
@@ -40,6 +44,9 @@ LOWEST = -3.4028234663852886e38
 
 
 class _Sizes(NamedTuple):
+    """listed: whether tables hold an address for each row, and none for each block."""
+
+    listed: bool
     heads: Value
     group: Value
     row_bytes: Value  # of a query, or of a sum
@@ -73,8 +80,9 @@ class _Side(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Some rows of one head. base: the address of the first row that may be read; step: bytes from row to
-    row; first, count: which of them; ahead: what is read later and may be fetched by now."""
+    """Some rows of one head. base: the address of the first row that may be read, of a list that of its place
+    in the table; step: bytes from row to row, of a list from there to this head; first, count: which of them;
+    ahead: what is read later and may be fetched by now, like base."""
 
     base: Value
     step: Value
@@ -82,11 +90,24 @@ class _Rows(NamedTuple):
     count: Value
     ahead: Value
 
+    def at(self, e: Emitter, sizes: _Sizes, i: Value) -> Value:
+        """The address of the i-th."""
+        if sizes.listed:
+            return e.at(e.load_int(e.at(self.base, e.times(i, 8))), self.step)
+        return e.at(self.base, e.times(i, self.step))
 
-def emit_attend(module: ir.Module) -> None:
-    """`attend(words)`."""
-    e = Emitter(module, "attend")
+    def later(self, e: Emitter, sizes: _Sizes, i: Value) -> Value:
+        """What to fetch while the i-th is read, but for where it stands in its row."""
+        if sizes.listed:
+            return e.at(e.load_int(e.at(self.ahead, e.times(i, 8))), self.step)
+        return e.at(self.ahead, e.times(i, sizes.row_bytes))
+
+
+def emit_attend(module: ir.Module, *, listed: bool = False) -> None:
+    """`attend(words)`, or `attend_listed(words)`."""
+    e = Emitter(module, "attend_listed" if listed else "attend")
     sizes = _Sizes(
+        listed=listed,
         heads=e.word(Word.HEADS),
         group=e.word(Word.GROUP),
         row_bytes=e.times(e.word(Word.HEAD_DIM), 4),
@@ -165,13 +186,12 @@ def _logits(e: Emitter, sizes: _Sizes, chunk: _Chunk) -> None:
     inner = e.b.select(side.by_rows, sizes.heads, e.number(1))
     many = e.b.icmp_signed(">=", chunk.queries, e.number(TURN_FROM))
     with e.loop(outer) as x, e.loop(chunk.blocks) as block:
-        base = e.load_int(e.at(side.table, e.times(block, 8)))
-        later = e.load_int(e.at(side.table, e.times(block, 8)), 8 * AHEAD)
+        base, later = _block(e, sizes, side, block)
         seen = e.smaller(e.number(LANES), e.b.sub(chunk.visible, e.times(block, LANES)))
         with e.b.if_else(many) as (transpose, directly):
             with transpose, e.loop(inner) as y:
                 h = e.at(x, y)
-                _turn(e, sizes, chunk, side, e.at(base, e.times(h, side.head_step)), seen)
+                _turn(e, sizes, chunk, _rows(e, sizes, side, h, base, later, seen))
 
                 def tile(first: Value, width: int, h: Value = h) -> None:
                     _turned_tile(e, sizes, chunk, (h, block), first, width)
@@ -181,9 +201,10 @@ def _logits(e: Emitter, sizes: _Sizes, chunk: _Chunk) -> None:
                 with e.loop(e.ceil_div(seen, ROWS)) as part, e.loop(inner) as y:
                     h = e.at(x, y)
                     unit = e.at(e.times(part, inner), y)
-                    ahead = e.at(later, e.times(unit, e.times(sizes.row_bytes, ROWS)))
-                    here = e.at(base, e.times(h, side.head_step))
-                    keys = _Rows(here, side.step, e.times(part, ROWS), seen, ahead)
+                    ahead = (
+                        later if sizes.listed else e.at(later, e.times(unit, e.times(sizes.row_bytes, ROWS)))
+                    )
+                    keys = _rows(e, sizes, side, h, base, ahead, seen, e.times(part, ROWS))
 
                     def begin(first: Value, width: int, h: Value = h, keys: _Rows = keys) -> None:
                         _begun_tile(e, sizes, chunk, h, keys, first, width)
@@ -197,13 +218,41 @@ def _logits(e: Emitter, sizes: _Sizes, chunk: _Chunk) -> None:
                     e.store(rows_reduced(e, parts), out)
 
 
+def _block(e: Emitter, sizes: _Sizes, side: _Side, block: Value) -> tuple[Value, Value]:
+    """Where a block of 16 rows is, and the one to be fetched meanwhile; of a list, their places in the
+    table."""
+    if sizes.listed:
+        entry = e.at(side.table, e.times(block, 8 * LANES))
+        return entry, e.at(entry, 8 * LANES * AHEAD)
+    entry = e.at(side.table, e.times(block, 8))
+    return e.load_int(entry), e.load_int(entry, 8 * AHEAD)
+
+
+def _rows(
+    e: Emitter,
+    sizes: _Sizes,
+    side: _Side,
+    h: Value,
+    base: Value,
+    ahead: Value,
+    count: Value,
+    first: Value | None = None,
+) -> _Rows:
+    first = e.number(0) if first is None else first
+    to_head = e.times(h, side.head_step)
+    if sizes.listed:
+        return _Rows(base, to_head, first, count, ahead)
+    return _Rows(e.at(base, to_head), side.step, first, count, ahead)
+
+
 def _begun_tile(
     e: Emitter, sizes: _Sizes, chunk: _Chunk, h: Value, keys: _Rows, first: Value, width: int
 ) -> None:
     """`width` queries times 4 rows: one vector each, of 4 lanes a row."""
     # Rows that are not seen are not read: their lanes read the last one that is.
     last = e.at(keys.count, -1)
-    rows = [e.at(keys.base, e.times(e.smaller(e.at(keys.first, i), last), keys.step)) for i in range(ROWS)]
+    rows = [keys.at(e, sizes, e.smaller(e.at(keys.first, i), last)) for i in range(ROWS)]
+    later = [keys.later(e, sizes, e.at(keys.first, i)) for i in range(ROWS)] if sizes.listed else []
     state = e.at(e.times(h, chunk.queries), first)
     q = [e.at(chunk.q, e.times(e.at(state, i), sizes.row_bytes)) for i in range(width)]
     sums = [[e.variable(VF) for _ in rows] for _ in q]
@@ -211,7 +260,9 @@ def _begun_tile(
         e.put(e.vector(0.0), place)
     with e.loop(sizes.row_bytes, step=VECTOR_BYTES) as at:
         loaded = [e.load(e.at(row, at)) for row in rows]
-        for i in range(ROWS):
+        for row in later:
+            e.prefetch(e.at(row, at))
+        for i in range(0 if sizes.listed else ROWS):
             e.prefetch(e.at(keys.ahead, e.times(at, ROWS)), VECTOR_BYTES * i)
         for base, places in zip(q, sums, strict=True):
             query = e.load(e.at(base, at))
@@ -224,10 +275,10 @@ def _begun_tile(
         e.store(started, e.at(chunk.begun, begun, at))
 
 
-def _turn(e: Emitter, sizes: _Sizes, chunk: _Chunk, side: _Side, base: Value, seen: Value) -> None:
+def _turn(e: Emitter, sizes: _Sizes, chunk: _Chunk, keys: _Rows) -> None:
     """16 keys [16, d] to [d, 16]; of rows that are not seen the last one that is."""
-    last = e.at(seen, -1)
-    rows = [e.at(base, e.times(side.step, e.smaller(e.number(i), last))) for i in range(LANES)]
+    last = e.at(keys.count, -1)
+    rows = [keys.at(e, sizes, e.smaller(e.number(i), last)) for i in range(LANES)]
     with e.loop(sizes.row_bytes, step=VECTOR_BYTES) as at:
         for i, column in enumerate(transposed(e, [e.at(row, at) for row in rows])):
             e.store(column, e.at(chunk.turned, e.times(at, LANES)), VECTOR_BYTES * i)
@@ -273,6 +324,8 @@ def _softmax(e: Emitter, sizes: _Sizes, chunk: _Chunk, row: Value) -> None:
     first = e.load_int(chunk.address, 8 * Job.FIRST)
     seen = e.load_int(e.at(e.word(Word.SEEN), e.times(e.at(first, query), 8)))
     start = e.at(chunk.p, e.times(row, sizes.room_bytes))
+    if sizes.listed:
+        _add_bias(e, chunk, start)
     peak, total = e.variable(VF), e.variable(VF)
     e.put(e.vector(float("-inf")), peak)
     e.put(e.vector(0.0), total)
@@ -304,6 +357,15 @@ def _softmax(e: Emitter, sizes: _Sizes, chunk: _Chunk, row: Value) -> None:
     e.store_one(e.lane(e.reduce(e.get(total), e.b.fadd)), e.at(chunk.l, e.times(row, 4)))
 
 
+def _add_bias(e: Emitter, chunk: _Chunk, start: Value) -> None:
+    """To the logits of one query head."""
+    bias = e.load_int(chunk.address, 8 * Job.BIAS)
+    some = e.b.icmp_signed("!=", bias, e.number(0))
+    with e.loop(e.b.select(some, chunk.blocks, e.number(0))) as i:
+        at = e.at(start, e.times(i, VECTOR_BYTES))
+        e.store(e.b.fadd(e.load(at), e.load(e.at(bias, e.times(i, VECTOR_BYTES)))), at)
+
+
 def _values(e: Emitter, sizes: _Sizes, chunk: _Chunk) -> None:
     side = _side(e, chunk, Job.VALUES, Job.VALUE_ROW, Job.VALUE_HEAD)
     outer = e.b.select(side.by_rows, e.number(1), sizes.heads)
@@ -315,11 +377,10 @@ def _values(e: Emitter, sizes: _Sizes, chunk: _Chunk) -> None:
         last = e.smaller(e.at(first, VALUE_BLOCK), chunk.visible)
         with e.loop(outer) as x, e.loop(last, first, VALUE_ROWS) as row, e.loop(inner) as y:
             h = e.at(x, y)
-            entry = e.at(side.table, e.times(e.b.sdiv(row, e.number(LANES)), 8))
-            here = e.at(e.load_int(entry), e.times(h, side.head_step))
-            ahead = e.at(e.load_int(entry, 8 * AHEAD), e.times(y, e.times(sizes.row_bytes, LANES)))
+            base, later = _block(e, sizes, side, e.b.sdiv(row, e.number(LANES)))
+            ahead = later if sizes.listed else e.at(later, e.times(y, e.times(sizes.row_bytes, LANES)))
             count = e.smaller(e.number(VALUE_ROWS), e.b.sub(last, row))
-            rows = _Rows(here, side.step, row, count, ahead)
+            rows = _rows(e, sizes, side, h, base, ahead, count, row)
 
             def tile(first: Value, width: int, h: Value = h, rows: _Rows = rows) -> None:
                 _weighted(e, sizes, chunk, h, rows, first, width)
@@ -360,10 +421,10 @@ def _weighted_tile(
         for c, place in enumerate(places):
             e.put(e.load(base, c * VECTOR_BYTES), place)
     with e.loop(rows.count) as r:
-        here = e.at(rows.base, e.times(r, rows.step), at)
+        here, later = e.at(rows.at(e, sizes, r), at), e.at(rows.later(e, sizes, r), at)
         values = [e.load(here, c * VECTOR_BYTES) for c in range(columns)]
         for c in range(columns):
-            e.prefetch(e.at(rows.ahead, e.times(r, sizes.row_bytes), at), c * VECTOR_BYTES)
+            e.prefetch(later, c * VECTOR_BYTES)
         for i, places in enumerate(sums):
             weight = e.spread(e.load_one(e.at(p, e.times(sizes.room_bytes, i), e.times(r, 4))))
             for value, place in zip(values, places, strict=True):

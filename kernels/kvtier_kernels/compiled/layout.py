@@ -10,8 +10,8 @@ from enum import IntEnum
 from kvtier_kernels.numerics import LANES as LANES
 
 AHEAD = 1
-"""Blocks of 16 rows between reading and prefetching. A table has as many entries beyond its last: a hint,
-whose memory is never read."""
+"""Blocks of 16 rows between reading and prefetching. A table has as many entries beyond its last, one of rows
+16 times as many: hints, whose memory is never read."""
 
 
 class Word(IntEnum):
@@ -34,7 +34,8 @@ class Word(IntEnum):
 
 
 class Job(IntEnum):
-    """One chunk of rows and the queries that attend it. Tables: int64 addresses of blocks of 16 rows."""
+    """One chunk of rows and the queries that attend it. Tables: int64 addresses of blocks of 16 rows, for
+    `attend_listed` of rows, which then lie anywhere."""
 
     KEYS = 0
     VALUES = 1
@@ -45,6 +46,7 @@ class Job(IntEnum):
     KEY_HEAD = 6
     VALUE_ROW = 7
     VALUE_HEAD = 8
+    BIAS = 9  # for `attend_listed`: float32 [whole blocks of 16] to add to logits; 0: none
 
 
 def scratch_floats(heads: int, queries: int, head_dim: int, room: int) -> int:

@@ -56,6 +56,9 @@ class Library:
             kind(self._engine.get_function_address(name)) for name in ("attend", "fold")
         )
         self._local = threading.local()
+        self._processor = processor
+        self._lock = threading.Lock()
+        self._listed: Any = None
 
     def attend(
         self,
@@ -65,12 +68,14 @@ class Library:
         slots: Integers,
         seen: Integers,
         totals: tuple[Tensor, Tensor, Tensor],
+        *,
+        listed: bool = False,
     ) -> None:
         """Merges each job's states into totals, in order.
 
         q: float32 [B, Hk, G, d] times the scale; jobs: [n, len(Job)];
         queries, slots, seen: as Word says, at least one row seen by each; totals: m, l [S, Hq], u [S, Hq, d].
-        All contiguous.
+        All contiguous. listed: tables hold an address for each row.
         """
         _, heads, group, d = q.shape
         room = -(-int(jobs[:, Job.VISIBLE].max()) // LANES) * LANES
@@ -83,7 +88,22 @@ class Library:
         words[Word.HEADS], words[Word.GROUP], words[Word.HEAD_DIM] = heads, group, d
         words[Word.M], words[Word.L], words[Word.U] = (total.data_ptr() for total in totals)
         words[Word.SCRATCH], words[Word.ROOM] = scratch, room
-        self._attend(words.ctypes.data)
+        if listed:
+            self._attend_listed()(words.ctypes.data)
+        else:
+            self._attend(words.ctypes.data)
+
+    def _attend_listed(self) -> Any:
+        """Compiled when it is first asked for: most processes never do."""
+        with self._lock:
+            if self._listed is None:
+                module = ir.Module("kvtier-listed")
+                emit_attend(module, listed=True)
+                engine = built(module, self._processor)
+                kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+                # The engine owns the code.
+                self._listed = engine, kind(engine.get_function_address("attend_listed"))
+            return self._listed[1]
 
     def fold(self, states: tuple[Tensor, Tensor, Tensor], totals: tuple[Tensor, Tensor, Tensor]) -> None:
         """Merges states m, l [n, R], u [n, R, d], in order, into totals m, l [R], u [R, d]. float32,

@@ -61,6 +61,7 @@ def jobs_of(
     jobs[:, Job.VISIBLE] = rows
     jobs[:, Job.FIRST] = 0
     jobs[:, Job.COUNT] = 1
+    jobs[:, Job.BIAS] = 0
     columns = [Job.KEY_ROW, Job.KEY_HEAD, Job.VALUE_ROW, Job.VALUE_HEAD]
     jobs[:, columns] = strides
     return jobs

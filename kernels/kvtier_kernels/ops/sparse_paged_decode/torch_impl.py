@@ -1,21 +1,22 @@
-"""Sparse paged decode on the CPU: one gather and one softmax a request over all its lists at once.
+"""Sparse paged decode on the CPU: one state for each split of a list, merged ascending, rows read where they
+are.
 
-It must not know how units were chosen. Lists of a request are padded to its longest; padding is row 0 of
-the pool, read as zeros.
+All units give the bits of paged decode. It must not know how units were chosen.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from kvtier_kernels.compiled.layout import LANES
 from kvtier_kernels.ops.chunk_attention import ShapeError
-from kvtier_kernels.ops.gather import all_heads, head_rows, zero_rows
-from kvtier_kernels.state import AttentionState, LogitFrame, identity
-
-_LOWEST = torch.finfo(torch.float32).min
+from kvtier_kernels.ops.chunk_attention.decode import no_rows
+from kvtier_kernels.ops.chunk_attention.jobs import Integers, readable
+from kvtier_kernels.ops.chunk_attention.listed import Floats, Lists, attend_lists
+from kvtier_kernels.state import AttentionState, LogitFrame, States
 
 
 def check_inputs(
@@ -97,67 +98,89 @@ def sparse_paged_decode_torch(
     max_units: int | None = None,
     split_tokens: int = 256,
 ) -> AttentionState:
-    """See the package. Inputs of any float dtype, widened to float32 after the gather. `max_units` and
-    `split_tokens` are there for the signature: lists are looked at, and not split."""
+    """See the package. Rows are read where their pages lie; those of half precision, or of a last dimension
+    that is no multiple of 16, from a copy in float32. `max_units` is there for the signature: lists are
+    looked at."""
     lists = check_inputs(
         q, k_cache, v_cache, page_table, indptr, units, last_unit_len, log_weight, unit_tokens, max_units
     )
     batch, hq, d = q.shape
-    frame = LogitFrame(scale)
-    if not batch:
-        return replace(identity((0, hq), d, frame), estimated=log_weight is not None)
-    answers = [
-        _request(
-            q[b].float() * scale,
-            k_cache,
-            v_cache,
-            page_table[b],
-            indptr[b * lists : (b + 1) * lists + 1],
-            units,
-            last_unit_len[b * lists : (b + 1) * lists],
-            log_weight,
-            unit_tokens,
-        )
-        for b in range(batch)
-    ]
-    m, l, u = (torch.stack(x) for x in zip(*answers, strict=True))
-    return AttentionState(m=m, l=l, u=u, frame=frame, estimated=log_weight is not None)
+    totals = no_rows(batch, hq, d)
+    chosen = _Chosen(indptr, units, last_unit_len, log_weight, unit_tokens)
+    for b in range(batch):
+        tokens, counts, bias = chosen.of(slice(b * lists, (b + 1) * lists))
+        if len(tokens):
+            scaled = q[b].float() * scale
+            own = totals[0][b], totals[1][b], totals[2][b]
+            where = (
+                page_table[b].numpy()[tokens // k_cache.shape[1]].astype(np.int64),
+                tokens % k_cache.shape[1],
+            )
+            _request(scaled, k_cache, v_cache, where, (counts, bias, split_tokens), own)
+    return AttentionState(*totals, frame=LogitFrame(scale), estimated=log_weight is not None)
+
+
+class _Chosen:
+    """Lists of units as lists of tokens."""
+
+    def __init__(
+        self, indptr: Tensor, units: Tensor, last: Tensor, log_weight: Tensor | None, unit_tokens: int
+    ) -> None:
+        self._indptr, self._last = indptr.numpy().astype(np.int64), last.numpy()
+        self._units = units.numpy().astype(np.int64)
+        self._weight = None if log_weight is None else log_weight.numpy()
+        self._size = unit_tokens
+
+    def of(self, lists: slice) -> tuple[Integers, Integers, Floats | None]:
+        """Tokens of some lists, one after the other, how many are each one's, and their weights."""
+        starts, ends = self._indptr[:-1][lists], self._indptr[1:][lists]
+        units = self._units[starts[0] : ends[-1]]
+        take = np.where(units >= 0, self._size, 0)
+        some = ends > starts
+        at = ends[some] - 1 - starts[0]
+        take[at] = np.where(units[at] >= 0, self._last[lists][some], 0)
+        behind = np.cumsum(take)
+        tokens = np.repeat(units * self._size - (behind - take), take) + np.arange(take.sum())
+        upto = np.concatenate(([0], behind))
+        counts = upto[ends - starts[0]] - upto[starts - starts[0]]
+        weight = self._weight
+        return tokens, counts, None if weight is None else np.repeat(weight[starts[0] : ends[-1]], take)
 
 
 def _request(
-    q: Tensor,
+    scaled: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    pages: Tensor,
-    indptr: Tensor,
-    units: Tensor,
-    last_unit_len: Tensor,
-    log_weight: Tensor | None,
-    unit_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, l [Hq], u [Hq,d]) of one request; q is scaled."""
-    page, hk = k_cache.shape[1:3]
-    hq, d = q.shape
-    first, end = indptr[:-1].long(), indptr[1:].long()
-    width = int((end - first).max()) * unit_tokens
-    if not width:
-        return q.new_full((hq,), -torch.inf), q.new_zeros(hq), q.new_zeros(hq, d)
-    slot = torch.arange(width)
-    place = first[:, None] + slot // unit_tokens
-    there = place < end[:, None]
-    place = torch.where(there, place, 0)
-    unit, inside = units[place].long(), slot % unit_tokens
-    there &= (unit >= 0) & ((place < end[:, None] - 1) | (inside < last_unit_len[:, None]))
-    token = torch.where(there, unit * unit_tokens + inside, 0)
-    heads = hk if there.shape[0] <= hk else hq
-    of_list = all_heads(heads, there.shape[0], q)
-    seen, token = there[of_list], token[of_list]
-    where = (pages[token // page].long(), token % page, all_heads(heads, hk, q))
-    k, v = (zero_rows(head_rows(x, *where), seen) for x in (k_cache, v_cache))
-    s = torch.bmm(q.view(heads, hq // heads, d), k.transpose(1, 2))
-    if log_weight is not None:
-        s += torch.where(there, log_weight[place], 0.0)[of_list].unsqueeze(1)
-    s = s.masked_fill_(~seen.unsqueeze(1), -torch.inf)
-    m = s.amax(-1)
-    p = torch.exp(s - m.clamp_min(_LOWEST).unsqueeze(-1))
-    return m.view(hq), p.sum(-1).view(hq), torch.bmm(p, v).view(hq, d)
+    where: tuple[Integers, Integers],
+    listed: tuple[Integers, Floats | None, int],
+    totals: States,
+) -> None:
+    """One request's q [Hq,d] over tokens at (page, place in it), list after list."""
+    counts, bias, split = listed
+    if where[0].min() < 0 or where[0].max() >= k_cache.shape[0]:
+        # Rows are read by their addresses, and one that is none would be foreign memory.
+        raise ShapeError(f"page ids of rows must lie in [0, {k_cache.shape[0]})")
+    if readable(k_cache) and readable(v_cache):
+        keys, values = (where[0] * x.stride(0) + where[1] * x.stride(1) for x in (k_cache, v_cache))
+        lists = Lists(keys, values, counts, bias, split)
+        attend_lists(scaled.contiguous(), k_cache, v_cache, lists, totals)
+        return
+    k, v = (_copied(x, where, counts) for x in (k_cache, v_cache))
+    rows = np.arange(len(where[0])) * k.stride(0)
+    d = scaled.shape[1]
+    wide = totals[2] if k.shape[2] == d else totals[2].new_zeros(len(scaled), k.shape[2])
+    query = pad(scaled, (0, k.shape[2] - d)).contiguous()
+    attend_lists(query, k, v, Lists(rows, rows, counts, bias, split), (totals[0], totals[1], wide))
+    totals[2].copy_(wide[:, :d])
+
+
+def _copied(x: Tensor, where: tuple[Integers, Integers], counts: Integers) -> Tensor:
+    """float32 [n, heads, d], d a multiple of 16: all heads of one list for all, else the list's own."""
+    page, inside = (torch.from_numpy(part) for part in where)
+    heads = x.shape[2]
+    if len(counts) == 1:
+        rows = x[page, inside]
+    else:
+        own = np.repeat(np.arange(heads), len(counts) // heads)
+        rows = x[page, inside, torch.from_numpy(np.repeat(own, counts))].unsqueeze(1)
+    return pad(rows.float(), (0, -x.shape[3] % LANES)).contiguous()
