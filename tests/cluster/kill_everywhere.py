@@ -3,22 +3,25 @@ an adopting rollout, before it is sent and after the server accepted it.
 
 Points come from a run without a death. Writes build/kills.json after each; `--resume` keeps what is there
 without a problem and tries the others. With `--stops` the operator is stopped there in place of killed,
-another takes over, and the first goes on when that has finished. Exit status 1 when a run does not end as the
-undisturbed one, or never came to its point.
+another takes over, and the first goes on when that has finished; with `--api` the API server is killed and
+started on the same store. Exit status 1 when a run does not end as the undisturbed one, or never came to its
+point.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.cluster.kill_harness import (
     SCENARIOS,
+    STEP_SECONDS,
     KillHarness,
     Scenario,
     certain,
@@ -26,7 +29,7 @@ from tests.cluster.kill_harness import (
     kill_harness,
     points,
 )
-from tests.cluster.kvtier_localplane import EventuallyError, open_cluster
+from tests.cluster.kvtier_localplane import EventuallyError, LocalControlPlane
 
 REPORT = Path(__file__).resolve().parents[2] / "build" / "kills.json"
 Row = dict[str, object]
@@ -100,6 +103,31 @@ def overtake(harness: KillHarness, scenario: Scenario, step: int, report: Report
         report.add({**where, "reached": stopped, "writes": 0, "problem": problem})
 
 
+def restart(
+    harness: KillHarness, scenario: Scenario, step: int, report: Report, interrupt: Callable[[], None]
+) -> None:
+    """One row for each write after which the API server was killed and started on the same store."""
+    reference = harness.run(scenario)
+    found = [point.write for point in points(reference) if point.after and certain(point)]
+    print(f"{scenario.name}: {len(found)} writes after which the API server is killed", flush=True)
+    for number in range(0, len(found), step):
+        name, began = f"API server killed after {found[number]}", time.monotonic()
+        if report.has(scenario, name):
+            continue
+        try:
+            ran = harness.interrupted(scenario, found[number], interrupt)
+        except EventuallyError as error:
+            problem, cost = str(error)[:400], 0
+        else:
+            # Leases may have ended meanwhile, and steps were opened again.
+            late = dataclasses.replace(ran, gap=STEP_SECONDS)
+            problem, cost = differs(reference, late), ran.cost
+        taken = time.monotonic() - began
+        print(f"{number:4d} {name}: {problem or 'same'} ({cost} writes, {taken:.1f} s)", flush=True)
+        where: Row = {"scenario": scenario.name, "number": number, "point": name}
+        report.add({**where, "reached": cost > 0, "writes": cost, "problem": problem})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [scenario.name for scenario in SCENARIOS]
@@ -107,17 +135,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="keep what the report has without a problem")
     parser.add_argument("--every", type=int, default=1, help="try each n-th point only")
     parser.add_argument("--stops", action="store_true", help="stop the operator there, and let it go on")
+    parser.add_argument("--api", action="store_true", help="kill the API server in place of the operator")
     options = parser.parse_args(argv)
     wanted = [one for one in SCENARIOS if one.name in (options.scenario or names)]
-    path = REPORT.with_name("stops.json") if options.stops else REPORT
+    kind = "api" if options.api else "stops" if options.stops else "kills"
+    path = REPORT.with_name(f"{kind}.json")
     report = Report(path, options.resume)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-kills-") as folder,
-        open_cluster(None) as cluster,
-        kill_harness(cluster, Path(folder), "kills") as harness,
+        LocalControlPlane(restarts=options.api) as plane,
+        kill_harness(plane.cluster, Path(folder), "kills") as harness,
     ):
         for scenario in wanted:
-            (overtake if options.stops else walk)(harness, scenario, options.every, report)
+            if options.api:
+                restart(harness, scenario, options.every, report, plane.restart_api_server)
+            elif options.stops:
+                overtake(harness, scenario, options.every, report)
+            else:
+                walk(harness, scenario, options.every, report)
     for name in names:
         tried = [row for row in report.rows if row["scenario"] == name]
         reached, wrong = (sum(bool(row[what]) for row in tried) for what in ("reached", "problem"))

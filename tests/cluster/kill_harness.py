@@ -8,25 +8,20 @@ tried.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.kill_lives import SUCCESSOR, Life, Lives, Point
 from tests.cluster.kvtier_localplane import Cluster, eventually
 from tests.cluster.operator_harness import (
-    REPOSITORY,
-    SYSTEM,
     agent_pool,
     apply,
     condition,
@@ -34,13 +29,8 @@ from tests.cluster.operator_harness import (
     kv_cache,
     tier_class,
 )
-from tests.cluster.operator_lives import Order
 from tests.cluster.rollout_fake_agent import RolloutFakeAgent
 
-IDENTITY = "killed-and-born"
-"""Of all lives: a successor of that name takes the operator's Lease over at once, as a restarted Pod does."""
-SUCCESSOR = "waits-for-the-lease"
-"""Of another life beside: it has to wait until the Lease of the first has ended."""
 LIFE_SECONDS = 120.0
 PLAN = json.dumps({"prompts": [{"digest": "a"}, {"digest": "b"}]})
 PROBES = f"sha256:{hashlib.sha256(PLAN.encode()).hexdigest()}"
@@ -83,17 +73,6 @@ ADOPTS = Scenario(
 SCENARIOS = (COMPLETES, RETURNS, ADOPTS)
 
 
-@dataclass(frozen=True, order=True)
-class Point:
-    """A write by name and number, and on which side of it the operator dies."""
-
-    write: str
-    after: bool
-
-    def __str__(self) -> str:
-        return f"{'after' if self.after else 'before'} {self.write}"
-
-
 @dataclass(frozen=True)
 class Outcome:
     """Where it ended. Fences are left out: a death burns numbers, nothing else."""
@@ -126,21 +105,6 @@ class Overtaken:
     tried: tuple[str, ...]
     accepted: tuple[str, ...]
     unchanged: bool
-
-
-@dataclass
-class Life:
-    pid: int
-    log: Path
-    dead: threading.Event
-
-    def stopped(self) -> bool:
-        """Whether it does nothing until it is told to go on."""
-        state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-        return state == "T"
-
-    def lines(self) -> list[str]:
-        return self.log.read_text(encoding="utf-8").splitlines() if self.log.exists() else []
 
 
 @contextlib.contextmanager
@@ -190,81 +154,6 @@ def kill_harness(cluster: Cluster, folder: Path, namespace: str) -> Iterator[Kil
         harness = KillHarness(cluster, lives, agents, namespace, namespace)
         stack.callback(harness.close)
         yield harness
-
-
-class Lives:
-    """The process that forks operators."""
-
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self._folder = folder
-        kubeconfig = cluster.service_account_kubeconfig(
-            SYSTEM, "kvtier-operator", folder / "lives.kubeconfig", duration_s=6 * 3600
-        )
-        certificate = cluster.issue_certificate(IDENTITY, folder / "lives-tls")
-        self._order = Order(
-            kubeconfig=str(kubeconfig),
-            namespace=SYSTEM,
-            identity=IDENTITY,
-            cert=str(certificate.cert_file),
-            key=str(certificate.key_file),
-            ca=str(certificate.ca_file),
-            log="",
-        )
-        self._count = 0
-        self._lives: dict[int, threading.Event] = {}
-        self._born: list[int] = []
-        self._news = threading.Condition()
-        self._errors = (folder / "lives.err").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.operator_lives"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            cwd=REPOSITORY,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def begin(self, point: Point | None = None, *, stop: bool = False, identity: str = IDENTITY) -> Life:
-        """stop: it stops at the point and may go on, else it dies there."""
-        self._count += 1
-        log = self._folder / f"life-{self._count}.log"
-        kill = {} if point is None else {"kill": point.write, "after": point.after, "stop": stop}
-        order = dataclasses.replace(self._order, log=str(log), identity=identity, **kill)
-        assert self._process.stdin is not None
-        with self._news:
-            before = len(self._born)
-            self._process.stdin.write(json.dumps(dataclasses.asdict(order)) + "\n")
-            self._process.stdin.flush()
-            assert self._news.wait_for(lambda: len(self._born) > before, 60.0), "no operator was born"
-            pid = self._born[-1]
-            return Life(pid, log, self._lives[pid])
-
-    def end(self, life: Life) -> None:
-        """Kills it where it is."""
-        if not life.dead.is_set():
-            os.kill(life.pid, signal.SIGKILL)
-        assert life.dead.wait(20.0), "the operator did not die"
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(20.0)
-        self._reader.join(5.0)
-        self._errors.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            told = json.loads(line)
-            with self._news:
-                if "born" in told:
-                    self._lives[told["born"]] = threading.Event()
-                    self._born.append(told["born"])
-                else:
-                    self._lives[told["pid"]].set()
-                self._news.notify_all()
 
 
 class KillHarness:
@@ -350,6 +239,31 @@ class KillHarness:
         unchanged = self._seen(name) == before
         self._forget(name)
         return Overtaken(outcome, tuple(sorted(tried)), accepted, unchanged)
+
+    def interrupted(self, scenario: Scenario, write: str, interrupt: Callable[[], None]) -> Ran:
+        """One rollout to its end by one operator; something happens right after a write was accepted."""
+        name = self._prepare(scenario)
+        apply(self._cluster, self._rollout(name, scenario))
+        life = self._now = self._lives.begin()
+        eventually(
+            lambda: f"< {write}" in life.lines(),
+            LIFE_SECONDS,
+            what=f"{scenario.name}: {write} was accepted",
+            on_failure=lambda: self._explain(name, life),
+            interval=0.02,
+        )
+        interrupt()
+        eventually(
+            lambda: self._end_of(name, scenario),
+            LIFE_SECONDS,
+            what=f"{scenario.name} after {write}",
+            on_failure=lambda: self._explain(name, life),
+            interval=0.2,
+        )
+        outcome = self._outcome(name, scenario)
+        written = tuple(line[2:] for line in life.lines() if line.startswith("< "))
+        self._forget(name)
+        return Ran(outcome, written, sum(COUNTED.match(line) is not None for line in written), died=False)
 
     def _seen(self, name: str) -> tuple[Any, ...]:
         """What an older operator could have spoiled."""

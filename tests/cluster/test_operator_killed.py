@@ -17,10 +17,10 @@ from tests.cluster.kill_harness import (
     STEP_SECONDS,
     KillHarness,
     Outcome,
-    Point,
     Scenario,
     kill_harness,
 )
+from tests.cluster.kill_lives import Point
 from tests.cluster.kvtier_localplane import Cluster
 
 pytestmark = pytest.mark.timeout(600, func_only=True)

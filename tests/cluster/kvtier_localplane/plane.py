@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import socket
 import ssl
 import subprocess
@@ -74,7 +75,10 @@ class LocalControlPlane:
         before_controllers: Callable[[Cluster], None] | None = None,
         say: Say = say_to_stderr,
         ready_deadline_s: float = READY_DEADLINE_S,
+        restarts: bool = False,
     ) -> None:
+        """restarts: the API server may be killed by `restart_api_server`; else its end ends everything."""
+        self._restarts = restarts
         self._binaries = binaries
         self._controller_manager = controller_manager
         self._before_controllers = before_controllers
@@ -144,6 +148,13 @@ class LocalControlPlane:
             holder.close()
         remove_folder(running.folder)
 
+    def restart_api_server(self) -> None:
+        """SIGKILL, and another process on the same store and port, ready when this returns."""
+        assert self._restarts and self._running is not None
+        os.kill(self._running.pids["kube-apiserver"], signal.SIGKILL)
+        self._read_pids("kube-apiserver")
+        self._wait_until_ready("kube-apiserver", "/readyz", self.cluster)
+
     def log_tail(self, name: str, lines: int = 20) -> str:
         """The last lines of the log of ``etcd``, ``kube-apiserver`` or ``kube-controller-manager``."""
         return _tail(self.cluster.folder / f"{name}.log", lines)
@@ -157,7 +168,9 @@ class LocalControlPlane:
         try:
             cluster = prepare(folder, ports["kube-apiserver"].getsockname()[1], self._controller_manager)
             spec_file = folder / "supervisor.json"
-            spec_file.write_text(json.dumps(_spec(binaries, cluster, ports)))
+            spec = _spec(binaries, cluster, ports)
+            spec["again"] = ["kube-apiserver"] if self._restarts else []
+            spec_file.write_text(json.dumps(spec))
             supervisor = subprocess.Popen(
                 [sys.executable, "-I", str(_SUPERVISOR), str(spec_file)],
                 stdin=subprocess.PIPE,

@@ -2,12 +2,13 @@
 
 Runs as a process of its own (``python supervisor.py SPEC``), in its own session, so that Ctrl-C reaches the
 parent first. It ends its children and removes their folder as soon as its standard input closes, its parent
-is another process than at start, one child ends, or it is told to stop. Each child is tied to it by
-PR_SET_PDEATHSIG, so that not even SIGKILL of the supervisor leaves one behind.
+is another process than at start, one child ends that is not to be started again, or it is told to stop. Each
+child is tied to it by PR_SET_PDEATHSIG, so that not even SIGKILL of the supervisor leaves one behind.
 
 Standard library only. It must not know what the children are.
 SPEC is a JSON file: {"parent": pid, "remove": folder, "children": [{"name", "argv", "cwd", "log"}],
-"later": [...]}. Those of `later` are started by the first line on standard input.
+"later": [...], "again": [name]}. Those of `later` are started by the first line on standard input, those of
+`again` once more whenever they end.
 It writes one JSON line per event to standard output: started (with pid) and ended (with rc
 and the end of its log).
 """
@@ -71,6 +72,7 @@ def _watch(
     parent: int,
     children: list[tuple[str, subprocess.Popen[bytes]]],
     later: list[dict[str, Any]],
+    again: dict[str, dict[str, Any]],
     logs: dict[str, str],
     stopping: list[int],
 ) -> None:
@@ -81,8 +83,11 @@ def _watch(
         if readable:
             _start(later, children)
             later = []
-        for name, process in children:
-            if process.poll() is not None:
+        for name, process in list(children):
+            if process.poll() is not None and name in again:
+                children.remove((name, process))
+                _start([again[name]], children)
+            elif process.poll() is not None:
                 _tell(event="ended", name=name, rc=process.returncode, log=_tail(logs[name]))
                 return
 
@@ -109,7 +114,8 @@ def main(path: str) -> int:
     try:
         _start(spec["children"], children)
         logs = {one["name"]: one["log"] for one in spec["children"] + spec["later"]}
-        _watch(spec["parent"], children, spec["later"], logs, stopping)
+        again = {one["name"]: one for one in spec["children"] if one["name"] in spec.get("again", [])}
+        _watch(spec["parent"], children, spec["later"], again, logs, stopping)
     finally:
         _end(children)
         if spec["remove"]:
