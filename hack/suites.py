@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -35,9 +36,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
+    """cpu_s: what the step and all that it waited for have computed; the rest of its `seconds` it waited, for
+    others or for a core."""
+
     step: Step
     passed: bool
     seconds: float
+    cpu_s: float
     tests: int = 0
     failures: int = 0
     note: str = ""
@@ -170,13 +175,13 @@ class Runner:
             with self._lock:
                 self._running.add(process)
             note = ""
-            try:
-                code = process.wait(step.deadline_s)
-            except subprocess.TimeoutExpired:
-                note, code = f"ended after its deadline of {step.deadline_s:g} s", 1
-            _end(process)
+            late = not _ended(process, step.deadline_s)
+            if late:
+                note = f"ended after its deadline of {step.deadline_s:g} s"
+                _end(process)
             with self._lock:
                 self._running.discard(process)
+            code, cpu_s = _reap(process)
             log.seek(0)
             text = log.read().decode(errors="replace")
         if not alone:
@@ -184,22 +189,41 @@ class Runner:
         tests, failures = _counts(report) if report.exists() else (0, 0)
         if code == 5:
             note = "no tests were found"
-        return Result(step, code == 0, time.monotonic() - started, tests, failures, note or f"status {code}")
+        passed, seconds = code == 0 and not late, time.monotonic() - started
+        return Result(step, passed, seconds, cpu_s, tests, failures, note or f"status {code}")
+
+
+def _ended(process: subprocess.Popen[bytes], patience: float) -> bool:
+    """Waits for the end and leaves the status to `_reap`, so that nobody loses what was computed."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], patience)[0])
+    finally:
+        os.close(descriptor)
+
+
+def _reap(process: subprocess.Popen[bytes]) -> tuple[int, float]:
+    """Exit status, and processor seconds of a process that has ended and of its children."""
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, usage.ru_utime + usage.ru_stime
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of the step: an interrupt first, so that fixtures can clean up. Of what that does not
-    end, pytest then prints the stacks of all threads."""
+    """Ends the step: an interrupt first, so that fixtures can clean up. Of what that does not end, pytest
+    then prints the stacks of all threads."""
     steps = ((os.killpg, signal.SIGINT, 20), (os.kill, signal.SIGABRT, 5), (os.killpg, signal.SIGKILL, 10))
     aborted = False
     for send, number, patience in steps:
-        if process.poll() is not None and not aborted:
+        if _ended(process, 0) and not aborted:
             return
         with contextlib.suppress(ProcessLookupError):
             send(process.pid, number)
         aborted = number == signal.SIGABRT
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
+        _ended(process, patience)
 
 
 def _counts(report: Path) -> tuple[int, int]:
@@ -211,15 +235,17 @@ def _counts(report: Path) -> tuple[int, int]:
 
 
 def summarize(results: list[Result], seconds: float) -> str:
-    lines = ["", "=== summary"]
+    lines = ["", "=== summary", f"{'':14s} {'':11s} {'time':>8s} {'computed':>10s}"]
     for result in results:
         outcome = "passed" if result.passed else f"FAILED ({result.note})"
         tests = f"{result.tests:5d} tests" if result.tests else " " * 11
-        lines.append(f"{result.step.name:10s} {tests} {result.seconds:6.0f} s  {outcome}")
+        spent = f"{result.seconds:6.0f} s {result.cpu_s:6.0f} cpu s"
+        lines.append(f"{result.step.name:14s} {tests} {spent}  {outcome}")
     total = sum(result.tests for result in results)
     failed = sum(result.failures for result in results)
     others = sum(not result.passed and result.failures == 0 for result in results)
-    lines.append(f"all        {total:5d} tests {seconds:6.0f} s")
+    computed = sum(result.cpu_s for result in results)
+    lines.append(f"{'all':14s} {total:5d} tests {seconds:6.0f} s {computed:6.0f} cpu s")
     lines.append("")
     lines.append(f"{total - failed} passed, {failed + others} failed")
     return "\n".join(lines)
