@@ -19,7 +19,7 @@ import re
 from pathlib import Path
 
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.tiers.nvme.crypto import KEY_BYTES, MAX_REFERENCE_BYTES
+from kvtier_core.tiers.keyform import KEY_BYTES, MAX_REFERENCE_BYTES
 
 CURRENT = "CURRENT"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_REFERENCE_BYTES - 1}}}")

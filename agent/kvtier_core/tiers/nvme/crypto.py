@@ -29,12 +29,12 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.block import BlockHeader, associated_data
+from kvtier_core.tiers.keyform import KEY_BYTES as KEY_BYTES
+from kvtier_core.tiers.keyform import MAX_REFERENCE_BYTES as MAX_REFERENCE_BYTES
 
-KEY_BYTES = 32
 SALT_BYTES = 16
 NONCE_BYTES = 12
 TAG_BYTES = 16
-MAX_REFERENCE_BYTES = 64
 _CACHED_KEYS = 1024
 _DOMAIN = b"kvtier block encryption v1\0"
 
