@@ -47,6 +47,7 @@ from kvtier_crds.manifest import (
     TierRole,
 )
 from tests.cluster.kvtier_localplane.pki import Certificate, CertificateAuthority
+from tests.engine.agent_forks import AgentForks, Fork
 
 START_SECONDS = 150.0
 CALL_SECONDS = 30.0
@@ -139,7 +140,7 @@ def quest_candidate(
 class Agent:
     """A running agent. Control calls raise grpc.RpcError; `detail_of` reads the typed refusal."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Fork
     socket_path: Path
     control_address: str
     boot_id: str
@@ -271,6 +272,21 @@ def detail_of(error: grpc.RpcError) -> common_pb2.ErrorDetail:
     raise AssertionError(f"no ErrorDetail in {error}") from error
 
 
+_forks: list[AgentForks] = []
+
+
+@contextlib.contextmanager
+def forked_agents() -> Iterator[None]:
+    """Inside, `running_agent` forks its agents; outside, and where it is told to, they start from nothing."""
+    forks = AgentForks()
+    _forks.append(forks)
+    try:
+        yield
+    finally:
+        _forks.remove(forks)
+        forks.close()
+
+
 @contextlib.contextmanager
 def running_agent(
     *,
@@ -280,10 +296,11 @@ def running_agent(
     node: str = NODE,
     node_uid: str | None = None,
     cluster: Sequence[str] = ("--no-kubernetes",),
+    from_nothing: bool = False,
 ) -> Iterator[Agent]:
     """A live agent; on exit it is terminated, killed if that takes long. With `folder` its state survives,
     so a second call is a restart on the same node. `cluster`: how it reaches an API server, if at all;
-    `node_uid`: empty to have it asked there."""
+    `node_uid`: empty to have it asked there. `from_nothing`: as a program of its own, never as a fork."""
     with contextlib.ExitStack() as stack:
         base = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kv")))
         authority = CertificateAuthority("kvtier-test-ca", base / "pki")
@@ -291,7 +308,7 @@ def running_agent(
         operator = authority.issue("kvtier-operator", base / "pki", server=False)
         chosen = tiers(base / "nvme") if callable(tiers) else tiers
         arguments = agent_arguments(base, node, server, chosen, node_uid=node_uid, cluster=cluster)
-        process = _start(base, [*arguments, *extra])
+        process = _start(base, [*arguments, *extra], [] if from_nothing else _forks)
         try:
             ready = _wait_ready(process, base / "agent.log")
             channel = stack.enter_context(_channel(ready["control"], node, operator))
@@ -341,15 +358,17 @@ def agent_arguments(
     return arguments
 
 
-def _start(base: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
+def _start(base: Path, arguments: Sequence[str], forks: Sequence[AgentForks]) -> subprocess.Popen[str] | Fork:
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "kvtier_agent", *arguments]
     with open(base / "agent.log", "ab") as log:
+        if forks:
+            return forks[-1].start(arguments, environment, log)
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
 
 
-def _wait_ready(process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
+def _wait_ready(process: subprocess.Popen[str] | Fork, log: Path) -> dict[str, Any]:
     lines: queue.Queue[str] = queue.Queue()
     assert process.stdout is not None
     stdout = process.stdout

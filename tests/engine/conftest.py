@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvtier_client.client import AttentionClient
+from tests.engine.agent_process import forked_agents
 from tests.engine.fake_agent import FakeAgent, serve
 
 
@@ -20,6 +21,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def agents_are_forks() -> Iterator[None]:
+    """Of one process that starts with the first of them."""
+    with forked_agents():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -80,9 +80,8 @@ def test_registration_drain_and_return(control_plane: Cluster, kubeconfig: Path)
 
     def kv_node(ready: Callable[[KVNode], bool]) -> KVNode:
         def found() -> KVNode | None:
-            shown = control_plane.kubectl("get", "kvnode", NODE, "-o", "json", "--ignore-not-found").stdout
-            model = KVNode.model_validate(json.loads(shown)) if shown.strip() else None
-            return model if model is not None and model.status is not None and ready(model) else None
+            model = KVNode.model_validate(control_plane.get("kvnode", NODE))
+            return model if model.status is not None and ready(model) else None
 
         result = eventually(found, 120)
         assert result is not None
@@ -93,7 +92,7 @@ def test_registration_drain_and_return(control_plane: Cluster, kubeconfig: Path)
         return spec
 
     cluster = ("--kubeconfig", str(kubeconfig))
-    with running_agent(node=NODE, node_uid="", cluster=cluster) as agent:
+    with running_agent(node=NODE, node_uid="", cluster=cluster, from_nothing=True) as agent:
         assert [path.name for path in (agent.folder / "nvme").iterdir()] == [uid]
         manifest = baseline_manifest()
         agent.apply_baseline(manifest)

@@ -115,7 +115,7 @@ def test_a_crash_keeps_the_fence_and_serves_the_baseline(folder: Path) -> None:
             session.forward(3)
             before = session.opened
             agent.kill()
-    with running_agent(folder=folder) as again, Engine(again.socket_path) as engine:
+    with running_agent(folder=folder, from_nothing=True) as again, Engine(again.socket_path) as engine:
         assert again.boot_id != agent.boot_id
         [cache] = again.state().caches
         assert cache.highest_fence == granted.fence.value
