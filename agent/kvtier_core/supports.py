@@ -41,16 +41,18 @@ class Support:
         self, query: Query, chunk_tokens: int
     ) -> Callable[[ChunkRead, Tensor, Tensor], Iterator[AttentionState]]:
         """What makes the state of one chunk's rows k, v [n, Hk, d] that some list holds."""
+        # Where each chunk's rows stand in each list. The query sees no row behind its own.
+        edges = np.arange(0, query.first_position + 1 + chunk_tokens, chunk_tokens)
+        edges[-1] = query.first_position + 1
+        cuts = [np.searchsorted(rows, edges).tolist() for rows in self.lists]
 
         def of(read: ChunkRead, k: Tensor, v: Tensor) -> Iterator[AttentionState]:
-            first = read.chunk * chunk_tokens
-            # The query sees no row behind its own.
-            last = min(first + chunk_tokens, query.first_position + 1)
-            cuts = [np.searchsorted(rows, (first, last)) for rows in self.lists]
-            local = [rows[lo:hi] - first for rows, (lo, hi) in zip(self.lists, cuts, strict=True)]
+            at, first = read.chunk, read.chunk * chunk_tokens
+            parts = [slice(cut[at], cut[at + 1]) for cut in cuts]
+            rows = [one[part] for one, part in zip(self.lists, parts, strict=True)]
             weights = None
             if self.log_weight is not None:
-                weights = [w[lo:hi] for w, (lo, hi) in zip(self.log_weight, cuts, strict=True)]
-            yield listed_states(query.q, k, v, local, weights, query.frame)
+                weights = [one[part] for one, part in zip(self.log_weight, parts, strict=True)]
+            yield listed_states(query.q, k, v, rows, weights, query.frame, first)
 
         return of

@@ -46,11 +46,13 @@ def listed_states(
     lists: Sequence[NDArray[np.int64]],
     log_weight: Sequence[Floats] | None,
     frame: LogitFrame,
+    first: int = 0,
 ) -> AttentionState:
     """The state of one query over rows of one chunk, those of each list for its query heads.
 
-    q: float32 [1, Hq, d]; k, v: float32 [R, Hk, d], CPU; lists: rows of the chunk, in the order in which they
-    are summed, one list for each KV head or query head, or one for all. log_weight: added to their logits,
+    q: float32 [1, Hq, d]; k, v: float32 [R, Hk, d], CPU, of rows that count from `first`; lists: rows of the
+    chunk, in the order in which they are summed, one list for each KV head or query head, or one for all.
+    log_weight: added to their logits,
     natural log; the state is then an estimate: m = max(s + w), l = sum exp(s + w - m), u likewise with v, for
     s = scale q.k. Returns m, l [1, Hq], u [1, Hq, d]; the identity where a list is empty. Raises ShapeError.
     """
@@ -67,29 +69,27 @@ def listed_states(
     sizes = [len(one) for one in lists]
     if log_weight is not None and [len(one) for one in log_weight] != sizes:
         raise ShapeError(f"weights of {[len(one) for one in log_weight]} rows for {sizes}")
-    chosen = np.concatenate(lists)
+    chosen = np.concatenate(lists) - first
     if len(chosen) and (chosen.min() < 0 or chosen.max() >= k.shape[0]):
         # Rows are read by their addresses, and one that is none would be foreign memory.
-        raise ShapeError(f"rows must lie in [0, {k.shape[0]})")
-    state = identity((1, hq), d, frame)
+        raise ShapeError(f"rows must lie in [{first}, {first + k.shape[0]})")
+    spare = -d % LANES
+    state = identity((hq,), d + spare, frame)
     if len(chosen):
-        spare = -d % LANES
         scaled = q[0] * frame.scale
         if spare:
             scaled, k, v = pad(scaled, (0, spare)), pad(k, (0, spare)), pad(v, (0, spare))
         k, v = (x if readable(x) else x.contiguous() for x in (k, v))
-        counts = np.array(sizes, np.int64)
         work = Lists(
             keys=chosen * k.stride(0),
             values=chosen * v.stride(0),
-            counts=counts,
+            counts=np.array(sizes, np.int64),
             bias=None if log_weight is None else np.concatenate(log_weight),
             split=max(sizes),
         )
-        totals = identity((hq,), d + spare, frame)
-        attend_lists(scaled.contiguous(), k, v, work, (totals.m, totals.l, totals.u))
-        state = AttentionState(totals.m[None], totals.l[None], totals.u[None, :, :d], frame)
-    return AttentionState(state.m, state.l, state.u, frame, estimated=log_weight is not None)
+        attend_lists(scaled.contiguous(), k, v, work, (state.m, state.l, state.u))
+    u = state.u[None, :, :d] if spare else state.u[None]
+    return AttentionState(state.m[None], state.l[None], u, frame, estimated=log_weight is not None)
 
 
 def attend_lists(scaled: Tensor, k: Tensor, v: Tensor, lists: Lists, totals: States) -> None:
@@ -107,8 +107,7 @@ def attend_lists(scaled: Tensor, k: Tensor, v: Tensor, lists: Lists, totals: Sta
     one = heads if count == 1 else 1
     group = hq // (count * one)
     tables, bias = _tables(k, v, lists, heads if count > 1 else 1)
-    jobs = _jobs(tables, bias, lists, (k, v))
-    work = np.repeat(np.arange(count), -(-lists.counts // lists.split))
+    jobs, work = _jobs(tables, bias, lists, (k, v))
     q = scaled.view(count, one, group, d)
     m, l, u = totals
     into = m.view(count, one * group), l.view(count, one * group), u.view(count, one * group, d)
@@ -135,16 +134,23 @@ def _tables(k: Tensor, v: Tensor, lists: Lists, heads: int) -> tuple[Integers, F
     return table, bias
 
 
-def _jobs(table: Integers, bias: Floats | None, lists: Lists, caches: tuple[Tensor, Tensor]) -> Integers:
-    counts = -(-lists.counts // lists.split)
+def _jobs(
+    table: Integers, bias: Floats | None, lists: Lists, caches: tuple[Tensor, Tensor]
+) -> tuple[Integers, Integers]:
+    """A job for each part of a list, and of which list it is."""
     starts = np.cumsum(lists.counts) - lists.counts
-    which = np.repeat(np.arange(len(counts)), counts)
-    part = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = starts[which] + part * lists.split
+    if lists.counts.max() <= lists.split:
+        which = lists.counts.nonzero()[0]
+        first, visible = starts[which], lists.counts[which]
+    else:
+        parts = -(-lists.counts // lists.split)
+        which = np.repeat(np.arange(len(parts)), parts)
+        before = lists.split * (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts))
+        first, visible = starts[which] + before, np.minimum(lists.split, lists.counts[which] - before)
     jobs = np.zeros((len(which), len(Job)), np.int64)
     jobs[:, Job.KEYS] = table.ctypes.data + 8 * first
     jobs[:, Job.VALUES] = jobs[:, Job.KEYS] + table.strides[0]
-    jobs[:, Job.VISIBLE] = np.minimum(lists.split, lists.counts[which] - part * lists.split)
+    jobs[:, Job.VISIBLE] = visible
     jobs[:, Job.FIRST] = np.arange(len(which))
     jobs[:, Job.COUNT] = 1
     for x, row, head in (
@@ -156,7 +162,7 @@ def _jobs(table: Integers, bias: Floats | None, lists: Lists, caches: tuple[Tens
         jobs[:, head] = 4 * x.stride(-2)
     if bias is not None:
         jobs[:, Job.BIAS] = bias.ctypes.data + 4 * first
-    return jobs
+    return jobs, which
 
 
 def _plain(scaled: Tensor, k: Tensor, v: Tensor, lists: Lists, totals: States) -> None:
