@@ -1,0 +1,304 @@
+"""Sessions of a cache with two engines: who answers, what is compared, what comes back and when the second
+engine is empty. Every answer has the bits of one engine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier_agent.engine_port import SessionTerms
+from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.prefixes import Prefixes
+from tests.unit.agent.paired_rig import (
+    EXACT,
+    ROOMY,
+    PairedRig,
+    Played,
+    own_terms,
+    paired_rig,
+    ran,
+)
+from tests.unit.core.builders import CHUNK, LAYERS, SCALE, gpu, quest
+
+NO_ROOM = CoreError(Reason.NO_DESTINATION_CAPACITY, "full")
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[PairedRig]:
+    with paired_rig(tmp_path) as made:
+        yield made
+
+
+def test_a_served_session_is_in_the_candidates_engine_alone(rig: PairedRig) -> None:
+    baseline, candidate = rig.digests
+    session = rig.open(serves=True)
+    assert ran(session.forward(CHUNK + 7) + session.forward()) == {(candidate, True, "")}
+    assert rig.running.used == 0
+    plain = rig.open()
+    assert ran(plain.forward(9)) == {(baseline, False, "")}
+    assert rig.paired.seated_in(rig.paired.beside) == 1  # type: ignore[arg-type]
+
+
+def test_without_permission_it_comes_home_with_its_rows(rig: PairedRig) -> None:
+    baseline, _ = rig.digests
+    session = rig.open(serves=True)
+    session.forward(CHUNK + 7)
+    assert ran(session.forward(permitted=False)) == {(baseline, False, "")}
+    assert rig.beside.used == 0
+    assert rig.paired.detach() is not None
+    session.forward(permitted=False)
+
+
+def test_a_compared_session_is_in_both_and_a_wrong_value_is_seen(rig: PairedRig) -> None:
+    baseline, candidate = rig.digests
+    shadow, canary = rig.open(compared=True), rig.open(serves=True, compared=True)
+    assert ran(shadow.forward(CHUNK + 7)) == {(baseline, False, "")}
+    assert ran(canary.forward(5)) == {(candidate, True, "")}
+    for session in (shadow, canary):
+        compared = [one.comparison for one in session.forward()]
+        assert all(one is not None and one.diff_norm == 0.0 < one.exact_norm for one in compared)
+    rig.beside.spoil = True
+    wrong = [one.comparison for one in shadow.forward()]
+    assert all(one is not None and one.diff_norm > 0.0 for one in wrong)
+
+
+@pytest.mark.parametrize("compared", [False, True], ids=["served", "compared"])
+def test_what_the_candidates_engine_has_no_room_for_the_baseline_answers(
+    rig: PairedRig, compared: bool
+) -> None:
+    """And it is told once, since it is counted."""
+    baseline, _ = rig.digests
+    session = rig.open(serves=True, compared=compared)
+    session.forward(CHUNK + 7)
+    rig.beside.refusal = NO_ROOM
+    results = session.forward() + session.forward()
+    assert ran(results) == {(baseline, False, NO_ROOM.reason.value)}
+    assert [one.refused for one in results] == [NO_ROOM] + [None] * (2 * LAYERS - 1)
+    rig.beside.refusal = None
+    assert ran(session.forward()) == {(baseline, False, NO_ROOM.reason.value)}
+    assert rig.beside.used == 0
+
+
+@pytest.mark.parametrize("compared", [False, True], ids=["served", "compared"])
+def test_a_session_that_finds_no_room_to_open_is_the_baselines(rig: PairedRig, compared: bool) -> None:
+    baseline, _ = rig.digests
+    rig.beside.refusal = NO_ROOM
+    session = rig.open(serves=True, compared=compared)
+    results = session.forward(5)
+    assert ran(results) == {(baseline, False, NO_ROOM.reason.value)}
+    assert [one.refused for one in results] == [NO_ROOM, None]
+
+
+def test_what_no_engine_could_answer_is_refused_and_the_session_is_where_it_was(rig: PairedRig) -> None:
+    session = rig.open(serves=True)
+    session.forward(5)
+    rig.beside.refusal = CoreError(Reason.DEADLINE, "late")
+    with pytest.raises(CoreError) as refused:
+        rig.paired.step(session.frame(0, 5, 6), session.mode())
+    assert refused.value.reason is Reason.DEADLINE
+    rig.beside.refusal = None
+    assert ran(session.forward()) == {(rig.digests[1], True, "")}
+
+
+def test_where_the_baseline_has_no_room_the_return_is_a_typed_refusal_until_it_has(tmp_path: Path) -> None:
+    with paired_rig(tmp_path, running=(gpu(3 * LAYERS),), beside=ROOMY) as rig:
+        session, other = rig.open(serves=True), rig.open()
+        session.forward(CHUNK + 7)
+        other.forward(CHUNK + 7)
+        with pytest.raises(CoreError) as refused:
+            session.forward(permitted=False)
+        assert refused.value.reason is Reason.NO_DESTINATION_CAPACITY
+        other.close()
+        assert ran(session.forward(permitted=False)) == {(rig.digests[0], False, "")}
+
+
+def edited(rig: PairedRig, session: Played) -> None:
+    handle = session.handle
+    # Nothing is dropped, so that the reference need not be edited too.
+    rig.paired.edit_session(EditRequest(handle.session_id, handle.generation, Drop(())))
+
+
+def forked(rig: PairedRig, session: Played) -> None:
+    handle = session.handle
+    child = rig.paired.fork_session(ForkRequest(handle.session_id, handle.generation))
+    # A child of the same arm is permitted what its parent is, and the baseline's all the same.
+    frame = replace(session.frame(0, 5, 6), session_id=child.session_id, generation=child.generation)
+    result = rig.paired.step(frame, session.mode())
+    assert (result.from_candidate, result.refused) == (False, None)
+    rig.paired.close_session(child.session_id, child.generation)
+
+
+@pytest.mark.parametrize("act", [edited, forked])
+@pytest.mark.parametrize("compared", [False, True], ids=["served", "compared"])
+def test_an_edited_or_forked_session_is_the_baselines(
+    rig: PairedRig, act: Callable[[PairedRig, Played], None], compared: bool
+) -> None:
+    session = rig.open(serves=True, compared=compared)
+    session.forward(5)
+    act(rig, session)
+    results = session.forward()
+    assert ran(results) == {(rig.digests[0], False, "UNSUPPORTED")}
+    assert all(one.refused is None and one.comparison is None for one in results)
+    assert rig.beside.used == 0
+
+
+def test_an_adopted_candidate_takes_over_and_the_other_engine_empties(rig: PairedRig) -> None:
+    _, candidate = rig.digests
+    plain, served, both = rig.open(), rig.open(serves=True), rig.open(serves=True, compared=True)
+    for session in (plain, served, both):
+        session.forward(CHUNK + 7)
+    rig.paired.swap()
+    assert rig.paired.live_manifest().digest() == candidate
+    assert ran(plain.forward(permitted=False)) == {(candidate, False, "")}
+    assert rig.paired.settle() == 0
+    assert rig.running.used == 0
+    retired = rig.paired.detach()
+    assert retired is not None and retired.engine is rig.running and retired.retired
+    for session in (plain, served, both):
+        assert ran(session.forward(permitted=False)) == {(candidate, False, "")}
+
+
+def test_a_session_with_a_selector_stays_in_the_engine_that_was_replaced_until_it_ends(
+    rig: PairedRig,
+) -> None:
+    terms = replace(own_terms(*rig.digests), own=False, selector=quest())
+    handle = rig.paired.open_session(SessionTerms("team-a", SCALE, 100, terms))
+    rig.paired.swap()
+    assert rig.paired.settle() == 1
+    assert rig.paired.detach() is None
+    frame = replace(rig.open().frame(0, 0, 3), session_id=handle.session_id, generation=handle.generation)
+    assert rig.paired.step(frame, EXACT).receipt.manifest_digest == rig.digests[0]
+    rig.paired.close_session(handle.session_id, handle.generation)
+    assert rig.paired.detach() is not None
+
+
+def test_frames_of_many_sessions_are_answered_where_each_is(rig: PairedRig) -> None:
+    plain, compared, returned = rig.open(), rig.open(compared=True), rig.open(serves=True)
+    sessions = [plain, compared, returned]
+    for session in sessions:
+        session.forward(5)
+    frames = [[(one.frame(layer, 5, 6), EXACT) for one in sessions] for layer in range(LAYERS)]
+    lost = replace(plain.frame(0, 5, 6), session_id="nobody")
+    stale = replace(compared.frame(0, 5, 6), generation=99)
+    answers = [rig.paired.step_many(part) for part in frames]
+    for index, session in enumerate(sessions):
+        session.check([part[index] for part in answers])  # type: ignore[misc]
+    refused = rig.paired.step_many([(lost, EXACT), (stale, EXACT)])
+    assert [one.reason for one in refused if isinstance(one, CoreError)] == [
+        Reason.SESSION_UNKNOWN,
+        Reason.GENERATION_STALE,
+    ]
+
+
+def test_bytes_of_both_engines_are_the_caches(rig: PairedRig) -> None:
+    before = {one.class_name: one for one in rig.paired.tiers()}
+    rig.open().forward(5)
+    rig.open(serves=True).forward(5)
+    after = {one.class_name: one for one in rig.paired.tiers()}
+    assert set(after) == {"hbm", "ram", "flash"}
+    moved = sum(after[name].used_bytes - before[name].used_bytes for name in after)
+    assert moved == rig.running.used + rig.beside.used > 0
+
+
+class TestBlocks:
+    def test_a_candidates_session_starts_from_no_block_of_the_baselines(self, rig: PairedRig) -> None:
+        session = rig.open(serves=True)
+        with pytest.raises(CoreError) as refused:
+            rig.paired.prefixes.start(session.handle.session_id, session.handle.generation, object())  # type: ignore[arg-type]
+        assert refused.value.reason is Reason.UNSUPPORTED
+
+    def test_rows_of_either_engine_become_the_same_blocks(self, rig: PairedRig) -> None:
+        def payload(prefixes: Prefixes | object, played: Played) -> bytes:
+            handle = played.handle
+            return bytes(prefixes.payload(handle.session_id, handle.generation, 0, 0))  # type: ignore[attr-defined]
+
+        served = rig.open(serves=True)
+        served.forward(CHUNK)
+        # What is published is committed: a later frame says so.
+        served.forward()
+        reference = rig.alone.prefixes.payload(
+            served.reference.handle.session_id, served.reference.handle.generation, 0, 0
+        )
+        assert payload(rig.paired.prefixes, served) == reference
+
+
+class PairedMachine(RuleBasedStateMachine):
+    """Sessions open, go on, lose their permission and end, in any order, while the candidate is adopted and
+    its engine emptied. The reference knows one engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = RIGS[-1]
+        self.open: list[Played] = []
+        self.lost: set[str] = set()
+        self.swapped = False
+
+    @precondition(lambda self: len(self.open) < 4)
+    @rule(serves=st.booleans(), compared=st.booleans())
+    def opens(self, serves: bool, compared: bool) -> None:
+        self.open.append(self.rig.open(serves=serves, compared=compared))
+
+    @precondition(lambda self: self.open)
+    @rule(pick=st.integers(0, 3), tokens=st.integers(1, CHUNK + 3))
+    def steps(self, pick: int, tokens: int) -> None:
+        session = self.open[pick % len(self.open)]
+        left = 3 * CHUNK - session.reference.position
+        if left:
+            permitted = not self.swapped and session.handle.session_id not in self.lost
+            session.forward(min(tokens, left), permitted=permitted)
+
+    @precondition(lambda self: self.open)
+    @rule(pick=st.integers(0, 3))
+    def loses_permission(self, pick: int) -> None:
+        self.lost.add(self.open[pick % len(self.open)].handle.session_id)
+
+    @precondition(lambda self: self.open)
+    @rule(pick=st.integers(0, 3))
+    def closes(self, pick: int) -> None:
+        self.open.pop(pick % len(self.open)).close()
+
+    @rule()
+    def settles(self) -> None:
+        """As when no lease is held: whoever is beside comes home."""
+        self.lost |= {one.handle.session_id for one in self.open}
+        assert self.rig.paired.settle() == 0
+
+    @precondition(lambda self: not self.swapped)
+    @rule()
+    def adopts(self) -> None:
+        self.rig.paired.swap()
+        self.swapped = True
+
+    @invariant()
+    def nobody_holds_more_than_sessions_do(self) -> None:
+        if not self.open:
+            assert self.rig.running.used == self.rig.beside.used == 0
+
+    def teardown(self) -> None:
+        for session in self.open:
+            session.close()
+        assert self.rig.running.used == self.rig.beside.used == 0
+        if self.swapped:
+            self.rig.paired.swap()
+            for slot in (self.rig.paired.running, self.rig.paired.beside):
+                assert slot is not None
+                slot.retired = False
+
+
+RIGS: list[PairedRig] = []
+
+
+def test_any_order_of_events_keeps_bits_and_gives_everything_back(rig: PairedRig) -> None:
+    RIGS.append(rig)
+    try:
+        PairedMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+        PairedMachine.TestCase().runTest()
+    finally:
+        RIGS.pop()
