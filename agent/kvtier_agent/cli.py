@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help='repeatable; className, medium, deviceKind, capacity, device {"path" | "cudaIndex"}, reserve, '
         "persistence (nvme: process, node, durable), endurance {driveWritesPerDay, targetFraction}, "
+        "readBytesPerSecond, writeBytesPerSecond, "
         "queueDepth",
     )
     add(

@@ -26,7 +26,7 @@ PROCESS = "process"
 PERSISTENCE = (PROCESS, "node", "durable")
 TIER_FIELDS = {
     *("className", "medium", "deviceKind", "capacity", "device", "reserve"),
-    *("persistence", "endurance", "queueDepth"),
+    *("persistence", "endurance", "queueDepth", "readBytesPerSecond", "writeBytesPerSecond"),
 }
 MAX_QUEUE_DEPTH = 65536
 
@@ -60,10 +60,13 @@ class TierConfig:
     cuda_index: int | None
     persistence: str = PROCESS
     drive_writes_per_day: Decimal | None = None
-    """As rated; None: writes are not paced."""
+    """As rated; None: the flash is not spared."""
     write_share: Decimal = Decimal(1)
     """Of the rated writes, what caches may use."""
     queue_depth: int | None = None
+    read_rate: int | None = None
+    """Bytes a second, as `write_rate`; None: as fast as it goes."""
+    write_rate: int | None = None
 
     @property
     def simulated(self) -> bool:
@@ -73,7 +76,8 @@ class TierConfig:
     @classmethod
     def parse(cls, text: str) -> TierConfig:
         """Reads {"className","medium","deviceKind","capacity","device":{"path"|"cudaIndex"},"reserve",
-        "persistence","endurance":{"driveWritesPerDay","targetFraction"},"queueDepth"}."""
+        "persistence","endurance":{"driveWritesPerDay","targetFraction"},"queueDepth","readBytesPerSecond",
+        "writeBytesPerSecond"}."""
         try:
             fields = json.loads(text)
         except ValueError as error:
@@ -119,6 +123,8 @@ class TierConfig:
             drive_writes_per_day=rated,
             write_share=share,
             queue_depth=_queue_depth(name, fields.get("queueDepth")),
+            read_rate=_rate(name, medium, "readBytesPerSecond", fields),
+            write_rate=_rate(name, medium, "writeBytesPerSecond", fields),
         )
 
 
@@ -313,6 +319,15 @@ def _queue_depth(name: str, given: Any) -> int | None:
     if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= MAX_QUEUE_DEPTH:
         raise ConfigError(f"--tier {name}: queueDepth {given!r} must be in [1, {MAX_QUEUE_DEPTH}]")
     return given
+
+
+def _rate(name: str, medium: Medium, field: str, fields: dict[str, Any]) -> int | None:
+    given = fields.get(field)
+    if given is None:
+        return None
+    if medium is not Medium.NVME:
+        raise ConfigError(f"--tier {name}: {field} is only for medium nvme")
+    return _size(f"--tier {name}: {field}", given, minimum=1)
 
 
 def _size(where: str, value: Any, minimum: int) -> int:

@@ -279,6 +279,7 @@ def mount_of(tier: NodeTier) -> TierMount:
         cuda_index=None if config.simulated else config.cuda_index,
         capability=kept,
         budget=tier.budget,
+        pace=tier.pace,
         queue_depth=config.queue_depth,
     )
 

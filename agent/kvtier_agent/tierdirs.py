@@ -25,6 +25,7 @@ from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme import sweep_orphans
 from kvtier_core.tiers.nvme.datakeys import KEYS_SUFFIX, KeysErased, erase_data_keys
 from kvtier_core.tiers.nvme.endurance import WriteBudget, bytes_per_day, daily_budget
+from kvtier_core.tiers.nvme.pace import Pace
 from kvtier_core.tiers.nvme.tier import store_path
 from kvtier_core.tiers.nvme.verify import SUFFIX
 from kvtier_crds.manifest import RuntimeManifest
@@ -44,12 +45,14 @@ PACED = f"{Reason.WRITE_BUDGET}: writes were put off: the endurance of its class
 @dataclass(frozen=True)
 class NodeTier:
     """A claimed tier. `directory` is this agent's own; `fault` is empty when the tier can be used. `budget`:
-    of bytes written, None where the class states no endurance."""
+    of bytes written, None where the class states no endurance. `pace`: of bytes a second, for all caches
+    together; None where the class states none."""
 
     config: TierConfig
     directory: Path | None
     fault: str
     budget: WriteBudget | None = None
+    pace: Pace | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -223,7 +226,10 @@ class NodeTiers:
         if rate == 0:
             return NodeTier(config, None, "EnduranceZero: the endurance of its class allows no write at all")
         budget = None if rate is None else daily_budget(rate, self._clock)
-        return NodeTier(config, directory, "", budget)
+        pace = None
+        if config.read_rate is not None or config.write_rate is not None:
+            pace = Pace(config.read_rate, config.write_rate, self._clock)
+        return NodeTier(config, directory, "", budget, pace)
 
     def _bytes_per_day(self, config: TierConfig, directory: Path) -> int | None:
         rated, share = config.drive_writes_per_day, config.write_share

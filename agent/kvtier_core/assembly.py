@@ -231,7 +231,7 @@ def _own_keys(
 
 def nvme_options(mount: TierMount, keys: KeyProvider | None) -> NvmeOptions:
     """A queue is as deep as there are threads, and these are bounded."""
-    options = NvmeOptions(keys=keys, budget=mount.budget)
+    options = NvmeOptions(keys=keys, budget=mount.budget, pace=mount.pace)
     if mount.queue_depth is None:
         return options
     return dataclasses.replace(options, threads=max(1, min(MAX_IO_THREADS, mount.queue_depth)))

@@ -31,6 +31,7 @@ from kvtier_core.tiers.transfer import EraseItem, Landing, TransferItem, Transfe
 
 if TYPE_CHECKING:
     from kvtier_core.tiers.nvme.endurance import WriteBudget
+    from kvtier_core.tiers.nvme.pace import Pace
 
 P = ParamSpec("P")
 
@@ -75,8 +76,8 @@ DEFAULT_CAPABILITY: dict[MediumKind, TierCapability] = {
 class TierMount:
     """One device of this node behind a tier class. `folder` for nvme, `cuda_index` for gpu (None: CPU device,
     then the tier is simulated). `capability` None: the medium's default. For nvme also: `budget`, of bytes
-    written, shared by all caches on the device; `queue_depth`, I/Os that one cache has under way at a time,
-    None: the tier's own choice."""
+    written, and `pace`, of bytes a second, both shared by all caches on the device; `queue_depth`, I/Os that
+    one cache has under way at a time, None: the tier's own choice."""
 
     class_name: str
     medium: MediumKind
@@ -85,6 +86,7 @@ class TierMount:
     capability: TierCapability | None = None
     o_direct: bool = True
     budget: WriteBudget | None = None
+    pace: Pace | None = None
     queue_depth: int | None = None
 
 

@@ -101,9 +101,10 @@ class Endurance(Struct):
 
 class TierLimits(Struct):
     read_bytes_per_second: Quantity | None = None
-    """For people: agents go by what they measure."""
+    """How fast all caches of an nvme tier on a node may read together: what is beyond it waits, up to its
+    deadline. Absent: as fast as it goes. Of other media it says nothing."""
     write_bytes_per_second: Quantity | None = None
-    """For people: agents go by what they measure, and do not slow down to it."""
+    """As readBytesPerSecond, of writes."""
     queue_depth: Annotated[int, Field(ge=1, le=65536)] | None = None
     """How many reads and writes a cache has under way at a time on an nvme tier; at most 64 are used. Absent:
     4. Of other media it says nothing."""

@@ -70,7 +70,7 @@ def _storage_fields(spec: JsonObject) -> JsonObject:
     if persistence in KEPT:
         fields["persistence"] = persistence
     limits = spec.get("limits") or {}
-    for name in ("endurance", "queueDepth"):
+    for name in ("endurance", "queueDepth", "readBytesPerSecond", "writeBytesPerSecond"):
         if limits.get(name):
             fields[name] = limits[name]
     return fields

@@ -19,6 +19,7 @@ from kvtier_agent.tiermetrics import WriteBudgetCollector
 from kvtier_core.assembly import MAX_IO_THREADS, nvme_options
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.nvme.endurance import DAY_SECONDS
+from kvtier_core.tiers.nvme.pace import Load, Way
 from kvtier_crds.models.kvnode import KVNode
 from tests.unit.agent.agent_fakes import Bench
 from tests.unit.core.builders import FakeClock, cpu, manifest, nvme
@@ -47,8 +48,14 @@ def claimed(folder: Path, clock: FakeClock, *configs: TierConfig) -> NodeTiers:
         ({"queueDepth": 0}, "queueDepth 0 must be in"),
         ({"queueDepth": True}, "queueDepth True must be in"),
         ({"queueDepth": "8"}, "queueDepth '8' must be in"),
+        ({"readBytesPerSecond": "fast"}, "readBytesPerSecond 'fast' is not a quantity"),
+        ({"writeBytesPerSecond": 0}, "writeBytesPerSecond 0 must be at least 1"),
+        ({"readBytesPerSecond": "1G", "medium": "cpu"}, "readBytesPerSecond is only for medium nvme"),
     ],
-    ids=["text", "half", "negative", "over-one", "medium", "depth-0", "depth-bool", "depth-text"],
+    ids=[
+        *("text", "half", "negative", "over-one", "medium", "depth-0", "depth-bool", "depth-text"),
+        *("rate-text", "rate-0", "rate-medium"),
+    ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -70,6 +77,24 @@ def test_a_queue_depth_is_so_many_threads_within_bounds(
 def test_a_class_without_endurance_has_no_budget(tmp_path: Path) -> None:
     tiers = claimed(tmp_path, FakeClock(), flash(tmp_path))
     assert tiers.all()[0].budget is None and mount_of(tiers.all()[0]).budget is None
+    tiers.close()
+
+
+def test_all_caches_of_a_tier_move_at_one_pace(tmp_path: Path) -> None:
+    clock = FakeClock()
+    tiers = claimed(tmp_path, clock, flash(tmp_path, writeBytesPerSecond="10M"))
+    mounts = [mount_of(tiers.all()[0]) for _ in range(2)]
+    paces = [nvme_options(mount, None).pace for mount in mounts]
+    assert paces[0] is paces[1] is not None
+    assert paces[0].take(Load(Way.WRITE, 1_000_000)) == 0.0
+    assert paces[0].take(Load(Way.WRITE, 1_000_000)) == pytest.approx(0.1)
+    assert paces[0].take(Load(Way.READ, 1 << 40)) == 0.0
+    tiers.close()
+
+
+def test_a_class_without_rates_has_no_pace(tmp_path: Path) -> None:
+    tiers = claimed(tmp_path, FakeClock(), flash(tmp_path))
+    assert mount_of(tiers.all()[0]).pace is None
     tiers.close()
 
 

@@ -14,11 +14,11 @@ from kvtier_crds.models.families import Family
 from kvtier_crds.models.kvselector import Guarantee, Need
 from kvtier_operator import conditions as c
 from kvtier_operator.events import changes
+from kvtier_operator.feasible import budgets_of_others, feasibility, open_chunk_bytes
 from kvtier_operator.fleet import StoreFleet, lease_key
 from kvtier_operator.ports import EventType, JsonObject, Kind, ObjectKey
 from kvtier_operator.reconcile import agentpool, kvnode, kvselector, tierclass
 from kvtier_operator.reconcile.agentpool import Observed
-from kvtier_operator.feasible import budgets_of_others, feasibility, open_chunk_bytes
 from kvtier_operator.reconcile.kvcache_plan import ledger_moved
 from kvtier_operator.reconcile.kvcache_refs import resolve
 from kvtier_operator.reconcile.kvnode import Liveness
@@ -233,7 +233,7 @@ def test_the_daemonset_starts_agents_with_everything_they_need() -> None:
     ("capabilities", "limits", "more"),
     [
         ({}, None, {}),
-        ({}, {"readBytesPerSecond": "2G"}, {}),
+        ({}, {"readBytesPerSecond": "2G"}, {"readBytesPerSecond": "2G"}),
         ({"persistence": "durable"}, None, {"persistence": "durable"}),
         (
             {"persistence": "node"},
@@ -245,7 +245,7 @@ def test_the_daemonset_starts_agents_with_everything_they_need() -> None:
             },
         ),
     ],
-    ids=["as-before", "for-people", "durable", "all"],
+    ids=["as-before", "paced", "durable", "all"],
 )
 def test_an_agent_is_told_what_an_nvme_class_says_and_can_read_it(
     capabilities: JsonObject, limits: JsonObject | None, more: JsonObject

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.nvme.groupcommit import GroupCommit
+from kvtier_core.tiers.nvme.pace import Load
 
 
 class CallJob:
@@ -18,8 +19,9 @@ class CallJob:
 
     items = 1
 
-    def __init__(self, work: Callable[[], None], deadline: float) -> None:
+    def __init__(self, work: Callable[[], None], deadline: float, load: Load | None = None) -> None:
         self.deadline = deadline
+        self.load = load
         self._work = work
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -77,6 +79,7 @@ class LeadJob:
     """Flushes for writers who wait, when the one who would have done it hangs."""
 
     items = 1
+    load: Load | None = None
 
     def __init__(self, commit: GroupCommit, deadline: float) -> None:
         self.deadline = deadline

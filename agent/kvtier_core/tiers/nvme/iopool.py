@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.tiers.nvme.pace import Load, Pace, Way
 
 _TIMER_MAX_WAIT_SECONDS = 1.0
 _TIMER_MIN_WAIT_SECONDS = 0.001
@@ -26,6 +27,8 @@ class Job(Protocol):
 
     deadline: float
     items: int
+    load: Load | None
+    """What of the device's pace it takes."""
 
     def run(self) -> bool:
         """Does the work. False: it is not over yet, and says so later by `IoPool.settled`."""
@@ -58,7 +61,9 @@ class IoPool:
         spare: int,
         clock: Callable[[], float] | None,
         hung_changed: Callable[[], None] = lambda: None,
+        pace: Pace | None = None,
     ) -> None:
+        """pace: at which jobs begin; one that is not due lets those of the other way pass."""
         if threads < 1 or bound < 1 or spare < 0:
             raise CoreError(
                 Reason.BAD_ARGUMENT, f"a pool of {threads} threads, {bound} items, {spare} spare threads"
@@ -69,6 +74,7 @@ class IoPool:
         self._spare = spare
         self._clock = clock
         self._hung_changed = hung_changed
+        self._pace = pace
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
@@ -147,6 +153,9 @@ class IoPool:
             self._expired.update(late)
             self._hung.update(thread for thread, job in self._running.items() if job in self._expired)
             self._grow(len(self._queue))
+            if self._pace is not None:
+                # Whoever calls this may have moved the clock.
+                self._work.notify_all()
         for job in never:
             job.refuse(_late(self._name))
         for job in late:
@@ -212,14 +221,34 @@ class IoPool:
                 if surplus or (self._closing and not self._queue):
                     self._threads.discard(me)
                     return None
-                if self._queue:
-                    job = self._queue.popleft()
+                job, seconds = self._due()
+                if job is not None:
                     self._queued_items -= job.items
                     self._running[me] = job
                     return job
                 self._sleeping += 1
-                self._work.wait()
+                self._work.wait(seconds)
                 self._sleeping -= 1
+
+    def _due(self) -> tuple[Job | None, float | None]:
+        """Takes the first job whose bytes are due out of the queue; or for how long to wait, None for until
+        one comes. A pool that closes minds no pace."""
+        if self._pace is None or self._closing:
+            return (self._queue.popleft(), None) if self._queue else (None, None)
+        late: dict[Way, float] = {}
+        for at, job in enumerate(self._queue):
+            seconds = late.get(job.load.way, 0.0) if job.load is not None else 0.0
+            if job.load is not None and not seconds:
+                seconds = self._pace.take(job.load)
+            if not seconds:
+                del self._queue[at]
+                return job, None
+            assert job.load is not None
+            late[job.load.way] = seconds
+            if len(late) == len(Way):
+                break
+        # The clock may be another than the system's: it is looked at again before long.
+        return None, min(_TIMER_MAX_WAIT_SECONDS, *late.values()) if late else None
 
     def _ran(self, me: threading.Thread, job: Job, over: bool) -> None:
         with self._lock:

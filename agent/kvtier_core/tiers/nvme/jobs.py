@@ -17,6 +17,7 @@ from kvtier_core.tiers.fileops import Buffer
 from kvtier_core.tiers.nvme.batch import Batch, runs
 from kvtier_core.tiers.nvme.endurance import WriteBudget
 from kvtier_core.tiers.nvme.groupcommit import GroupCommit
+from kvtier_core.tiers.nvme.pace import Load, Way
 from kvtier_core.tiers.nvme.store import Pieces, Store
 from kvtier_core.tiers.slots import SlotRef, SlotState
 from kvtier_core.tiers.transfer import TransferItem
@@ -73,6 +74,7 @@ class Settling(Protocol):
 
     deadline: float
     items: int
+    load: Load | None
 
     def run(self) -> bool: ...
     def expire(self) -> None: ...
@@ -85,6 +87,7 @@ class Job(ABC):
     def __init__(self, backend: Backend, batch: Batch, indexes: Sequence[int], deadline: float) -> None:
         self.deadline = deadline
         self.items = len(indexes)
+        self.load: Load | None = None
         self._to = backend
         self._batch = batch
         self._indexes = indexes
@@ -124,6 +127,7 @@ class ReadJob(Job):
     ) -> None:
         super().__init__(backend, batch, indexes, deadline)
         self._items = items
+        self.load = Load(Way.READ, len(indexes) * backend.store.form.stride)
 
     def _run(self) -> bool:
         store, scratch = self._to.store, self._to.store.scratch()

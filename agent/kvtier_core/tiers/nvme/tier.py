@@ -43,6 +43,7 @@ from kvtier_core.tiers.nvme.health import TierHealth
 from kvtier_core.tiers.nvme.iopool import IoPool
 from kvtier_core.tiers.nvme.jobs import Backend, IoCounts, ReadJob
 from kvtier_core.tiers.nvme.opening import Recovered, SuperblockKeeper, recover
+from kvtier_core.tiers.nvme.pace import Load, Pace, Way
 from kvtier_core.tiers.nvme.recovery import RecoveredBlock, RecoveryReport
 from kvtier_core.tiers.nvme.slots import NvmeSlots
 from kvtier_core.tiers.nvme.store import Pieces, Store
@@ -66,8 +67,8 @@ CLOSE_SECONDS = 5.0
 class NvmeOptions:
     """threads: I/Os at a time. queue_items: blocks that may wait. spare_threads: may replace hung ones.
     run_bytes: the most that one system call moves. read_back: blocks written by `submit_write` are read again
-    before they count. budget: of bytes written. keys: encrypt at rest under them. random: bytes from a
-    CSPRNG.
+    before they count. budget: of bytes written. pace: of bytes a second. keys: encrypt at rest under them.
+    random: bytes from a CSPRNG.
     """
 
     threads: int = 4
@@ -76,6 +77,7 @@ class NvmeOptions:
     run_bytes: int = 4 << 20
     read_back: bool = False
     budget: WriteBudget | None = None
+    pace: Pace | None = None
     keys: KeyProvider | None = None
     random: Callable[[int], bytes] = os.urandom
 
@@ -136,6 +138,7 @@ class NvmeTier(Tier):
             self.options.spare_threads,
             clock,
             self._hung_changed,
+            self.options.pace,
         )
         self._backend = Backend(
             self._store,
@@ -329,7 +332,7 @@ class NvmeTier(Tier):
             buffer.payload.copy_(payload)
             arrived = self._write_now(TransferItem(ref, identity, Landing(buffer.body, buffer.header)))
 
-        self._within(deadline, self._write_buffer, work)
+        self._within(deadline, self._write_buffer, work, Way.WRITE)
         self.slots.advance(ref, SlotState.WRITTEN, SlotState.RESERVED)
         # What the caller compares is payload; header and padding came along or the block is short.
         size = self._form.payload_bytes
@@ -382,14 +385,22 @@ class NvmeTier(Tier):
             buffer.block[:] = used.block
 
     def _within(
-        self, deadline: float | None, shared: StagingBuffer, work: Callable[[StagingBuffer], None]
+        self,
+        deadline: float | None,
+        shared: StagingBuffer,
+        work: Callable[[StagingBuffer], None],
+        way: Way = Way.READ,
     ) -> StagingBuffer:
-        """Runs `work` here, or in the pool with a buffer of its own when there is a deadline to keep."""
+        """Runs `work` on a block here, or in the pool with a buffer of its own when there is a deadline to
+        keep. Without one it waits for no pace, and those after it do."""
+        load = Load(way, self._block)
         if deadline is None or self.clock is None:
+            if self.options.pace is not None:
+                self.options.pace.charge(load)
             work(shared)
             return shared
         own = StagingBuffer(self.layout)
-        call = CallJob(lambda: work(own), deadline)
+        call = CallJob(lambda: work(own), deadline, load)
         self._pool.submit([call])
         call.wait()
         return own

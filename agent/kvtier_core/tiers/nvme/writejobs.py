@@ -13,6 +13,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.block import erased_page
 from kvtier_core.tiers.nvme.batch import Batch, runs
 from kvtier_core.tiers.nvme.jobs import Backend, Job, joined, slots_of
+from kvtier_core.tiers.nvme.pace import Load, Way
 from kvtier_core.tiers.nvme.store import Pieces
 from kvtier_core.tiers.slots import SlotRef, SlotState
 from kvtier_core.tiers.staging import PAGE
@@ -33,6 +34,7 @@ class WriteJob(Job):
         durable: bool,
     ) -> None:
         super().__init__(backend, batch, indexes, deadline)
+        self.load = Load(Way.WRITE, len(indexes) * backend.store.form.stride)
         self._items = items
         self.durable = durable
         self._written: list[int] = []
