@@ -25,9 +25,10 @@ from kvtier_eval.summary import summarise
 from kvtier_eval.tasks import Material, Task
 from kvtier_eval.texts import stdlib_corpus
 
-QUICK_SECONDS = 240.0
+QUICK_SECONDS = 180.0
 """A quick run asks for the time before each prompt and each selector; the rest of 5 minutes is for what it
-does then and for the report."""
+does then (30 s of a processor at most) and for the report."""
+_QUICK_PROMPTS = 2
 _OK, _WRONG, _CUT_SHORT = 0, 2, 3
 
 
@@ -73,11 +74,14 @@ def main(
     arguments: Sequence[str] | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
+    spent: Callable[[], float] = time.process_time,
     loader: Callable[[str], Loaded] = load,
     coder: Callable[[], str] = code_digest,
     stderr: TextIO | None = None,
 ) -> int:
-    """0: done. 2: refused, with the reason on stderr. 3: stopped before the end; the same command goes on."""
+    """spent: seconds of processors that this process took.
+
+    0: done. 2: refused, with the reason on stderr. 3: stopped before the end; the same command goes on."""
     parsed = build_parser().parse_args(arguments)
     err = sys.stderr if stderr is None else stderr
     if parsed.command == "probe":
@@ -88,7 +92,9 @@ def main(
             plan = _read_plan(parsed.out)
             _write_report(parsed.out, plan, err)
             return _OK
-        return _measure(parsed, started, clock, loader, coder, err)
+        status = _measure(parsed, started, clock, loader, coder, err)
+        err.write(f"{spent():.0f} s of processors, {clock() - started:.0f} s in all\n")
+        return status
     except (FileNotFoundError, WrongJournal, ValidationError, ValueError) as error:
         err.write(f"kvtier-eval: {error}\n")
         return _WRONG
@@ -166,7 +172,7 @@ def _measure(
 
 def _settings(parsed: argparse.Namespace) -> Settings:
     return Settings(
-        prompts=parsed.prompts or (4 if parsed.quick else 50),
+        prompts=parsed.prompts or (_QUICK_PROMPTS if parsed.quick else 50),
         steps=parsed.steps,
         seed=parsed.seed,
         regime=parsed.regime,
