@@ -32,7 +32,7 @@ from kvtier_operator.rollout.holders import gone
 from kvtier_operator.rollout.inputs import AgentView, Approved, CacheView, CandidateView, Inputs, Look
 from kvtier_operator.rollout.moves import is_mine
 from kvtier_operator.rollout.observe import Memory, Observer, Pool, unasked
-from kvtier_operator.rollout.probesets import probe_set
+from kvtier_operator.rollout.probereads import ProbeReads
 from kvtier_operator.rollout.probing import Probing
 from kvtier_operator.rollout.rivals import busy_with, superseded_by
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
@@ -84,6 +84,7 @@ class Gatherer:
         self._deps = deps
         self._feed = feed
         self._observer = Observer(deps.agents)
+        self._probes = ProbeReads(deps.api, deps.clock)
 
     async def gather(self, key: ObjectKey, rollout: JsonObject, kept: Kept, run: Run) -> Facts:
         api = self._deps.api
@@ -140,11 +141,8 @@ class Gatherer:
         raw = rollout.get("spec") or {}
         probes: dict[str, ProbeSet] = {}
         for name in probe_names(raw.get("gates") or []):
-            try:
-                found = await self._deps.api.get(ObjectKey(Kind.CONFIG_MAP, key.namespace, name))
-            except NotFound:
-                found = None
-            probes[name] = probe_set(found)
+            where = ObjectKey(Kind.CONFIG_MAP, key.namespace, name)
+            probes[name] = await self._probes.get(where, rollout["metadata"]["uid"])
         version = rollout["metadata"].get("generation"), tuple(sorted(probes.items())), exact
         if kept.parsed is None or kept.parsed[0] != version:
             kept.parsed = version, _parsed(raw, probes, exact)

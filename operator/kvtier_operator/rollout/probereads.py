@@ -1,0 +1,58 @@
+"""Reads the ConfigMaps that probeRefs name: once for the rollouts that look in the same moment.
+
+They are not watched, since a cluster has many that are none of ours. A plan of thousands of prompts is parsed
+once while its text stays. Nobody is shown one reading twice, so an edit is seen by the next look. It must not
+judge.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvtier_operator.ports import Clock, KubeApi, NotFound, ObjectKey
+from kvtier_operator.rollout.gateset import ProbeSet
+from kvtier_operator.rollout.probesets import probe_set
+
+SHARED_SECONDS = 0.5
+"""Half of the shortest interval between looks."""
+MAX_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """readers: uids of the rollouts that have seen it. data: the object's, None where there is none."""
+
+    at: float
+    data: object
+    found: ProbeSet
+    readers: set[str]
+
+
+class ProbeReads:
+    """One per reconciler. Raises ApiError."""
+
+    def __init__(self, api: KubeApi, clock: Clock) -> None:
+        self._api = api
+        self._clock = clock
+        self._known: OrderedDict[ObjectKey, _Reading] = OrderedDict()
+
+    async def get(self, where: ObjectKey, reader: str) -> ProbeSet:
+        """reader: uid of the rollout that looks."""
+        started = self._clock.monotonic()
+        known = self._known.get(where)
+        if known is not None and started - known.at <= SHARED_SECONDS and reader not in known.readers:
+            known.readers.add(reader)
+            return known.found
+        try:
+            obj = await self._api.get(where)
+        except NotFound:
+            obj = None
+        data = None if obj is None else obj.get("data")
+        same = known is not None and data is not None and known.data == data
+        found = known.found if known is not None and same else probe_set(obj)
+        self._known[where] = _Reading(started, data, found, {reader})
+        self._known.move_to_end(where)
+        while len(self._known) > MAX_KEPT:
+            self._known.popitem(last=False)
+        return found
