@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import subprocess
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from aiohttp import web
 
 from tests.bench.release_api import Admin, Json, until
-from tests.bench.release_processes import free_port
+from tests.bench.release_processes import end_with_parent, free_port
 from tests.cluster.kvtier_localplane import Cluster, find_argo_rollouts
 
 SPACE = "argo"
@@ -28,6 +27,8 @@ GROUP = f"/apis/argoproj.io/v1alpha1/namespaces/{SPACE}"
 SETS = f"/apis/apps/v1/namespaces/{SPACE}/replicasets"
 REPLICAS = 10
 SECONDS = 300.0
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+DEFINED = tuple(f"{name}.argoproj.io" for name in ("rollouts", "analysisruns", "analysistemplates"))
 CRDS = ("rollout", "analysis-run", "analysis-template", "cluster-analysis-template", "experiment")
 
 
@@ -123,7 +124,7 @@ class Argo:
 async def argo(cluster: Cluster, admin: Admin, folder: Path) -> AsyncIterator[Argo]:
     """Built, installed and running, with one Rollout that is stable."""
     program, crds = await asyncio.to_thread(find_argo_rollouts)
-    await asyncio.to_thread(cluster.apply_files, [crds / f"{name}-crd.yaml" for name in CRDS], timeout=300)
+    await _install(cluster, admin, crds)
     await asyncio.to_thread(cluster.ensure_namespace, SPACE)
     async with contextlib.AsyncExitStack() as stack:
         process = _start(program, cluster, folder)
@@ -146,6 +147,20 @@ async def argo(cluster: Cluster, admin: Admin, folder: Path) -> AsyncIterator[Ar
         yield peer
 
 
+async def _install(cluster: Cluster, admin: Admin, crds: Path) -> None:
+    files = [f"--filename={crds / name}-crd.yaml" for name in CRDS]
+    await asyncio.to_thread(cluster.kubectl, "apply", "--server-side", *files, timeout=SECONDS)
+    async with asyncio.timeout(SECONDS):
+        for name in DEFINED:
+            while not _established(await admin.get(f"{DEFINITIONS}/{name}")):
+                await asyncio.sleep(0.2)
+
+
+def _established(definition: Json) -> bool:
+    conditions = (definition.get("status") or {}).get("conditions") or []
+    return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
+
+
 def _start(program: Path, cluster: Cluster, folder: Path) -> subprocess.Popen[bytes]:
     argv = [
         *(str(program), f"--kubeconfig={cluster.admin_kubeconfig}", "--leader-elect=false"),
@@ -153,7 +168,9 @@ def _start(program: Path, cluster: Cluster, folder: Path) -> subprocess.Popen[by
         *("--namespaced", f"--namespace={SPACE}"),
     ]
     with (folder / "argo.log").open("ab") as log:
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ})
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=end_with_parent
+        )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

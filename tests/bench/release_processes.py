@@ -6,8 +6,10 @@ Each ends when its handle is closed. It must not know what is measured.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -43,6 +45,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                preexec_fn=end_with_parent,
                 limit=LINE_BYTES,
             )
         child = cls(process, log)
@@ -92,6 +95,11 @@ class Child:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+
+
+def end_with_parent() -> None:
+    """However this process ends: PR_SET_PDEATHSIG."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 async def start_operator(kubeconfig: Path, namespace: str, tls: Certificate, folder: Path) -> Child:
