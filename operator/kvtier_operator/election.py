@@ -31,6 +31,8 @@ from kvtier_operator.ports import ObjectKey as Key
 _log = logging.getLogger(__name__)
 
 LEASE_NAME = "kvtier-operator"
+# For both requests of a release: a server that is slow then is worth waiting for, or the next leader waits.
+RELEASE_SECONDS = 8.0
 
 
 class LeaseApi(Protocol):
@@ -145,7 +147,7 @@ class LeaseElection:
         if not held:
             return
         with contextlib.suppress(ApiError, TimeoutError):
-            async with asyncio.timeout(2.0):
+            async with asyncio.timeout(RELEASE_SECONDS):
                 lease = await self._api.get(self._key)
                 if (lease["spec"].get("holderIdentity") or "") == self._identity:
                     lease["spec"]["holderIdentity"] = ""

@@ -25,6 +25,7 @@ from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from tests.cluster.kvtier_localplane import Cluster, eventually
+from tests.ports import free_port
 
 NUMERICS = "f32-chunk-merge/2"
 MIB = 1024 * 1024
@@ -121,8 +122,9 @@ class FakeControl(ControlServicer):
     async def RemoveCache(self, request: control.RemoveCacheRequest, context: Any) -> Any:
         async def run() -> control.RemoveCacheResponse:
             self._judge(request, "Remove")
-            self.state.caches.pop(request.cache.uid, None)
+            # Whoever sees that it is gone finds under which fence.
             self.state.removed[request.cache.uid] = request.fence.value
+            self.state.caches.pop(request.cache.uid, None)
             return control.RemoveCacheResponse()
 
         return await self._answer("RemoveCache", context, run)
@@ -187,7 +189,14 @@ class FakeAgent:
     servicer: type[FakeControl] = FakeControl
 
     def __init__(
-        self, cluster: Cluster, folder: Path, node: str, *, namespace: str, pool: str, lease_seconds: int = 40
+        self,
+        cluster: Cluster,
+        folder: Path,
+        node: str,
+        *,
+        namespace: str,
+        pool: str,
+        lease_seconds: int = 600,
     ) -> None:
         self.cluster = cluster
         self.state = AgentState(node)
@@ -200,7 +209,8 @@ class FakeAgent:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._started = threading.Event()
-        self.port = 0
+        # Its own, so that nobody has it when it comes back.
+        self.port = free_port()
 
     def start(self) -> None:
         """Serves, then registers: KVNode, its status, its Lease."""
@@ -208,7 +218,7 @@ class FakeAgent:
         self._started.clear()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        assert self._started.wait(10), "the fake agent did not start"
+        assert self._started.wait(60), "the fake agent did not start"
         self._register()
 
     def stop(self, *, release: bool = True) -> None:
@@ -217,7 +227,7 @@ class FakeAgent:
             return
         assert self._loop is not None and self._stop is not None
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         self._thread = None
         if release and self._kubeconfig is not None:
             released = self._lease()
@@ -288,7 +298,7 @@ class FakeAgent:
                 ).returncode
                 == 0
             ),
-            30,
+            60,
             what=f"the operator made ServiceAccount {account}",
         )
         pod = f"agent-{node}"

@@ -120,13 +120,13 @@ class FaultProxy:
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
-        assert self._ready.wait(20), "the proxy did not start"
+        assert self._ready.wait(60), "the proxy did not start"
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._loop is not None and self._stop is not None
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
+        self._thread.join(60)
 
     @contextlib.contextmanager
     def fault(
@@ -144,7 +144,7 @@ class FaultProxy:
     def cut_watches(self) -> int:
         """Breaks every connection on which events come; how many there were."""
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._cut_all(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(self._cut_all(), self._loop).result(60)
 
     def passed(self, since: float = 0.0) -> list[Passed]:
         with self._lock:
@@ -161,7 +161,7 @@ class FaultProxy:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         trust = ssl.create_default_context(cafile=self.ca_file)
         connector = aiohttp.TCPConnector(ssl=trust, limit=0)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=60)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False
         ) as client:

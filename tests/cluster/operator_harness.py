@@ -47,7 +47,7 @@ class RunningOperator:
     stop_event: asyncio.Event
     errors: list[BaseException] = field(default_factory=list)
 
-    def stop(self, timeout: float = 15.0) -> None:
+    def stop(self, timeout: float = 60.0) -> None:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.stop_event.set)
         self.thread.join(timeout)
@@ -96,7 +96,7 @@ class RunningOperator:
 
     def idle(self) -> bool:
         asked = asyncio.run_coroutine_threadsafe(_async(self.operator.idle), self.loop)
-        return bool(asked.result(5))
+        return bool(asked.result(60))
 
 
 async def _async(function: Any) -> Any:
@@ -143,7 +143,7 @@ def start_operator(
 
     thread = threading.Thread(target=target, name=f"operator-{identity}", daemon=True)
     thread.start()
-    assert started.wait(10), "the operator did not start"
+    assert started.wait(60), "the operator did not start"
     if errors:
         raise errors[0]
     return RunningOperator(box["operator"], spans, thread, box["loop"], box["stop"], errors)
@@ -162,7 +162,7 @@ def operator(
     """A leading operator; the Lease of one that was killed before is waited for."""
     running = start_operator(cluster, folder, identity, timing, server=server)
     try:
-        eventually(running.leading, 30, what=f"{identity} leads")
+        eventually(running.leading, 60, what=f"{identity} leads")
         yield running
     finally:
         running.stop()
@@ -189,7 +189,7 @@ def wait_condition(
     status: str,
     *,
     reason: str = "",
-    timeout: float = 20.0,
+    timeout: float = 60.0,
 ) -> dict[str, Any]:
     """The object once its condition says so; the failure shows the object and its events."""
 

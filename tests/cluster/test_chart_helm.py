@@ -176,6 +176,6 @@ def test_a_release_is_installed_upgraded_and_ended(
     def gone() -> bool:
         return empty_cluster.kubectl("get", left, "-n", SYSTEM, "-o", "name").stdout.split() == []
 
-    eventually(gone, 20, what="the release's objects are gone")
+    eventually(gone, 60, what="the release's objects are gone")
     crds = empty_cluster.kubectl("get", "crds", "-o", "name").stdout.split()
     assert len(crds) == len(list((CHART / "crds").glob("*.yaml")))

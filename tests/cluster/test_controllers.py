@@ -125,22 +125,22 @@ def world(
 def test_a_namespace_gets_its_account_and_the_clusters_ca(world: World) -> None:
     """By these two, Pods of a real cluster find and trust the API server."""
     world.cluster.ensure_namespace("accounts")
-    eventually(lambda: "serviceaccount/default" in world.names("serviceaccounts", "accounts"), 20)
-    eventually(lambda: "configmap/kube-root-ca.crt" in world.names("configmaps", "accounts"), 20)
+    eventually(lambda: "serviceaccount/default" in world.names("serviceaccounts", "accounts"), 60)
+    eventually(lambda: "configmap/kube-root-ca.crt" in world.names("configmaps", "accounts"), 60)
     ca = world.cluster.get("configmap", "kube-root-ca.crt", "-n", "accounts")["data"]["ca.crt"]
     assert ca.strip() in world.cluster.ca_file.read_text()
 
 
 def test_a_token_secret_is_filled_and_is_that_account(world: World, tmp_path: Path) -> None:
     world.cluster.ensure_namespace("accounts")
-    eventually(lambda: "serviceaccount/default" in world.names("serviceaccounts", "accounts"), 20)
+    eventually(lambda: "serviceaccount/default" in world.names("serviceaccounts", "accounts"), 60)
     annotations = {"kubernetes.io/service-account.name": "default"}
     secret: dict[str, Any] = {"apiVersion": "v1", "kind": "Secret"}
     secret["metadata"] = {"name": "legacy", "namespace": "accounts", "annotations": annotations}
     secret["type"] = "kubernetes.io/service-account-token"
     apply(world.cluster, secret)
     token = eventually(
-        lambda: world.cluster.get("secret", "legacy", "-n", "accounts").get("data", {}).get("token"), 20
+        lambda: world.cluster.get("secret", "legacy", "-n", "accounts").get("data", {}).get("token"), 60
     )
     config = json.loads(world.cluster.admin_kubeconfig.read_text())
     config["users"][0]["user"] = {"tokenFile": str(tmp_path / "token")}
@@ -165,7 +165,7 @@ def test_the_shipped_admission_policies_type_check(world: World) -> None:
         return dict(seen) if seen.get("observedGeneration") == found["metadata"]["generation"] else {}
 
     for name in names:
-        checked = eventually(lambda name=name: status(name), 30, what=f"{name} is checked")
+        checked = eventually(lambda name=name: status(name), 60, what=f"{name} is checked")
         assert checked.get("typeChecking", {}).get("expressionWarnings", []) == []
 
 
@@ -173,11 +173,11 @@ def test_the_pods_of_a_pool_are_made_and_counted(world: World) -> None:
     """The DaemonSet's template passes admission, and what its controller reports is in the pool's status."""
     namespace = world.pool("ctl-pods")
     world.node("ctl-pods-a", namespace)
-    [pod] = eventually(lambda: world.names("pods", namespace), 30)
+    [pod] = eventually(lambda: world.names("pods", namespace), 60)
     assert pod.startswith(f"pod/kvtier-agent-{namespace}-")
     eventually(
         lambda: world.cluster.get("agentpool", namespace, "-n", namespace)["status"].get("updated") == 1,
-        20,
+        60,
         what="the pool's status has what the DaemonSet controller reported",
     )
 
@@ -193,12 +193,12 @@ def test_a_deleted_pool_takes_all_that_it_became_with_it(world: World) -> None:
         f"rolebinding.rbac.authorization.k8s.io/{name}",
     }
     kinds = "daemonsets,serviceaccounts,services,rolebindings"
-    eventually(lambda: owned <= set(world.names(kinds, namespace)), 20, what="the pool's objects")
-    eventually(lambda: world.names("pods", namespace), 20, what="the DaemonSet's Pod")
-    world.cluster.kubectl("delete", "agentpool", namespace, "-n", namespace, "--timeout=30s")
-    eventually(lambda: not owned & set(world.names(kinds, namespace)), 30, what="the objects are collected")
-    eventually(lambda: not world.names("pods", namespace), 20, what="its Pod is collected")
-    eventually(world.operator.idle, 20)
+    eventually(lambda: owned <= set(world.names(kinds, namespace)), 60, what="the pool's objects")
+    eventually(lambda: world.names("pods", namespace), 60, what="the DaemonSet's Pod")
+    world.cluster.kubectl("delete", "agentpool", namespace, "-n", namespace, "--timeout=60s")
+    eventually(lambda: not owned & set(world.names(kinds, namespace)), 60, what="the objects are collected")
+    eventually(lambda: not world.names("pods", namespace), 60, what="its Pod is collected")
+    eventually(world.operator.idle, 60)
     assert not owned & set(world.names(kinds, namespace)), "the operator made them again"
 
 
@@ -212,17 +212,17 @@ def served(world: World) -> Iterator[Served]:
         f"{namespace}-a",
         namespace=namespace,
         pool=namespace,
-        lease_seconds=600,
+        lease_seconds=6 * 3600,
         probe_digest=f"sha256:{hashlib.sha256(PLAN.encode()).hexdigest()}",
     )
     try:
         agent.start()
         apply(world.cluster, selector(namespace), probes(namespace))
         apply(world.cluster, kv_cache("cache", namespace, namespace, contract={"exactness": "approximate"}))
-        cache = wait_condition(world.cluster, "kvcache/cache", namespace, "Ready", "True", timeout=30)
+        cache = wait_condition(world.cluster, "kvcache/cache", namespace, "Ready", "True", timeout=60)
         uid = cache["metadata"]["uid"]
         apply(world.cluster, long_rollout(namespace))
-        eventually(lambda: agent.state.candidate(uid), 30, what="the agent holds the candidate")
+        eventually(lambda: agent.state.candidate(uid), 60, what="the agent holds the candidate")
         yield Served(namespace, uid, agent)
     finally:
         # Its Lease is not given back: a test may have deleted the namespace and with it the agent's identity.
@@ -244,9 +244,9 @@ def test_a_probe_job_gets_a_pod_without_rights_and_goes_with_its_rollout(
         return list(world.cluster.get("jobs", "-n", namespace)["items"])
 
     edit(1)
-    first = eventually(lambda: [job["metadata"]["name"] for job in jobs()], 40, what="a Job is made")
+    first = eventually(lambda: [job["metadata"]["name"] for job in jobs()], 60, what="a Job is made")
     own = ("pods", "-n", namespace, "-l", f"batch.kubernetes.io/job-name={first[0]}")
-    [pod] = eventually(lambda: world.cluster.get(*own)["items"], 30, what="the Job controller makes its Pod")
+    [pod] = eventually(lambda: world.cluster.get(*own)["items"], 60, what="the Job controller makes its Pod")
     assert pod["spec"]["serviceAccountName"] == first[0]
     assert pod["spec"]["automountServiceAccountToken"] is False
     assert not any("projected" in volume for volume in pod["spec"]["volumes"]), "no token is mounted"
@@ -259,22 +259,22 @@ def test_a_probe_job_gets_a_pod_without_rights_and_goes_with_its_rollout(
     edit(2)
     eventually(
         lambda: [job["metadata"]["name"] for job in jobs() if job["metadata"]["name"] not in first],
-        40,
+        60,
         what="the edited plan has a Job of its own",
     )
-    eventually(lambda: first[0] not in [job["metadata"]["name"] for job in jobs()], 30, what="the old ends")
-    world.cluster.kubectl("delete", "kvrollout", "rollout", "-n", namespace, "--timeout=30s")
-    eventually(lambda: not jobs(), 30, what="the Job is collected")
+    eventually(lambda: first[0] not in [job["metadata"]["name"] for job in jobs()], 60, what="the old ends")
+    world.cluster.kubectl("delete", "kvrollout", "rollout", "-n", namespace, "--timeout=60s")
+    eventually(lambda: not jobs(), 60, what="the Job is collected")
     for kind in ("serviceaccounts", "pods"):
         eventually(
             lambda kind=kind: not [one for one in world.names(kind, namespace) if "-probe-" in one],
-            30,
+            60,
             what=f"its {kind} are collected",
         )
 
 
 def test_revisions_go_with_their_cache(world: World, served: Served) -> None:
-    world.cluster.kubectl("delete", "kvrollout", "rollout", "-n", served.namespace, "--timeout=30s")
+    world.cluster.kubectl("delete", "kvrollout", "rollout", "-n", served.namespace, "--timeout=60s")
 
     def revisions() -> list[str]:
         listed = world.cluster.get("controllerrevisions", "-n", served.namespace)["items"]
@@ -285,8 +285,8 @@ def test_revisions_go_with_their_cache(world: World, served: Served) -> None:
         ]
 
     assert len(revisions()) == 2, "the baseline's and the candidate's"
-    world.cluster.kubectl("delete", "kvcache", "cache", "-n", served.namespace, "--timeout=30s")
-    eventually(lambda: not revisions(), 30, what="the revisions are collected")
+    world.cluster.kubectl("delete", "kvcache", "cache", "-n", served.namespace, "--timeout=60s")
+    eventually(lambda: not revisions(), 60, what="the revisions are collected")
     assert served.uid in served.agent.state.removed
 
 

@@ -94,7 +94,7 @@ def answer(cluster: Cluster, name: str, result: str) -> threading.Thread:
 
     def run() -> None:
         intent = eventually(
-            lambda: cluster.get("kvr", name, "-n", NAMESPACE)["spec"].get("intent"), 50, what="an intent"
+            lambda: cluster.get("kvr", name, "-n", NAMESPACE)["spec"].get("intent"), 60, what="an intent"
         )
         write_status(
             cluster, name, lastIntent={"seq": intent["seq"], "verb": intent["verb"], "result": result}

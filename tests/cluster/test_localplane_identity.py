@@ -12,7 +12,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.cluster.kvtier_localplane import ChoiceError, Cluster, KubectlError, Refused, open_cluster
+from tests.cluster.kvtier_localplane import (
+    ChoiceError,
+    Cluster,
+    KubectlError,
+    Refused,
+    eventually,
+    open_cluster,
+)
 from tests.cluster.kvtier_localplane.cluster import kubectl_environment
 
 NAMESPACE = "identity"
@@ -163,6 +170,14 @@ def test_an_own_cluster_that_cannot_be_had_is_a_typed_error(
 def test_requests_are_in_the_audit_log(control_plane: Cluster, namespace: str) -> None:
     assert control_plane.audit_log is not None
     control_plane.kubectl("get", "configmap", "only-for-the-audit-log", "-n", namespace, check=False)
-    events = [json.loads(line) for line in control_plane.audit_log.read_text().splitlines()]
-    mine = [one for one in events if one.get("objectRef", {}).get("name") == "only-for-the-audit-log"]
-    assert [one["verb"] for one in mine] == ["get"]
+
+    def mine() -> list[str]:
+        # An answer may arrive before its line, and a line that is being written has no end yet.
+        assert control_plane.audit_log is not None
+        *whole, _ = control_plane.audit_log.read_text().split("\n")
+        events = [json.loads(line) for line in whole]
+        return [
+            one["verb"] for one in events if one.get("objectRef", {}).get("name") == "only-for-the-audit-log"
+        ]
+
+    assert eventually(mine, 60) == ["get"]

@@ -173,7 +173,7 @@ async def test_an_event_is_seen_once_by_a_person(control_plane: Cluster, kubecon
         events = control_plane.get("events", "-n", NAMESPACE, "--field-selector", f"involvedObject.uid={uid}")
         return [event["message"] for event in events["items"]]
 
-    assert eventually(seen, 10) == ["no tier nvme"]
+    assert eventually(seen, 60) == ["no tier nvme"]
     described = control_plane.kubectl("describe", "kvcache", "subject", "-n", NAMESPACE).stdout
     assert "TierMissing" in described
 

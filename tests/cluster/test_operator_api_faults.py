@@ -107,7 +107,7 @@ def world(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
             "faults-a",
             namespace=NAMESPACE,
             pool=NAMESPACE,
-            lease_seconds=1800,
+            lease_seconds=6 * 3600,
             probe_digest=PROBES,
         )
         try:
@@ -121,7 +121,8 @@ def world(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def sometimes(share: float, seed: int, when: Callable[[Seen], bool]) -> Callable[[Seen], bool]:
-    """Strikes that share of what `when` takes; the same for the same order of requests."""
+    """Strikes that share of what `when` takes; the same for the same order of requests, and with the seeds
+    used here one of the first of them."""
     source = random.Random(seed)
     return lambda seen: when(seen) and source.random() < share
 
@@ -141,10 +142,10 @@ def a_read(seen: Seen) -> bool:
 
 STORMS: dict[str, list[tuple[Callable[[Seen], bool], Any]]] = {
     "conflicts, failures and lost answers": [
-        (sometimes(0.1, 1, a_write), Refuse(409, "Conflict")),
-        (sometimes(0.05, 2, a_write), Refuse(500, "InternalError")),
-        (sometimes(0.1, 3, a_write), Lose()),
-        (sometimes(0.05, 4, a_read), Refuse(500, "InternalError")),
+        (sometimes(0.1, 2, a_write), Refuse(409, "Conflict")),
+        (sometimes(0.05, 71, a_write), Refuse(500, "InternalError")),
+        (sometimes(0.1, 23, a_write), Lose()),
+        (sometimes(0.05, 42, a_read), Refuse(500, "InternalError")),
     ],
     "slow answers and watches that break": [
         (sometimes(0.5, 5, lambda seen: not seen.watch), Delay(0.3)),
@@ -200,7 +201,7 @@ def test_an_outage_and_an_expired_token_are_waited_out(world: World) -> None:
     for refusal in (Refuse(503, "ServiceUnavailable"), Refuse(401, "Unauthorized")):
         with world.proxy.fault(lambda seen: True, refusal) as fault:
             world.proxy.cut_watches()
-            eventually(lambda: not world.operator.leading(), 30, what="it stops leading")
+            eventually(lambda: not world.operator.leading(), 60, what="it stops leading")
             assert fault.hits
         eventually(world.operator.leading, 60, what="it leads again")
     found = world.status("outage")
@@ -230,9 +231,9 @@ def test_a_deletion_that_no_watch_told_is_found_by_the_relist(world: World) -> N
             lambda: (
                 world.cluster.kubectl("get", "kvcache", "vanishes", "-n", NAMESPACE, check=False).returncode
             ),
-            30,
+            60,
             what="it is gone from the server",
         )
         assert known()
         world.operator.loop.call_soon_threadsafe(world.operator.operator.relist_soon)
-        eventually(lambda: not known(), 30, what="the relist has told")
+        eventually(lambda: not known(), 60, what="the relist has told")

@@ -41,7 +41,7 @@ class World:
         return wait_condition(self.cluster, f"kvcache/{name}", NAMESPACE, type, status, reason=reason)
 
     def remove(self, name: str) -> None:
-        self.cluster.kubectl("delete", "kvcache", name, "-n", NAMESPACE, "--timeout=30s")
+        self.cluster.kubectl("delete", "kvcache", name, "-n", NAMESPACE, "--timeout=60s")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def world(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
         try:
             for node in ("op-cache-a", "op-cache-b"):
                 agent = FakeAgent(
-                    control_plane, folder, node, namespace=NAMESPACE, pool=POOL, lease_seconds=600
+                    control_plane, folder, node, namespace=NAMESPACE, pool=POOL, lease_seconds=6 * 3600
                 )
                 agents.append(agent)
                 agent.start()
@@ -88,7 +88,7 @@ def test_a_cache_becomes_ready_with_a_proof_from_every_node(world: World) -> Non
     assert revision["metadata"]["ownerReferences"][0]["uid"] == uid
     assert revision["data"]["digest"] == status["baseline"]["digest"]
     world.remove("proved")
-    eventually(lambda: all(uid not in agent.state.caches for agent in world.agents), 10)
+    eventually(lambda: all(uid not in agent.state.caches for agent in world.agents), 60)
     assert all(agent.state.removed[uid] > 1 for agent in world.agents)
 
 
@@ -190,8 +190,8 @@ def test_a_fence_that_an_agent_has_passed_is_overtaken(world: World) -> None:
     held = world.agents[0].state.caches[cache["metadata"]["uid"]]
     held.fence, held.digest = 7, f"sha256:{'1' * 64}"  # as a later leader, whose status was lost, left it
     world.cluster.kubectl("annotate", "kvcache", "behind", "-n", NAMESPACE, "look=again")
-    eventually(lambda: world.cache("behind")["status"]["fence"] == 8, 15)
-    eventually(lambda: held.digest != world.agents[0].state.caches[cache["metadata"]["uid"]].digest, 15)
+    eventually(lambda: world.cache("behind")["status"]["fence"] == 8, 60)
+    eventually(lambda: held.digest != world.agents[0].state.caches[cache["metadata"]["uid"]].digest, 60)
     world.wait("behind", "Ready", "True")
     world.remove("behind")
 
@@ -240,11 +240,11 @@ def test_a_quiet_cluster_is_not_written_to(world: World) -> None:
     """Everything is looked at again (a relist), and nothing but the operator's own Lease is written."""
     apply(world.cluster, kv_cache("quiet", NAMESPACE, POOL))
     world.wait("quiet", "Ready", "True")
-    eventually(world.operator.idle, 20, what="nothing is due")
+    eventually(world.operator.idle, 60, what="nothing is due")
     versions = _versions(world)
     before = world.operator.writes()
     done = world.operator.reconcile_everything()
-    eventually(done, 20, what="every key was reconciled once more")
+    eventually(done, 60, what="every key was reconciled once more")
     assert world.operator.writes() == before
     assert _versions(world) == versions
     world.remove("quiet")

@@ -52,7 +52,7 @@ def cluster(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
             "probes-a",
             namespace=NAMESPACE,
             pool=NAMESPACE,
-            lease_seconds=1800,
+            lease_seconds=6 * 3600,
             probe_digest="",
         )
         try:
@@ -70,7 +70,7 @@ def cluster(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
 def test_a_missing_plan_is_waited_for_and_a_job_that_nobody_runs_is_told(cluster: Cluster) -> None:
     apply(cluster, long_rollout(NAMESPACE))
     found = wait_condition(
-        cluster, "kvrollout/rollout", NAMESPACE, "Feasible", "False", reason="ReferenceMissing", timeout=40
+        cluster, "kvrollout/rollout", NAMESPACE, "Feasible", "False", reason="ReferenceMissing", timeout=60
     )
     assert condition(found, "Feasible")["message"] == "ConfigMap golden: does not exist"
     apply(cluster, golden(1))

@@ -70,8 +70,8 @@ def installed(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) 
     )
     made = Installed(control_plane, identities)
     # A new policy takes a moment: wait until it is seen to refuse, as a dry run.
-    eventually(lambda: made.apply("admin", kv_node("probe"), "--dry-run=server").returncode != 0, 30)
-    eventually(lambda: made.apply("unbound", lease("kvnode-probe"), "--dry-run=server").returncode != 0, 30)
+    eventually(lambda: made.apply("admin", kv_node("probe"), "--dry-run=server").returncode != 0, 60)
+    eventually(lambda: made.apply("unbound", lease("kvnode-probe"), "--dry-run=server").returncode != 0, 60)
     return made
 
 
