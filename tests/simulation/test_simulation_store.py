@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
@@ -36,6 +37,14 @@ def test_a_seed_repeats_itself_step_by_step() -> None:
     first, second = simulate(3, 120), simulate(3, 120)
     assert first.trace == second.trace and first.seen == second.seen
     assert first.trace != simulate(4, 120).trace
+
+
+def test_a_world_leaves_no_descriptor() -> None:
+    """Or the thousandth of a process finds no memory: a block that should be read is refused instead."""
+    simulate(3, 60)
+    before = os.listdir("/proc/self/fd")
+    simulate(3, 60)
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("harm", ["other-bytes", "lost", "a-lease-too-many"])

@@ -61,6 +61,7 @@ class World(Promises):
         self.trace: list[str] = []
         self.seen: Counter[str] = Counter()
         self.disk_files = MemoryFiles()
+        self.memories: list[CpuTier] = []
         self.open()
 
     # Opening and dying.
@@ -97,6 +98,7 @@ class World(Promises):
             clock=self.clock,
             options=ArenaOptions(segment_bytes=self.segment * 4096),
         )
+        self.memories.append(self.ram)
         self.store = BlockStore(
             [self.ram, self.disk],
             self.clock,
@@ -141,6 +143,11 @@ class World(Promises):
         self.open()
         for block in ordered:
             assert self.found(block) == 0, f"{block.name} is served after its deletion was durable"
+
+    def close(self) -> None:
+        """Gives the descriptors of all its lives back; of a thousand worlds no process can hold them."""
+        for memory in self.memories:
+            memory.close()
 
     # What can happen.
 
@@ -421,4 +428,5 @@ def simulate(seed: int, steps: int) -> World:
     finally:
         gc.enable()
         gc.unfreeze()
+        world.close()
     return world
