@@ -18,7 +18,7 @@ from tests.cluster.kvtier_localplane import Cluster, LocalControlPlane, eventual
 from tests.cluster.operator_harness import REPOSITORY, SYSTEM, operator
 
 # A fixture may have to build helm first; that wait has its own deadline.
-pytestmark = pytest.mark.timeout(120, func_only=True)
+pytestmark = pytest.mark.timeout(600, func_only=True)
 CHART = REPOSITORY / "charts" / "kvtier"
 FULL = {
     "image": {"repository": "example.invalid/kvtier/operator", "tag": "1.2.3", "pullPolicy": "Always"},

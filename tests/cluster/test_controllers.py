@@ -30,7 +30,7 @@ from tests.cluster.operator_harness import (
 from tests.cluster.rollout_fake_agent import RolloutFakeAgent
 
 # The fixture may have to build a program first; that wait has its own deadline.
-pytestmark = pytest.mark.timeout(120, func_only=True)
+pytestmark = pytest.mark.timeout(600, func_only=True)
 PLAN = json.dumps({"prompts": [{"digest": "a"}, {"digest": "b"}]})
 POLICIES = Path(__file__).resolve().parents[2] / "charts" / "kvtier" / "rbac" / "policies.yaml"
 

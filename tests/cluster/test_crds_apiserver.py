@@ -20,7 +20,7 @@ from tests.cluster.crds_statuses import STATUSES, condition
 from tests.cluster.kvtier_localplane import Cluster, LocalControlPlane
 from tests.unit.crds.crds_samples import BY_KIND, CRDS, EXAMPLES, INVALID, documents, example, examples
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 NAMESPACE = "serving"
 INVALID_FILES = sorted(INVALID.glob("*.yaml"))
@@ -378,7 +378,7 @@ def test_waiting_for_a_condition_works(server: Cluster) -> None:
         server, "kvr", "quest-on-chat", {"conditions": [condition("BaselineRestored", "True", "Proved")]}
     )
     done = server.kubectl(
-        *("wait", "--for=condition=BaselineRestored", "kvr/quest-on-chat", "-n", NAMESPACE, "--timeout=20s"),
+        *("wait", "--for=condition=BaselineRestored", "kvr/quest-on-chat", "-n", NAMESPACE, "--timeout=60s"),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ from tests.unit.crds.crds_samples import example
 
 NAMESPACE = "kubectl-plugin"
 BASE, CANDIDATE = "sha256:" + "b1" * 32, "sha256:" + "c2" * 32
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 class Plugin:

@@ -23,7 +23,7 @@ from tests.cluster.kvtier_localplane import (
 from tests.cluster.kvtier_localplane.cluster import kubectl_environment
 
 NAMESPACE = "identity"
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tests.cluster.kvtier_localplane.plane import read_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # A fixture may have to build a program first; that wait has its own deadline.
-pytestmark = pytest.mark.timeout(120, func_only=True)
+pytestmark = pytest.mark.timeout(600, func_only=True)
 PLAIN = {"supervisor", "etcd", "kube-apiserver"}
 CONTROLLERS = "kube-controller-manager"
 

@@ -30,7 +30,7 @@ from kvtier_operator.ports import (
 from tests.cluster.kvtier_localplane import Cluster, eventually
 from tests.cluster.operator_harness import SYSTEM, apply, install, kv_cache, tier_class
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 NAMESPACE = "op-api"
 KEY = ObjectKey(Kind.KV_CACHE, NAMESPACE, "subject")
 

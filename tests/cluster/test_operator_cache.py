@@ -22,7 +22,7 @@ from tests.cluster.operator_harness import (
     wait_condition,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 NAMESPACE = "op-cache"
 POOL = "op-cache"
 

@@ -34,7 +34,7 @@ from tests.cluster.operator_harness import (
 )
 from tests.ports import free_port
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 NAMESPACE = "op-process"
 POOL = "op-process"
 NODE = "op-process-a"

@@ -23,7 +23,7 @@ from tests.cluster.operator_harness import (
 from tests.cluster.rollout_fake_agent import RolloutFakeAgent
 from tests.cluster.test_controllers import long_rollout, selector
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 NAMESPACE = "probes"
 
 

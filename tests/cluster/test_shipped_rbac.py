@@ -14,7 +14,7 @@ from tests.cluster.kvtier_localplane import Cluster, eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 POOL_NAMESPACE = "rbac-pool"
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 NODE_A, NODE_B = "node-a", "node-b"
 
