@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import threading
 import uuid
 from collections.abc import Callable
@@ -182,7 +181,7 @@ class FakeControl(ControlServicer):
 
 
 class FakeAgent:
-    """One agent process' worth: a server in a thread of its own, registration by kubectl as that agent's
+    """One agent process' worth: a server in a thread of its own, registration as that agent's
     ServiceAccount with a Pod-bound token. `start` and `stop` may alternate; caches survive, the boot id does
     not. A subclass may serve more of Control."""
 
@@ -282,7 +281,7 @@ class FakeAgent:
                     "tiers": [dict(tier) for tier in self.state.tiers],
                 },
             },
-            "--subresource=status",
+            "status",
         )
         self.renew()
 
@@ -292,12 +291,7 @@ class FakeAgent:
         labels = {"kvtier.dev/agent": "true", "kvtier.dev/test-pool": self._pool}
         self._admin({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node, "labels": labels}})
         eventually(
-            lambda: (
-                self.cluster.kubectl(
-                    "get", "serviceaccount", account, "-n", self._namespace, check=False
-                ).returncode
-                == 0
-            ),
+            lambda: self.cluster.get("serviceaccount", account, "-n", self._namespace),
             60,
             what=f"the operator made ServiceAccount {account}",
         )
@@ -334,14 +328,11 @@ class FakeAgent:
             },
         }
 
-    def _apply(self, manifest: dict[str, Any], *options: str) -> None:
-        self.cluster.kubectl(
-            "apply", "--server-side", "--force-conflicts", "--field-manager=agent", *options, "-f", "-",
-            input=json.dumps(manifest), kubeconfig=self._kubeconfig,
-        )  # fmt: skip
+    def _apply(self, manifest: dict[str, Any], subresource: str = "") -> None:
+        self.cluster.apply(manifest, manager="agent", subresource=subresource, kubeconfig=self._kubeconfig)
 
     def _admin(self, manifest: dict[str, Any]) -> None:
-        self.cluster.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(manifest))
+        self.cluster.apply(manifest, force=False)
 
     def cleanup(self) -> None:
         self.stop()

@@ -170,7 +170,7 @@ def operator(
 
 def apply(cluster: Cluster, *manifests: dict[str, Any]) -> None:
     for manifest in manifests:
-        cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=json.dumps(manifest))
+        cluster.apply(manifest)
 
 
 def condition(obj: dict[str, Any], type: str) -> dict[str, Any]:

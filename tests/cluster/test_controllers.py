@@ -42,7 +42,13 @@ class World:
     folder: Path
 
     def names(self, resource: str, namespace: str) -> list[str]:
-        return self.cluster.kubectl("get", resource, "-n", namespace, "-o", "name").stdout.split()
+        """As `kubectl get -o name` has them."""
+        found = []
+        for made in self.cluster.get(resource, "-n", namespace)["items"]:
+            group, slash, _ = made["apiVersion"].rpartition("/")
+            kind = made["kind"].lower() + (f".{group}" if slash else "")
+            found.append(f"{kind}/{made['metadata']['name']}")
+        return found
 
     def pool(self, namespace: str) -> str:
         """A pool in a new namespace of the same name, and the namespace itself."""

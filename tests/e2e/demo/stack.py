@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.kvtier_localplane import Cluster, eventually
+from tests.cluster.kvtier_localplane import Cluster, KubectlError, eventually
 from tests.ports import free_port
 
 from .processes import Child, installed
@@ -62,8 +62,13 @@ class Stack:
     def get(self, kind: str, name: str, namespace: str | None = SERVING) -> dict[str, Any]:
         """The object, or an empty dict when it is not there."""
         where = ["-n", namespace] if namespace else []
-        found = self.cluster.kubectl("get", kind, name, *where, "-o", "json", "--ignore-not-found")
-        return json.loads(found.stdout) if found.stdout.strip() else {}
+        try:
+            found: dict[str, Any] = self.cluster.get(kind, name, *where)
+        except KubectlError as error:
+            if "(NotFound)" in str(error):
+                return {}
+            raise
+        return found
 
     def apply(self, *objects: dict[str, Any]) -> None:
         """Server-side apply as a user would do it."""
@@ -126,7 +131,7 @@ class Stack:
             self.children[f"agent-{node}"].wait_for("ready", 90)
 
     def _owned_daemon_set(self) -> dict[str, Any] | None:
-        found = json.loads(self.kubectl("get", "daemonsets", "-n", SERVING, "-o", "json"))["items"]
+        found: list[dict[str, Any]] = self.cluster.get("daemonsets", "-n", SERVING)["items"]
         return found[0] if found else None
 
     def _start_agent(self, node: str, account: str, template_args: list[str]) -> None:
