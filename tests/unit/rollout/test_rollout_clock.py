@@ -24,7 +24,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("jump", [-HOUR, -30.0, -1.0, 1.0, 30.0, HOUR], ids=lambda jump: f"{jump:+.0f}s")
+@pytest.mark.parametrize("jump", [-HOUR, -1.0, 1.0, HOUR], ids=lambda jump: f"{jump:+.0f}s")
 @pytest.mark.parametrize("restarted", [False, True], ids=["same-operator", "next-operator"])
 async def test_harm_is_found_within_one_interval_after_the_clock_was_set(
     jump: float, restarted: bool
@@ -67,7 +67,7 @@ async def test_nothing_is_lost_and_nothing_done_twice_when_the_clock_is_set(
     before, fence = world.where, world.status["fence"]
     grants = [len(sim.grants) for sim in world.sims.values()]
     world.clock.ahead = jump
-    await world.run(20)
+    await world.run(12)
     assert world.where == before
     assert world.status["fence"] == fence
     assert [len(sim.grants) for sim in world.sims.values()] == grants
