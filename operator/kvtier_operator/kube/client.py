@@ -60,7 +60,7 @@ async def load_configuration(kubeconfig: str | None) -> Any:
             config_file=kubeconfig, client_configuration=configuration, persist_config=False
         )
     configuration.connection_pool_maxsize = 32
-    # Else aiohttp has threads look for a proxy and in a ~/.netrc at each request: two thirds of what one costs.
+    # Else aiohttp has threads look for a proxy and a ~/.netrc at each request: two thirds of what one costs.
     configuration.client_session_kwargs = {"trust_env": bool(getproxies_environment())}
     return configuration
 
