@@ -153,7 +153,7 @@ async def test_a_frames_deadline_counts_from_its_receipt(
     metrics = Metrics(CollectorRegistry())
     telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
     service = AttentionService(
-        bench.node, RpcScope(telemetry, metrics, 5.0), telemetry, metrics, FrameCount(8, metrics)
+        bench.node, RpcScope(telemetry, metrics, 60.0), telemetry, metrics, FrameCount(8, metrics)
     )
 
     async def frames() -> AsyncIterator[attention_pb2.AttendFrame]:

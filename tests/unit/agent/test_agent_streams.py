@@ -66,7 +66,7 @@ async def test_a_stream_that_ends_while_a_frame_waits_for_the_queue_takes_no_pla
     metrics = Metrics(CollectorRegistry())
     telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
     frames = FrameCount(8, metrics)
-    service = AttentionService(bench.node, RpcScope(telemetry, metrics, 5.0), telemetry, metrics, frames)
+    service = AttentionService(bench.node, RpcScope(telemetry, metrics, 60.0), telemetry, metrics, frames)
     release, sent = threading.Event(), asyncio.Semaphore(0)
     bench.engine.hook = lambda: release.wait(120) and None
 
@@ -104,7 +104,7 @@ async def test_a_stream_without_frames_ends_and_says_why(bench: Bench) -> None:
     metrics = Metrics(CollectorRegistry())
     telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
     frames = FrameCount(8, metrics)
-    service = AttentionService(bench.node, RpcScope(telemetry, metrics, 5.0), telemetry, metrics, frames)
+    service = AttentionService(bench.node, RpcScope(telemetry, metrics, 60.0), telemetry, metrics, frames)
     ended = asyncio.Event()
 
     async def silence() -> AsyncIterator[attention_pb2.AttendFrame]:
@@ -131,7 +131,7 @@ async def test_a_frame_of_an_engine_that_hangs_is_answered_and_its_session_goes_
     metrics = Metrics(CollectorRegistry())
     telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
     frames = FrameCount(8, metrics)
-    service = AttentionService(bench.node, RpcScope(telemetry, metrics, 5.0), telemetry, metrics, frames)
+    service = AttentionService(bench.node, RpcScope(telemetry, metrics, 60.0), telemetry, metrics, frames)
     release, answered = threading.Event(), asyncio.Event()
     bench.engine.hook = lambda: release.wait(120) and None
 
@@ -163,7 +163,7 @@ async def test_sessions_that_are_being_opened_count_towards_the_bound(bench: Ben
     bench.node.limits = replace(bench.node.limits, max_sessions=2)
     metrics = Metrics(CollectorRegistry())
     telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
-    scope = RpcScope(telemetry, metrics, 5.0)
+    scope = RpcScope(telemetry, metrics, 60.0)
     service = AttentionService(bench.node, scope, telemetry, metrics, FrameCount(8, metrics))
     request = attention_pb2.OpenSessionRequest(
         cache=CACHE,
@@ -215,7 +215,7 @@ async def test_a_block_that_the_engine_does_not_bring_is_refused_at_the_deadline
     metrics = Metrics(CollectorRegistry())
     telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
     calls = BlockCalls(bench.node, BlockMetrics(metrics.registry))
-    service = BlocksService(bench.node, RpcScope(telemetry, metrics, 5.0), calls)
+    service = BlocksService(bench.node, RpcScope(telemetry, metrics, 60.0), calls)
     release = threading.Event()
     busy = asyncio.create_task(host.runner.call(lambda: release.wait(120)))
     await asyncio.sleep(0)
