@@ -1,0 +1,168 @@
+"""A node's second engines: built where there is room, proved, adopted, closed, and where their files are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvtier_agent.candidateengines import paired
+from kvtier_agent.config import TierConfig
+from kvtier_agent.tierdirs import NodeTiers
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.enforcement import SessionFacts
+from kvtier_core.tiers.nvme.tier import store_path
+from kvtier_crds.manifest import RuntimeManifest
+from tests.engine.agent_process import baseline_manifest, default_tiers, quest_candidate
+from tests.unit.agent.agent_fakes import Bench, FakeEngine
+
+MIB = 1 << 20
+OTHER = baseline_manifest(budgets={"dram": 96 * MIB})
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path)
+    await made.apply()
+    yield made
+    await made.close()
+
+
+def engines(bench: Bench) -> list[str]:
+    """Digests of those that are not closed."""
+    return [one.manifest.digest() for one in bench.engines if not one.closed]
+
+
+async def granted(bench: Bench, candidate: RuntimeManifest = OTHER) -> FakeEngine:
+    bench.candidate = candidate
+    await bench.grant(gates=())
+    return bench.engines[-1]
+
+
+async def proved(bench: Bench) -> tuple[str, str]:
+    facts = await bench.node.prove(next(iter(bench.node.caches.values())).name, bench.fence, "", b"nonce")
+    return facts.baseline_digest, facts.candidate_digest
+
+
+async def test_a_grant_builds_it_once_and_the_proof_is_recomputed_from_it(bench: Bench) -> None:
+    second = await granted(bench)
+    await granted(bench)
+    assert engines(bench) == [bench.baseline.digest(), OTHER.digest()]
+    assert await proved(bench) == (bench.baseline.digest(), OTHER.digest())
+    # Were it to run something else meanwhile, the proof would say so.
+    second.manifest = baseline_manifest(budgets={"dram": 95 * MIB})
+    assert (await proved(bench))[1] == second.manifest.digest()
+    second.manifest = OTHER
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+async def test_it_is_closed_once_no_lease_is_held_for_it(bench: Bench, how: str) -> None:
+    second = await granted(bench)
+    await bench.node.tend_candidates()
+    assert not second.closed
+    if how == "revoked":
+        await bench.node.revoke(bench.command(), "IntentAbort", b"nonce")
+    else:
+        bench.clock.advance(61)
+    assert await proved(bench) == (bench.baseline.digest(), "")
+    await bench.node.tend_candidates()
+    assert engines(bench) == [bench.baseline.digest()]
+
+
+async def test_a_session_in_it_keeps_it_and_the_next_candidate_waits(bench: Bench) -> None:
+    """These engines carry nothing, so that sessions stay until they end."""
+    second = await granted(bench)
+    host = next(iter(bench.node.caches.values()))
+    session = await host.open_session(SessionFacts("beta", "", "root", "root"), 0.125, 100, "")
+    assert second.opened and not bench.engines[0].opened
+    await bench.node.revoke(bench.command(), "IntentAbort", b"nonce")
+    await bench.node.tend_candidates()
+    assert not second.closed
+    with pytest.raises(CoreError) as refused:
+        await granted(bench, baseline_manifest(budgets={"dram": 80 * MIB}))
+    assert refused.value.reason is Reason.QUEUE_FULL
+    await host.close_session(session)
+    await granted(bench, baseline_manifest(budgets={"dram": 80 * MIB}))
+    assert second.closed and len(engines(bench)) == 2
+
+
+async def test_one_that_finds_no_room_is_refused_with_numbers_before_the_fence_is_spent(bench: Bench) -> None:
+    before = bench.node.highest_fence("cache-uid-1")
+    with pytest.raises(CoreError) as refused:
+        await granted(bench, baseline_manifest(budgets={"dram": 200 * MIB}))
+    assert refused.value.reason is Reason.NO_DESTINATION_CAPACITY
+    assert all(str(size * MIB) in refused.value.message for size in (256, 64, 200))
+    assert bench.node.highest_fence("cache-uid-1") == before
+    assert engines(bench) == [bench.baseline.digest()]
+
+
+async def test_one_that_would_run_another_manifest_is_refused_and_closed(bench: Bench) -> None:
+    bench.engines_made = lambda manifest: FakeEngine(baseline_manifest())
+    with pytest.raises(CoreError) as refused:
+        await granted(bench)
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert bench.engines[-1].closed
+
+
+async def test_a_selector_beside_other_tiers_is_refused(bench: Bench) -> None:
+    with pytest.raises(CoreError) as refused:
+        await granted(bench, quest_candidate(OTHER))
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert "selector" in refused.value.message
+
+
+async def test_an_adopted_one_is_the_baseline_also_after_a_restart(bench: Bench, tmp_path: Path) -> None:
+    second = await granted(bench)
+    first = bench.engines[0]
+    bench.baseline = OTHER
+    assert await bench.apply() == OTHER.digest()
+    await bench.node.tend_candidates()
+    assert first.closed and not second.closed
+    assert paired(next(iter(bench.node.caches.values()))).running.engine is second
+    assert await proved(bench) == (OTHER.digest(), "")
+    # A later command keeps the place.
+    await bench.node.revoke(bench.command(), "Superseded", b"nonce")
+    await bench.close()
+
+    again = Bench(tmp_path)
+    await again.node.restore()
+    host = next(iter(again.node.caches.values()))
+    assert (host.baseline_digest, paired(host).running.place) == (OTHER.digest(), "second")
+    # The next candidate has the first place.
+    again.fence, again.baseline = bench.fence, OTHER
+    await granted(again, baseline_manifest())
+    assert paired(host).beside is not None and paired(host).beside.place == ""
+    await again.close()
+
+
+async def test_an_agent_that_restarts_before_the_adoption_is_at_the_baseline(
+    bench: Bench, tmp_path: Path
+) -> None:
+    await granted(bench)
+    await bench.close()
+    again = Bench(tmp_path)
+    await again.node.restore()
+    host = next(iter(again.node.caches.values()))
+    assert (host.baseline_digest, paired(host).beside) == (baseline_manifest().digest(), None)
+    returned = host.enforcement.returned
+    assert returned is not None and returned.reason.value == "BootRestart"
+    await again.close()
+
+
+def test_what_an_engine_left_in_a_place_is_cleared_and_the_other_place_is_not(tmp_path: Path) -> None:
+    configs = [TierConfig.parse(json.dumps(tier)) for tier in default_tiers(tmp_path)]
+    tiers = NodeTiers(configs, "uid-a")
+    only = baseline_manifest(budgets={"gpu-sim": 0, "dram": 0})
+    places = {place: tiers.for_manifest(only, place)[0].directory for place in ("", "second")}
+    files = {}
+    for place, directory in places.items():
+        assert directory is not None
+        files[place] = store_path(directory, "cache-uid-1")
+        files[place].write_bytes(b"")
+    tiers.clear("cache-uid-1", "second")
+    assert [path.exists() for path in files.values()] == [True, False]
+    tiers.sweep({"cache-uid-1"})
+    assert not files[""].exists()
+    tiers.close()
