@@ -45,7 +45,7 @@ from tests.engine.agent_process import CACHE, baseline_manifest
 from tests.unit.agent.agent_fakes import Bench
 
 T = TypeVar("T")
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 BLOCK_TOKENS = 16
 MANIFEST = baseline_manifest(chunk_tokens=BLOCK_TOKENS, page_tokens=16)
 
@@ -116,7 +116,7 @@ class BlockServer:
             "cache": CACHE,
             "tenant": "team-a",
             "boot_id": self.bench.node.boot_id,
-            "deadline_ms": 10_000,
+            "deadline_ms": 25_000,
             "source": None if said is None else said.message(),
         }
         return blocks_pb2.BlockScope(**{**stated, **changed})
@@ -143,9 +143,10 @@ class BlockServer:
         assert found is not None
         return found
 
-    def client(self, tenant: str = "team-a", **more: Any) -> BlocksClient:
+    def client(self, tenant: str = "team-a", timeout: float = 25.0, **more: Any) -> BlocksClient:
         name = CacheName(CACHE.namespace, CACHE.name, CACHE.uid)
-        return self.clients.enter_context(BlocksClient(self.socket_path, name, tenant, **more))
+        client = BlocksClient(self.socket_path, name, tenant, timeout=timeout, **more)
+        return self.clients.enter_context(client)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(name, labels) or 0.0

@@ -165,7 +165,7 @@ def test_a_tenant_neither_finds_nor_touches_what_is_anothers(server: BlockServer
     assert not theirs.load(SOURCE, named).blocks
     scope = server.scope(SOURCE, tenant="team-b")
     request = blocks_pb2.LoadBlocksRequest(scope=scope, span=blocks_pb2.BlockSpan(keys=keys))
-    (part,) = server.stub().LoadBlocks(request, timeout=10)
+    (part,) = server.stub().LoadBlocks(request, timeout=60)
     assert (part.error.reason, part.data) == (common_pb2.MISS, b"")
     assert theirs.explain(keys[0]).state == "unknown"
     assert theirs.delete(SOURCE, named).tombstoned == 0
@@ -207,11 +207,11 @@ def test_a_whole_tenant_goes_without_naming_a_source(tmp_path: Path) -> None:
 def test_a_deletion_waits_for_readers_and_says_so(server: BlockServer) -> None:
     client = server.client()
     tokens, _, keys = stored(client, 2)
-    pinned = client.lookup(SOURCE, tokens, pin_seconds=30)
+    pinned = client.lookup(SOURCE, tokens, pin_seconds=60)
     request = blocks_pb2.DeleteBlocksRequest(
         scope=server.scope(SOURCE, deadline_ms=300), span=blocks_pb2.BlockSpan(keys=keys)
     )
-    answer = server.stub().DeleteBlocks(request, timeout=10)
+    answer = server.stub().DeleteBlocks(request, timeout=60)
     assert (answer.tombstoned, answer.pending) == (2, 2)
     assert not any(tier.durable for tier in answer.tiers)
     assert not client.lookup(SOURCE, tokens).blocks
@@ -257,7 +257,7 @@ def test_a_full_disk_refuses_what_has_no_room_and_serves_what_there_is(tmp_path:
 
 def test_a_flipped_bit_on_flash_is_a_refusal_and_never_a_payload(tmp_path: Path) -> None:
     with block_server(tmp_path, memory=16) as server:
-        client = server.client(timeout=10.0)
+        client = server.client(timeout=25.0)
         tokens, payloads, keys = stored(client, 60)
         eventually(
             lambda: client.explain(keys[1]).replicas[0]["tier_class"] == "nvme", "it is on flash alone"
@@ -274,7 +274,7 @@ def test_a_flipped_bit_on_flash_is_a_refusal_and_never_a_payload(tmp_path: Path)
 @pytest.mark.parametrize("kept", [True, False], ids=["on-flash-too", "in-memory-alone"])
 def test_a_flipped_bit_in_memory_is_served_to_nobody(tmp_path: Path, kept: bool) -> None:
     with block_server(tmp_path, memory=16) as server:
-        client = server.client(timeout=10.0)
+        client = server.client(timeout=25.0)
         tokens, payloads, keys = stored(client, 40)
         if kept:
             client.load(SOURCE, tokens[: 4 * BLOCK_TOKENS])

@@ -81,7 +81,7 @@ def test_a_key_is_explained_in_each_of_its_states(
 ) -> None:
     keys = filled(server)
     client = server.client()
-    pinned = client.lookup(SOURCE, tokens_of(1), pin_seconds=30)
+    pinned = client.lookup(SOURCE, tokens_of(1), pin_seconds=60)
     asked = live(server, "--tenant", "team-a", "--key")
     status, out = run(capsys, *asked, keys[0].hex())
     assert status == 0

@@ -84,15 +84,15 @@ def test_every_call_checks_who_asks(
     stub = server.stub()
     calls: dict[str, Callable[[], Any]] = {
         "LookupBlocks": lambda: stub.LookupBlocks(
-            blocks_pb2.LookupBlocksRequest(scope=scope, span=SPAN), timeout=10
+            blocks_pb2.LookupBlocksRequest(scope=scope, span=SPAN), timeout=60
         ),
         "LoadBlocks": lambda: list(
-            stub.LoadBlocks(blocks_pb2.LoadBlocksRequest(scope=scope, span=SPAN), timeout=10)
+            stub.LoadBlocks(blocks_pb2.LoadBlocksRequest(scope=scope, span=SPAN), timeout=60)
         ),
         "DeleteBlocks": lambda: stub.DeleteBlocks(
-            blocks_pb2.DeleteBlocksRequest(scope=scope, span=SPAN), timeout=10
+            blocks_pb2.DeleteBlocksRequest(scope=scope, span=SPAN), timeout=60
         ),
-        "StoreBlocks": lambda: stub.StoreBlocks(iter([begin(scope)]), timeout=10),
+        "StoreBlocks": lambda: stub.StoreBlocks(iter([begin(scope)]), timeout=60),
     }
     assert refusal(calls[method]).reason is reason
 
@@ -104,7 +104,7 @@ def test_a_field_that_is_not_stated_is_named(server: BlockServer, field: str) ->
     scope = server.scope(SOURCE)
     scope.source.ClearField(field)
     request = blocks_pb2.LookupBlocksRequest(scope=scope, span=SPAN)
-    refused = refusal(lambda: server.stub().LookupBlocks(request, timeout=10))
+    refused = refusal(lambda: server.stub().LookupBlocks(request, timeout=60))
     assert refused.reason is Reason.IDENTITY_INCOMPLETE
     named = refused.facts["field"]
     assert named == field or named in ("layers", "kv_heads")
@@ -141,18 +141,18 @@ def test_what_names_no_blocks_is_refused(
     server: BlockServer, span: blocks_pb2.BlockSpan, reason: Reason
 ) -> None:
     request = blocks_pb2.LookupBlocksRequest(scope=server.scope(SOURCE), span=span)
-    assert refusal(lambda: server.stub().LookupBlocks(request, timeout=10)).reason is reason
+    assert refusal(lambda: server.stub().LookupBlocks(request, timeout=60)).reason is reason
 
 
 def test_pins_and_generations_have_bounds(server: BlockServer) -> None:
     scope, stub = server.scope(SOURCE), server.stub()
     for seconds in (-1, 61):
         late = blocks_pb2.LookupBlocksRequest(scope=scope, span=SPAN, pin_ms=seconds * 1000)
-        assert refusal(lambda: stub.LookupBlocks(late, timeout=10)).reason is Reason.BAD_ARGUMENT  # noqa: B023
+        assert refusal(lambda: stub.LookupBlocks(late, timeout=60)).reason is Reason.BAD_ARGUMENT  # noqa: B023
     short = blocks_pb2.LoadBlocksRequest(scope=scope, span=SPAN, generations=[1])
-    assert refusal(lambda: list(stub.LoadBlocks(short, timeout=10))).reason is Reason.BAD_ARGUMENT
+    assert refusal(lambda: list(stub.LoadBlocks(short, timeout=60))).reason is Reason.BAD_ARGUMENT
     unknown = blocks_pb2.LoadBlocksRequest(scope=scope, span=SPAN, pin_id="nobody's")
-    assert refusal(lambda: list(stub.LoadBlocks(unknown, timeout=10))).reason is Reason.LEASE_EXPIRED
+    assert refusal(lambda: list(stub.LoadBlocks(unknown, timeout=60))).reason is Reason.LEASE_EXPIRED
 
 
 def test_a_copy_of_another_generation_is_stale(server: BlockServer) -> None:
@@ -162,7 +162,7 @@ def test_a_copy_of_another_generation_is_stale(server: BlockServer) -> None:
     span = blocks_pb2.BlockSpan(tokens=b"".join(token.to_bytes(4, "little") for token in tokens))
     for asked, reason in ((generation, None), (generation + 1, common_pb2.GENERATION_STALE)):
         request = blocks_pb2.LoadBlocksRequest(scope=server.scope(SOURCE), span=span, generations=[asked])
-        (part,) = server.stub().LoadBlocks(request, timeout=10)
+        (part,) = server.stub().LoadBlocks(request, timeout=60)
         assert (part.error.reason if part.HasField("error") else None) == reason
         assert part.data == (PAYLOAD if reason is None else b"")
 
@@ -196,13 +196,13 @@ def test_what_cannot_be_stored_is_refused_before_its_bytes(
     server: BlockServer, changed: dict[str, Any], reason: Reason
 ) -> None:
     parts = iter([begin(server.scope(SOURCE), **changed)])
-    assert refusal(lambda: server.stub().StoreBlocks(parts, timeout=10)).reason is reason
+    assert refusal(lambda: server.stub().StoreBlocks(parts, timeout=60)).reason is reason
     eventually(server.idle, "nothing is held")
 
 
 def test_a_payload_of_another_shape_than_its_source_says_is_refused(server: BlockServer) -> None:
     scope = server.scope(dataclasses.replace(SOURCE, layers=(0, 2)))
-    refused = refusal(lambda: server.stub().StoreBlocks(iter([begin(scope)]), timeout=10))
+    refused = refusal(lambda: server.stub().StoreBlocks(iter([begin(scope)]), timeout=60))
     assert (refused.reason, refused.facts["block_bytes"]) == (
         Reason.PAYLOAD_GEOMETRY,
         str(2 * len(PAYLOAD)),
@@ -243,7 +243,7 @@ def test_parts_out_of_order_end_the_call_and_publish_nothing(
     server: BlockServer, parts: Callable[[blocks_pb2.BlockScope], list[blocks_pb2.StoreBlocksPart]]
 ) -> None:
     sent = iter(parts(server.scope(SOURCE)))
-    assert refusal(lambda: server.stub().StoreBlocks(sent, timeout=10)).reason is Reason.BAD_ARGUMENT
+    assert refusal(lambda: server.stub().StoreBlocks(sent, timeout=60)).reason is Reason.BAD_ARGUMENT
     eventually(server.idle, "nothing is held")
     assert not server.client().lookup(SOURCE, TOKENS).blocks
 
@@ -261,7 +261,7 @@ def test_bytes_that_are_not_what_was_stated_are_refused_alone(server: BlockServe
         data = payload_of(600 + block)
         stated = xxhash.xxh3_64_intdigest(data) ^ (block == 1)
         stream.append(part(block, 0, data, last=True, checksum=f"xxh3:{stated:016x}"))
-    answer = server.stub().StoreBlocks(iter(stream), timeout=10)
+    answer = server.stub().StoreBlocks(iter(stream), timeout=60)
     assert [block.error.reason for block in answer.blocks] == [0, common_pb2.CHECKSUM_MISMATCH, 0]
     assert len(server.client().lookup(SOURCE, tokens).blocks) == 1
     eventually(server.idle, "nothing is held")
@@ -279,7 +279,7 @@ def test_a_stream_that_ends_early_keeps_the_groups_that_were_whole(server: Block
     for block in range(35):
         data = payload_of(6100 + block)
         stream.append(part(block, 0, data, last=True, checksum=f"xxh3:{xxhash.xxh3_64_intdigest(data):016x}"))
-    answer = server.stub().StoreBlocks(iter(stream), timeout=10)
+    answer = server.stub().StoreBlocks(iter(stream), timeout=60)
     missing = [at for at, block in enumerate(answer.blocks) if block.error.reason == common_pb2.SHORT_COPY]
     assert missing == list(range(GROUP_BLOCKS, 40))
     assert len(server.client().lookup(SOURCE, tokens).blocks) == GROUP_BLOCKS
@@ -292,13 +292,13 @@ def test_a_stream_that_ends_early_keeps_the_groups_that_were_whole(server: Block
 def test_explain_and_inspect_say_what_they_were_not_given(server: BlockServer) -> None:
     stub = server.stub()
     two = blocks_pb2.ExplainBlockRequest(scope=server.scope(), span=blocks_pb2.BlockSpan(keys=[KEY, KEY]))
-    assert refusal(lambda: stub.ExplainBlock(two, timeout=10)).reason is Reason.BAD_ARGUMENT
+    assert refusal(lambda: stub.ExplainBlock(two, timeout=60)).reason is Reason.BAD_ARGUMENT
     unsourced = blocks_pb2.ExplainBlockRequest(scope=server.scope(), span=SPAN)
-    assert refusal(lambda: stub.ExplainBlock(unsourced, timeout=10)).reason is Reason.IDENTITY_INCOMPLETE
+    assert refusal(lambda: stub.ExplainBlock(unsourced, timeout=60)).reason is Reason.IDENTITY_INCOMPLETE
     page = blocks_pb2.InspectBlocksRequest(scope=server.scope(), limit=1001)
-    assert refusal(lambda: stub.InspectBlocks(page, timeout=10)).reason is Reason.BAD_ARGUMENT
+    assert refusal(lambda: stub.InspectBlocks(page, timeout=60)).reason is Reason.BAD_ARGUMENT
     neither = blocks_pb2.DeleteBlocksRequest(scope=server.scope(SOURCE))
-    assert refusal(lambda: stub.DeleteBlocks(neither, timeout=10)).reason is Reason.BAD_ARGUMENT
+    assert refusal(lambda: stub.DeleteBlocks(neither, timeout=60)).reason is Reason.BAD_ARGUMENT
     assert server.client().explain(KEY).state == "unknown"
 
 
@@ -311,7 +311,7 @@ def test_an_agent_that_drains_takes_no_blocks_and_serves_what_it_has(server: Blo
             client.store(SOURCE, tokens_of(1, 71), [PAYLOAD], committed_frontier=BLOCK_TOKENS)
         assert refused.value.reason is Reason.DRAINING
         rows = blocks_pb2.PublishSessionRequest(scope=server.scope(SOURCE), session_id="s")
-        assert refusal(lambda: server.stub().PublishSession(rows, timeout=10)).reason is Reason.DRAINING
+        assert refusal(lambda: server.stub().PublishSession(rows, timeout=60)).reason is Reason.DRAINING
         assert bytes(client.load(SOURCE, tokens).blocks[0].payload) == PAYLOAD
     finally:
         server.bench.node.draining = False
@@ -324,7 +324,7 @@ def test_rows_of_a_session_are_not_published_at_a_cost_that_orders_nothing(
     rows = blocks_pb2.PublishSessionRequest(
         scope=server.scope(SOURCE), session_id="s", recompute_seconds=seconds
     )
-    found = refusal(lambda: server.stub().PublishSession(rows, timeout=10))
+    found = refusal(lambda: server.stub().PublishSession(rows, timeout=60))
     assert found.reason is Reason.BAD_ARGUMENT
     assert "recompute_seconds" in str(found)
 
@@ -339,7 +339,7 @@ def test_pages_of_a_tenants_blocks_follow_each_other(server: BlockServer) -> Non
     after = 0
     while True:
         request = blocks_pb2.InspectBlocksRequest(scope=server.scope(tenant="pages"), after=after, limit=2)
-        page = server.stub().InspectBlocks(request, timeout=10)
+        page = server.stub().InspectBlocks(request, timeout=60)
         assert len(page.blocks) <= 2
         seen += [block.key for block in page.blocks]
         after = page.next
