@@ -191,13 +191,14 @@ async def test_sessions_that_are_being_opened_count_towards_the_bound(bench: Ben
 
 
 async def test_a_call_that_a_closing_engine_never_ran_is_refused_by_name(bench: Bench) -> None:
-    release = threading.Event()
+    release, begun = threading.Event(), threading.Event()
     runner = EngineRunner(FakeEngine(bench.baseline), "x", 4)
-    running = asyncio.create_task(runner.call(lambda: release.wait(120)))
+    running = asyncio.create_task(runner.call(lambda: begun.set() or release.wait(120)))
     queued = asyncio.create_task(runner.call(lambda: None))
-    await asyncio.sleep(0)
-    closing = asyncio.create_task(runner.close(10))
-    await asyncio.wait([queued], timeout=10)
+    # A call that has not begun is not run either.
+    assert await asyncio.to_thread(begun.wait, 60)
+    closing = asyncio.create_task(runner.close(60))
+    await asyncio.wait([queued], timeout=60)
     release.set()
     async with asyncio.timeout(60):
         await closing
