@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .choice import ChoiceError, Refused
 from .direct import Direct, RefusedError, parse
 from .pki import Certificate, CertificateAuthority, write_private
+from .waiting import eventually
 
 DEFAULT_TIMEOUT_S = 60.0
 REACH_TIMEOUT_S = 15
@@ -146,10 +148,20 @@ class Cluster:
             ).stdout.split()
             crds = [one for one in applied if one.startswith("customresourcedefinition.")]
             if crds:
-                left = max(1, int(deadline - time.monotonic()))
-                self.kubectl(
-                    "wait", "--for=condition=Established", f"--timeout={left}s", *crds, timeout=left + 5
-                )
+                # Not `kubectl wait`: it fails for a definition whose status has not been written yet.
+                left = max(1.0, deadline - time.monotonic())
+                wanted = partial(self._established, crds)
+                eventually(wanted, left, what=f"established: {crds}")
+
+    def _established(self, crds: Sequence[str]) -> bool:
+        found = self.get(*crds)
+        return all(
+            any(
+                one["type"] == "Established" and one["status"] == "True"
+                for one in (definition.get("status") or {}).get("conditions") or []
+            )
+            for definition in (found["items"] if found["kind"] == "List" else [found])
+        )
 
     def service_account_token(
         self, namespace: str, name: str, *, bound_pod: str | None = None, duration_s: int = 3600
