@@ -27,8 +27,6 @@ GROUP = f"/apis/argoproj.io/v1alpha1/namespaces/{SPACE}"
 SETS = f"/apis/apps/v1/namespaces/{SPACE}/replicasets"
 REPLICAS = 10
 SECONDS = 300.0
-DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-DEFINED = tuple(f"{name}.argoproj.io" for name in ("rollouts", "analysisruns", "analysistemplates"))
 CRDS = ("rollout", "analysis-run", "analysis-template", "cluster-analysis-template", "experiment")
 
 
@@ -124,7 +122,8 @@ class Argo:
 async def argo(cluster: Cluster, admin: Admin, folder: Path) -> AsyncIterator[Argo]:
     """Built, installed and running, with one Rollout that is stable."""
     program, crds = await asyncio.to_thread(find_argo_rollouts)
-    await _install(cluster, admin, crds)
+    files = [crds / f"{name}-crd.yaml" for name in CRDS]
+    await asyncio.to_thread(cluster.apply_files, files, timeout=SECONDS)
     await asyncio.to_thread(cluster.ensure_namespace, SPACE)
     async with contextlib.AsyncExitStack() as stack:
         process = _start(program, cluster, folder)
@@ -145,20 +144,6 @@ async def argo(cluster: Cluster, admin: Admin, folder: Path) -> AsyncIterator[Ar
             lambda: f"never healthy: {peer.rollout.get('status')}",
         )
         yield peer
-
-
-async def _install(cluster: Cluster, admin: Admin, crds: Path) -> None:
-    files = [f"--filename={crds / name}-crd.yaml" for name in CRDS]
-    await asyncio.to_thread(cluster.kubectl, "apply", "--server-side", *files, timeout=SECONDS)
-    async with asyncio.timeout(SECONDS):
-        for name in DEFINED:
-            while not _established(await admin.get(f"{DEFINITIONS}/{name}")):
-                await asyncio.sleep(0.2)
-
-
-def _established(definition: Json) -> bool:
-    conditions = (definition.get("status") or {}).get("conditions") or []
-    return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
 
 
 def _start(program: Path, cluster: Cluster, folder: Path) -> subprocess.Popen[bytes]:
