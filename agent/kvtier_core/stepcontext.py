@@ -18,7 +18,7 @@ from kvtier_core.selectors.audit import SessionAudit
 from kvtier_core.selectors.base import LayerIndex, SelectorFamily, close_indexes
 from kvtier_core.selectors.fixedcontext import FixedContext
 from kvtier_core.selectors.lateevidence import LateEvidence
-from kvtier_core.selectors.live import LiveFamily, LiveIndex
+from kvtier_core.selectors.live import FROM_FRAMES, LiveFamily, LiveIndex
 from kvtier_core.selectors.wanted import wanted_by
 
 
@@ -131,7 +131,7 @@ class StepContext:
         """What the family learns from and rows that no frame brought do not have."""
         if not isinstance(self.family, LiveFamily):
             return frozenset()
-        return self.family.family.facts.needs & {Need.PREFILL_QUERIES, Need.SURPRISAL}
+        return self.family.family.facts.needs & FROM_FRAMES
 
     def adopt(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
         """Hands over rows [first, first + n) of a layer that no frame brings."""

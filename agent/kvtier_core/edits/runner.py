@@ -111,15 +111,25 @@ class Edits:
         cut = self._branching.prepare_cut(session, row, number, patience)
         try:
             source = _next_history(session.source)
-            indexes = self._indexed(context, source, row, view, patience)
+            kept = self._kept(context, source, row, view)
+            indexes = self._indexed(context, source, row, view, patience) if kept is None else kept
         except BaseException:
             self._branching.abort_cut(cut)
             raise
         self._branching.commit_cut(cut)
         edits = {point.producer for point in session.edits}
         session.producers[1:] = [item for item in session.producers[1:] if item[0] < row or item[1] in edits]
-        self._changed(context, source, view, indexes)
+        self._changed(context, source, view, indexes, goes_on=kept is not None)
         return True
+
+    def _kept(
+        self, context: Context, source: SourceBinding, rows: int, view: PositionView
+    ) -> list[LayerIndex | None] | None:
+        """Indexes of rows [0, rows) that go on with what they learnt; None: they are to be built anew."""
+        if context.family is None or view.edited:
+            return None
+        kept = context.family.truncated(context.indexes, source.digest(), rows)
+        return None if kept is None else list(kept)
 
     def _view(self, context: Context, operation: Drop | Reposition) -> bool:
         session = context.session
@@ -140,10 +150,16 @@ class Edits:
         return True
 
     def _changed(
-        self, context: Context, source: SourceBinding, view: PositionView, indexes: list[LayerIndex | None]
+        self,
+        context: Context,
+        source: SourceBinding,
+        view: PositionView,
+        indexes: list[LayerIndex | None],
+        *,
+        goes_on: bool = False,
     ) -> None:
         """What was derived from the former history is of another source now. Rows that an edit leaves are
-        committed by it."""
+        committed by it. goes_on: the indexes with what they learnt."""
         session = context.session
         frontier = session.layers[0].frontier
         record(session, view, frontier, self._intern, self._digest_of)
@@ -158,7 +174,7 @@ class Edits:
         close_indexes(context.indexes)
         context.indexes[:] = indexes
         if context.late is not None:
-            context.late.cut(frontier)
+            context.late.cut(frontier, goes_on=goes_on)
         if context.fixed is not None:
             context.fixed.cut(frontier)
         # Views of the former rows would keep memory that the tier may have given to others.

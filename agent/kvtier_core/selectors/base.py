@@ -130,6 +130,12 @@ class SelectorFamily(Protocol):
         """Of a session of the same rows under another source, from those of its parent. Whoever asks closes
         them."""
 
+    def truncated(
+        self, indexes: Sequence[LayerIndex | None], source_digest: bytes, rows: int
+    ) -> Sequence[LayerIndex | None] | None:
+        """Of a session's first `rows` rows under another source, from those of all; None where they must be
+        built from the rows themselves. Whoever asks closes them."""
+
 
 def close_indexes(indexes: Sequence[LayerIndex | None]) -> None:
     """Of a session that ends, or whose rows are others now."""

@@ -96,11 +96,23 @@ class LateEvidence:
             self._room.give_back(row_bytes(k, v, evidence))
             append(first, k, v, replace(evidence, surprisal=self._log.entries[first:last].copy()))
 
-    def cut(self, rows: int) -> None:
-        """Rows [rows, ...) are gone, and with an edit every row that waits: its index is another."""
+    def cut(self, rows: int, *, goes_on: bool = False) -> None:
+        """Rows [rows, ...) are gone. goes_on: with the indexes for which the others wait; or they go, too."""
         self._log = self._log.first(min(rows, self.known))
-        self.close()
-        self._given_up = False
+        if not goes_on:
+            self.close()
+            self._given_up = False
+            return
+        for waiting in self._waiting:
+            while waiting and waiting[-1][0] + int(waiting[-1][1].shape[0]) > rows:
+                first, k, v, evidence = waiting.pop()
+                held = row_bytes(k, v, evidence)
+                inside = max(0, rows - first)
+                if inside:
+                    part = k[:inside].clone(), v[:inside].clone(), evidence.first(inside).kept()
+                    held -= row_bytes(*part)
+                    waiting.append((first, *part))
+                self._room.give_back(held)
 
     def close(self) -> None:
         """No row waits any more."""

@@ -30,6 +30,8 @@ from kvtier_crds.manifest import Selector
 
 GIVEN = ONLY_QUERIES
 """What every session gives to an index besides its rows."""
+FROM_FRAMES = frozenset([Need.PREFILL_QUERIES, Need.SURPRISAL])
+"""What comes with a frame's rows and is kept nowhere."""
 APPEND_ROWS = 16
 """Rows of one append, at most: each is a job, and those that wait for it are read by every query."""
 OUTSIDE_ROWS = 64
@@ -105,7 +107,23 @@ class LiveFamily:
         own = [index for index in indexes if isinstance(index, LiveIndex)]
         if not own:
             return [None] * len(indexes)
-        session = self.works.fork(own[0].session, source_digest)
+        return self._taken_over(indexes, self.works.fork(own[0].session, source_digest))
+
+    def truncated(
+        self, indexes: Sequence[LayerIndex | None], source_digest: bytes, rows: int
+    ) -> list[LiveIndex | None] | None:
+        """Of the same session with its first `rows` rows alone; None where they are to be built from these.
+        Only a family that learns from what is not kept goes on with what it has learnt: any other builds what
+        a session of these rows would."""
+        own = [index for index in indexes if isinstance(index, LiveIndex)]
+        if not own or not self.family.facts.needs & FROM_FRAMES:
+            return None
+        session = self.works.truncate(own[0].session, source_digest, rows)
+        return None if session is None else self._taken_over(indexes, session)
+
+    def _taken_over(
+        self, indexes: Sequence[LayerIndex | None], session: SessionLives
+    ) -> list[LiveIndex | None]:
         of = {life.source.layer: life for life in session.lives}
         return [
             LiveIndex(self, session, of[index.life.source.layer]) if isinstance(index, LiveIndex) else None

@@ -323,20 +323,92 @@ def test_exact_steps_in_memory_lose_nothing_that_comes_with_a_layer_that_reads_a
     assert (receipt.exactness, receipt.fallback) == (ExactnessClass.APPROXIMATE, "")
 
 
-def test_after_a_truncation_a_session_is_exact_and_says_what_is_missing(tmp_path: Path) -> None:
-    """Queries and surprisals are not kept, so an index of what they made cannot be made again."""
-    chosen = FAMILIES["emLlm"]
+@pytest.mark.parametrize("family", ["retrievalAttention", "infinigen"])
+def test_after_a_truncation_into_what_was_learnt_a_session_is_exact_and_says_why(
+    tmp_path: Path, family: str
+) -> None:
+    """Queries of the prefill are not kept, so an index of what they made cannot be made again."""
+    chosen, layers = FAMILIES[family], SELECTING[family]
     rows = Rows.random(PROMPT + 8)
     with engine(tmp_path, TIERS) as built:
         driver = Given.opened(built, rows, chosen)
         driver.forward(PROMPT)
         driver.forward(1, mode(chosen))
-        built.edit_session(EditRequest(*_named(driver), Truncate(PROMPT - 5)))
-        driver.position = driver.told = PROMPT - 5
+        cut(built, driver, PROMPT - 5)
         driver.forward(1, mode(chosen))
-        for receipt in driver.receipts((0, 1)):
+        for receipt in driver.receipts(layers):
             assert receipt.exactness is not ExactnessClass.APPROXIMATE
-            assert receipt.fallback in ("UNSUPPORTED", "DEPENDENCY_UNPUBLISHED")
+            assert receipt.fallback in ("UNSUPPORTED", "DEPENDENCY_UNPUBLISHED", "INDEX_FRONTIER_LAG")
+
+
+@pytest.mark.parametrize("back", [1, 5])
+@pytest.mark.parametrize("family", [name for name in sorted(FAMILIES) if name != "squeezedAttention"])
+def test_after_a_truncation_behind_the_prompt_a_session_selects_as_one_that_never_went_further(
+    tmp_path: Path, family: str, back: int
+) -> None:
+    """The end of an answer is taken back: what was learnt before stays, to the bit."""
+    chosen, layers = FAMILIES[family], SELECTING[family]
+    rows = Rows.random(PROMPT + 32)
+    works = IndexWorks(Clock(), memory=IndexMemory())
+    with engine(tmp_path, TIERS, indexes=works) as built:
+        driver, never = Given.opened(built, rows, chosen), Given.opened(built, rows, chosen)
+        for one, steps in ((driver, 24), (never, 24 - back)):
+            one.forward(PROMPT)
+            for _ in range(steps):
+                one.forward(1)
+        cut(built, driver, never.position)
+        for _ in range(back):
+            outs = [one.forward(1, mode(chosen)) for one in (driver, never)]
+            told = [(one.exactness, one.fallback) for who in (driver, never) for one in who.receipts(layers)]
+            assert set(told) == {(ExactnessClass.APPROXIMATE, "")}
+            assert torch.equal(*outs)
+        for one in (driver, never):
+            built.close_session(*_named(one))
+    assert works.memory.used == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "fallback"),
+    [("infinigen", ""), ("retrievalAttention", ""), ("infLlm", "UNSUPPORTED"), ("emLlm", "UNSUPPORTED")],
+)
+def test_a_long_truncation_costs_those_that_decided_about_rows_by_what_came_behind_them(
+    tmp_path: Path, family: str, fallback: str
+) -> None:
+    """Units and events that rows behind them decided are undone, and their queries are not there any more;
+    channels and graphs are of the prompt alone."""
+    chosen, layers = FAMILIES[family], SELECTING[family]
+    rows = Rows.random(PROMPT + 32)
+    with engine(tmp_path, TIERS) as built:
+        driver = Given.opened(built, rows, chosen)
+        driver.forward(PROMPT)
+        for _ in range(24):
+            driver.forward(1)
+        cut(built, driver, PROMPT + 4)
+        driver.forward(1, mode(chosen))
+        assert {receipt.fallback for receipt in driver.receipts(layers)} == {fallback}
+
+
+def test_a_truncation_keeps_the_rows_that_wait_for_their_surprisals(tmp_path: Path) -> None:
+    chosen = FAMILIES["emLlm"]
+    rows = Rows.random(PROMPT + 4)
+    works = IndexWorks(Clock(), memory=IndexMemory())
+    with engine(tmp_path, TIERS, indexes=works) as built:
+        driver, never = Given.opened(built, rows, chosen), Given.opened(built, rows, chosen)
+        driver.forward(PROMPT)
+        cut(built, driver, PROMPT - 9)
+        never.forward(PROMPT - 9)
+        for _ in range(3):
+            outs = [one.forward(1, mode(chosen)) for one in (driver, never)]
+            assert {receipt.fallback for one in (driver, never) for receipt in one.receipts((0, 1))} == {""}
+            assert torch.equal(*outs)
+        for one in (driver, never):
+            built.close_session(*_named(one))
+    assert works.memory.used == 0
+
+
+def cut(built: CacheEngine, driver: Given, rows: int) -> None:
+    built.edit_session(EditRequest(*_named(driver), Truncate(rows)))
+    driver.position, driver.told = rows, min(driver.told, rows)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.rowevidence import Evidence, LayerWeights, Need, joined
-from kvtier_core.selectors.contract import Family, Index, Source
-from kvtier_core.selectors.lifecycle.memory import row_bytes
+from kvtier_core.selectors.contract import Edit, Family, Index, NeedsRebuild, Source
+from kvtier_core.selectors.lifecycle.memory import buffers, row_bytes
 
 
 class Kind(StrEnum):
@@ -191,6 +191,25 @@ class LayerLife:
             index = self.published.index
             own: Index = replace(index, facts=replace(index.facts, source=source))  # type: ignore[type-var]
             made.published = Published(own, self.published.buffers)
+        return made
+
+    def truncated(self, digest: bytes, rows: int) -> LayerLife | None:
+        """As `forked`, of the first `rows` rows; None where what was learnt is of rows that are gone, or rows
+        that were let go would have to be learnt anew."""
+        made = self.forked(digest)
+        if rows < self.learnt and not self.family.facts.incremental:
+            return None
+        made.arrived = min(self.arrived, rows)
+        made.waiting = deque(one.cut(one.first, rows) for one in self.waiting if one.first < rows)
+        made.waiting_bytes = sum(one.size for one in made.waiting)
+        if rows < self.prompt:
+            made.prompt, made.decoding = rows, False
+        if made.published is not None and made.covered > rows:
+            edit = Edit(rows, made.source.position_epoch, truncated=True)
+            cut = self.family.edit(made.published.index, edit)
+            if isinstance(cut, NeedsRebuild) or cut.facts.covered != rows:
+                return None
+            made.published = Published(cut, buffers(cut))
         return made
 
     def end_rows(self) -> None:

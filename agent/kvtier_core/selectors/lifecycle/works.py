@@ -120,15 +120,29 @@ class IndexWorks:
         that wait now. What both hold is counted for each; where that is too much the child is refused as any
         other."""
         with self._lock:
-            made = SessionLives(session.name, [life.forked(digest) for life in session.lives])
-            self._sessions[id(made)] = made
-            for life in made.lives:
-                self._of[id(life)] = made
-            if not all(life.ended or self._fits(made, life) for life in made.lives):
-                self._refuse(made, self._over("an index"))
-            for life in made.lives:
-                self._note(life)
+            made = self._taken_over(session, [life.forked(digest) for life in session.lives])
         self._runner.wake(self)
+        return made
+
+    def truncate(self, session: SessionLives, digest: bytes, rows: int) -> SessionLives | None:
+        """As `fork`, of the first `rows` rows; None where a layer's index cannot follow."""
+        with self._lock:
+            lives = [life.truncated(digest, rows) for life in session.lives]
+            if any(life is None for life in lives):
+                return None
+            made = self._taken_over(session, [life for life in lives if life is not None])
+        self._runner.wake(self)
+        return made
+
+    def _taken_over(self, session: SessionLives, lives: list[LayerLife]) -> SessionLives:
+        made = SessionLives(session.name, lives)
+        self._sessions[id(made)] = made
+        for life in lives:
+            self._of[id(life)] = made
+        if not all(life.ended or self._fits(made, life) for life in lives):
+            self._refuse(made, self._over("an index"))
+        for life in lives:
+            self._note(life)
         return made
 
     def close(self, session: SessionLives) -> None:
