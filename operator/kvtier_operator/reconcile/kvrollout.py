@@ -262,9 +262,11 @@ class KVRolloutReconciler:
 
 
 def _without_looks(state: RolloutState) -> RolloutState:
-    """All but the times of looks."""
+    """All but the times of looks, and texts: a forecast moves with every second that passes, and each of a
+    thousand rollouts that see no request would be written all the time. A text goes with the next number."""
     gates = tuple(replace(gate, at=0.0) for gate in state.gates)
-    return replace(state, gates=gates, schedule=None)
+    conditions = tuple(replace(one, message="") for one in state.conditions)
+    return replace(state, gates=gates, conditions=conditions, schedule=None)
 
 
 def _mark(rpc: Rpc, state: RolloutState) -> tuple[str, int, str]:

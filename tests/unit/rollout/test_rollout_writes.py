@@ -76,3 +76,27 @@ async def test_numbers_that_move_are_written_now_and_then() -> None:
     world.feed.look = moving  # type: ignore[method-assign]
     await world.run(100)
     assert 8 <= world.api.writes - before <= 11
+
+
+async def test_a_forecast_alone_is_not_written_and_goes_with_the_next_number() -> None:
+    """Without requests the rate falls with each second, and with it every text that names it."""
+    world = World(stages=[{"name": "Shadow", "minDuration": "9h"}, {"name": "Full", "soak": "1h"}])
+    look, units, rate = world.feed.look, 0, 50.0
+
+    async def falling(reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
+        found = await look(reading, state, spec, now)
+        verdicts = tuple(replace(one, n=one.n + units) for one in found.verdicts)
+        return replace(found, verdicts=verdicts, requests_per_second=rate)
+
+    world.feed.look = falling  # type: ignore[method-assign]
+    await world.until("Progressing", "Shadow")
+    await world.run(60)
+    before, text = world.api.writes, world.condition("Feasible")["message"]
+    for _ in range(6):
+        rate /= 2
+        await world.run(20)
+    assert world.api.writes == before
+    units = 7
+    await world.run(20)
+    assert world.api.writes > before
+    assert world.condition("Feasible")["message"] != text
