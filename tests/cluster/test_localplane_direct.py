@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.kvtier_localplane import Cluster, KubectlError
-from tests.cluster.kvtier_localplane.direct import parse
+from tests.cluster.kvtier_localplane.direct import Direct, parse
 
 NAMESPACE = "direct"
 
@@ -111,6 +111,22 @@ def test_a_cluster_of_the_users_is_asked_by_kubectl(cluster: Cluster) -> None:
     assert theirs.get("cm", "one", "-n", NAMESPACE) == cluster.get("cm", "one", "-n", NAMESPACE)
     theirs.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
     assert theirs._direct == {}
+
+
+def test_comes_again_when_the_server_asks_for_it_as_kubectl_does(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kind whose storage is being made ready answers 429 for a moment."""
+    send, refusals = Direct._send, [429, 503]
+
+    def busy(self: Direct, *request: Any) -> tuple[int, bytes, str]:
+        if refusals:
+            return refusals.pop(), b"{}", "0"
+        return send(self, *request)
+
+    monkeypatch.setattr(Direct, "_send", busy)
+    assert cluster.get("cm", "one", "-n", NAMESPACE)["data"] == {"k": "one"}
+    assert refusals == []
 
 
 def test_threads_ask_beside_each_other(cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ import http.client
 import json
 import ssl
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +169,12 @@ class Direct:
         headers = {**self._headers, "Accept": accept}
         if body:
             headers["Content-Type"] = "application/apply-patch+yaml"
-        status, answer = self._send(method, url, timeout, body, headers)
+        until = time.monotonic() + timeout
+        status, answer, again = self._send(method, url, timeout, body, headers)
+        # As kubectl: a server that says when to come again, as one whose kind is new does, is asked again.
+        while again and (status == 429 or status >= 500) and time.monotonic() < until:
+            time.sleep(float(again))
+            status, answer, again = self._send(method, url, timeout, body, headers)
         try:
             found = json.loads(answer)
         except ValueError as error:
@@ -179,8 +185,9 @@ class Direct:
 
     def _send(
         self, method: str, url: str, timeout: float, body: str, headers: Mapping[str, str]
-    ) -> tuple[int, bytes]:
-        """Twice where a kept connection turns out to be closed: reads and applies may be repeated."""
+    ) -> tuple[int, bytes, str]:
+        """Status, body and Retry-After. Twice where a kept connection turns out to be closed: reads and
+        applies may be repeated."""
         for last in (False, True):
             kept: http.client.HTTPSConnection | None = getattr(self._own, "connection", None)
             connection = kept or http.client.HTTPSConnection(self._address, context=self._tls)
@@ -190,7 +197,7 @@ class Direct:
             try:
                 connection.request(method, url, body or None, dict(headers))
                 response = connection.getresponse()
-                answer = response.status, response.read()
+                answer = response.status, response.read(), response.headers.get("Retry-After", "")
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 self._own.connection = None
