@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.selectors.contract import (
+    Edit,
     EditCost,
     Evidence,
     FamilyFacts,
@@ -85,8 +86,10 @@ class RowFamily:
         facts = replace(index.facts, epoch=index.facts.epoch + 1, covered=index.facts.covered + len(k))
         return RowList(facts, index.rows.plus(numbers(k)), index.built_over)
 
-    def edit(self, index: Index, edit: object) -> Index:
-        raise AssertionError("nobody edits here")
+    def edit(self, index: Index, edit: Edit) -> RowList:
+        assert isinstance(index, RowList) and edit.truncated and edit.first < index.facts.covered
+        facts = replace(index.facts, epoch=index.facts.epoch + 1, covered=edit.first)
+        return RowList(facts, index.rows.first(edit.first), index.built_over)
 
     def select(self, index: Index, query: Query) -> Selection:
         raise AssertionError("nobody selects here")

@@ -3,7 +3,7 @@ reads and ends, against a model that knows only what the rules say."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -187,6 +187,45 @@ class Lifecycle(RuleBasedStateMachine):
         assert isinstance(index, RowList)
         assert index.rows.entries.tolist() == held.rows, "what a query reads never changes"
         self.works.end_lease(held.life, held.published)
+
+    @rule(target=sessions, session=sessions)
+    def fork(self, session: int) -> int:
+        """Of the same rows, with what was learnt of them; from here on each goes its own way."""
+        parent, pairs = self.open[session]
+        if any(model.closed for _, model in pairs):
+            return session
+        made = self.works.fork(parent, b"f" * 32)
+        models = [replace(model, failures=0, seen=set(model.seen)) for _, model in pairs]
+        return self._taken_over(made, models)
+
+    @rule(target=sessions, session=sessions, rows=st.integers(0, 30))
+    def truncate(self, session: int, rows: int) -> int:
+        """Of fewer rows, and the former session ends; what was learnt of others cannot follow."""
+        former, pairs = self.open[session]
+        if any(model.closed for _, model in pairs):
+            return session
+        made = self.works.truncate(former, b"t" * 32, rows)
+        undone = any(model.kind != "incremental" and rows < model.learnt for _, model in pairs)
+        assert (made is None) == undone
+        if made is None:
+            return session
+        models = []
+        for _, one in pairs:
+            cut = replace(one, failures=0, seen=set(one.seen), arrived=min(one.arrived, rows))
+            cut.covered = min(one.covered, rows)
+            if rows < one.prompt:
+                cut.prompt, cut.decoding = rows, False
+            if not rows:
+                cut.learnt = cut.epoch = 0
+                cut.seen = set()
+            models.append(cut)
+        self.end(session)
+        return self._taken_over(made, models)
+
+    def _taken_over(self, made: SessionLives, models: list[Model]) -> int:
+        self.open.append((made, list(zip(made.lives, models, strict=True))))
+        self._refusals(len(self.open) - 1)
+        return len(self.open) - 1
 
     @rule(session=sessions)
     def end(self, session: int) -> None:

@@ -204,6 +204,8 @@ class LayerLife:
         made.waiting_bytes = sum(one.size for one in made.waiting)
         if rows < self.prompt:
             made.prompt, made.decoding = rows, False
+        if not rows:
+            made.published, made.learnt = None, 0
         if made.published is not None and made.covered > rows:
             edit = Edit(rows, made.source.position_epoch, truncated=True)
             cut = self.family.edit(made.published.index, edit)
