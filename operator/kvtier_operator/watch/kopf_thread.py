@@ -1,17 +1,20 @@
 """kopf, for what it does best: watching, reconnecting, authenticating. Nothing else of it is used.
 
 Its handlers are `on.event` only, so it stores nothing on objects and sets no finalizer. It has a thread and
-a loop of its own, since at its end it cancels every task in its loop. A watch that breaks for good ends kopf;
-the supervisor here starts it again, and says how long the watches have been down.
+a loop of its own, since at its end it cancels every task in its loop. It tries for ever to reach the server.
+Should one of its watches end all the same, kopf would go on without it; the supervisor here ends kopf and
+starts it again, and says how long the watches have been down.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
+import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +29,11 @@ from kvtier_operator.watch.trimmed import trimmed
 _log = logging.getLogger(__name__)
 
 OnKeys = Callable[[set[ObjectKey]], None]
+Sleep = Callable[[float], Awaitable[None]]
 STOP_SECONDS = 8.0
+LOOK_SECONDS = 1.0
+WATCHER = "watcher for "
+"""How kopf calls the task that watches a kind."""
 RELOGIN = datetime.timedelta(minutes=10)
 
 
@@ -96,6 +103,30 @@ async def connection_info(kubeconfig: str | None) -> kopf.ConnectionInfo:
     )
 
 
+class Backoffs:
+    """Seconds between tries of one request, without end: kopf takes the last of a finite list for the end of
+    the watch, and an API server may be away for longer than any."""
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((0.2, 0.5, 1.0, 2.0), itertools.repeat(4.0))
+
+
+class WatchEnded(Exception):
+    """kopf does not watch some kind any more."""
+
+
+async def until_a_watch_ends(sleep: Sleep = asyncio.sleep) -> None:
+    """Raises WatchEnded once a watcher that was seen in this loop is gone."""
+    seen: set[str] = set()
+    while True:
+        await sleep(LOOK_SECONDS)
+        names = {task.get_name() for task in asyncio.all_tasks()}
+        alive = {name for name in names if name.startswith(WATCHER)}
+        if lost := seen - alive:
+            raise WatchEnded(", ".join(sorted(lost)))
+        seen |= alive
+
+
 def settings() -> kopf.OperatorSettings:
     made = kopf.OperatorSettings()
     made.process.ultimate_exiting_timeout = None
@@ -110,7 +141,7 @@ def settings() -> kopf.OperatorSettings:
     made.watching.chunk_size = 500
     made.networking.request_timeout = 30
     made.networking.connect_timeout = 10
-    made.networking.error_backoffs = (0.2, 0.5, 1, 2, 4)
+    made.networking.error_backoffs = Backoffs()
     made.queueing.exit_timeout = 1.0
     for kind, selector in SELECTORS.items():
         resource = RESOURCES[kind]
@@ -121,8 +152,16 @@ def settings() -> kopf.OperatorSettings:
 class KopfThread:
     """Starts kopf, and again whenever it ends by itself, until `stop`."""
 
-    def __init__(self, deps: WatchDeps, *, restart_seconds: tuple[float, ...] = (0.5, 1, 2, 5, 10)) -> None:
+    def __init__(
+        self,
+        deps: WatchDeps,
+        *,
+        restart_seconds: tuple[float, ...] = (0.5, 1, 2, 5, 10),
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        """sleep: between two looks at the watches."""
         self._deps = deps
+        self._sleep = sleep
         self._restart_seconds = restart_seconds
         self._stop = threading.Event()
         self._down_since: float | None = deps.clock.monotonic()
@@ -159,20 +198,30 @@ class KopfThread:
             self._stop.wait(self._restart_seconds[min(failures, len(self._restart_seconds) - 1)])
 
     async def _run(self) -> None:
+        ready = asyncio.Event()
+        noting = asyncio.ensure_future(self._note_ready(ready))
+        watching = asyncio.ensure_future(self._watch(ready))
+        looking = asyncio.ensure_future(until_a_watch_ends(self._sleep))
+        try:
+            await asyncio.wait({watching, looking}, return_when=asyncio.FIRST_COMPLETED)
+            ended = watching if watching.done() else looking
+            await ended
+        finally:
+            for task in (noting, looking, watching):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+
+    async def _watch(self, ready: asyncio.Event) -> None:
         registry = kopf.OperatorRegistry()
         register(registry, self._deps)
-        ready = asyncio.Event()
-        watcher = asyncio.ensure_future(self._note_ready(ready))
-        try:
-            await kopf.operator(
-                registry=registry,
-                settings=settings(),
-                clusterwide=True,
-                ready_flag=ready,
-                stop_flag=self._stop,
-            )
-        finally:
-            watcher.cancel()
+        await kopf.operator(
+            registry=registry,
+            settings=settings(),
+            clusterwide=True,
+            ready_flag=ready,
+            stop_flag=self._stop,
+        )
 
     async def _note_ready(self, ready: asyncio.Event) -> None:
         await ready.wait()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
+import pytest
+
 from kvtier_operator.store import WatchStore
-from kvtier_operator.watch.kopf_thread import KopfThread, WatchDeps, settings
+from kvtier_operator.watch.kopf_thread import WATCHER, Backoffs, KopfThread, WatchDeps, WatchEnded, settings
 from tests.unit.control.control_fakes import FakeClock
 
 
@@ -58,3 +61,42 @@ def test_kopf_stores_nothing_and_posts_nothing() -> None:
     assert not made.posting.enabled
     assert made.watching.server_timeout is not None
     assert sorted(made.watching.label_selectors.values()) == ["kvtier.dev/component=agent"] * 2
+
+
+class Losing(KopfThread):
+    """Loses one of two watches without ending, as kopf does."""
+
+    def __init__(self) -> None:
+        deps = WatchDeps(WatchStore(), lambda _keys: None, None, FakeClock())
+        super().__init__(deps, sleep=self._look)
+        self.looks = 0
+        self.looked = asyncio.Event()
+
+    async def _look(self, seconds: float) -> None:
+        self.looks += 1
+        if self.looks > 2:
+            self.looked.set()
+        await asyncio.sleep(0)
+
+    async def _watch(self, ready: asyncio.Event) -> None:
+        never = asyncio.Event()
+        names = ("kvcaches", "kvrollouts")
+        watches = [asyncio.create_task(never.wait(), name=f"{WATCHER}{name}") for name in names]
+        await self.looked.wait()
+        watches[0].cancel()
+        await never.wait()
+
+
+async def test_a_kind_that_is_not_watched_any_more_ends_the_life_in_which_it_was() -> None:
+    """Which is then followed by another, as any that ends by itself."""
+    with pytest.raises(WatchEnded, match="watcher for kvcaches"):
+        await asyncio.wait_for(Losing()._run(), 60)
+
+
+def test_an_api_server_that_is_away_for_long_ends_no_watch() -> None:
+    backoffs = settings().networking.error_backoffs
+    assert isinstance(backoffs, Backoffs)
+    waits = list(itertools.islice(backoffs, 1000))
+    assert len(waits) == 1000
+    assert max(waits) <= 5.0
+    assert list(itertools.islice(backoffs, 3)) == waits[:3]
