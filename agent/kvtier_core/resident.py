@@ -29,7 +29,9 @@ from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepAnswer, StepReceipt, StepRequest
 from kvtier_core.selectors.base import SelectorFamily
 from kvtier_core.sessions import RowStore
+from kvtier_kernels.compiled import library
 from kvtier_kernels.ops.chunk_attention.decode import Reading, attend_into, no_rows, reads_in_place
+from kvtier_kernels.ops.chunk_attention.kept import DecodeRoom, KeptDecode
 from kvtier_kernels.ops.chunk_attention.outputs import outputs
 from kvtier_kernels.ops.chunk_attention.runs import ChunkRun, chunk_runs
 
@@ -41,7 +43,8 @@ _GROUP = 64
 class ResidentLayer:
     """What frames of one layer have in common. runs: its full chunks. payload: of the open chunk
     [2, Hk, C, d]. whole_bytes: payload bytes of the full chunks by tier. clean: the frontier from which the
-    open chunk's rows are known to be zero, -1 for not known. resident False: some chunk is not attended in
+    open chunk's rows are known to be zero, -1 for not known. decode: what answers a frame alone, where
+    kernels are compiled and one look at the clock is enough. resident False: some chunk is not attended in
     place, so all of this is empty."""
 
     stamp: PlacementStamp
@@ -55,6 +58,7 @@ class ResidentLayer:
     simulated: bool
     plan_kind: PlanKind
     clean: int = -1
+    decode: KeptDecode | None = None
 
 
 @dataclass(slots=True)
@@ -103,6 +107,7 @@ class ResidentDecode:
         self._row = (1, layout.kv_heads, layout.head_dim)
         self._query = (1, query_heads, layout.head_dim)
         self._able = reads_in_place(layout.chunk_tokens, layout.head_dim)
+        self._room = DecodeRoom(query_heads, layout.kv_heads, layout.head_dim, layout.chunk_tokens)
         self._rows_of = store.directory.cells("rows")
         self._producer_of = store.directory.cells("producer")
 
@@ -128,8 +133,11 @@ class ResidentDecode:
             # Of a frame that failed, or rows that were cut off: a weight of 0 hides a finite row only.
             payload[:, :, at:].zero_()
         kept.clean = -1
-        payload[0, :, at].copy_(request.k[0])
-        payload[1, :, at].copy_(request.v[0])
+        if kept.decode is not None:
+            kept.decode.write(request.k, request.v, at)
+        else:
+            payload[0, :, at].copy_(request.k[0])
+            payload[1, :, at].copy_(request.v[0])
         return ResidentFrame(session, state, request, kept, state.frontier + 1)
 
     def _common(self, session: Session, request: StepRequest) -> bool:
@@ -185,21 +193,32 @@ class ResidentDecode:
         for read in reads[:-1]:
             name = store.tiers[read.tier].name
             whole[name] = whole.get(name, 0) + self._size * self._row_bytes
+        runs = tuple(chunk_runs(keys[:-1], values[:-1], _GROUP))
+        open_run = chunk_runs(keys[-1:], values[-1:])[0]
+        compiled, decode = library(), None
+        if compiled is not None and len(reads) <= _GROUP:
+            decode = KeptDecode(compiled, self._room, runs, open_run, session.spec.score_scale)
         return ResidentLayer(
             stamp=stamp,
             resident=True,
-            runs=tuple(chunk_runs(keys[:-1], values[:-1], _GROUP)),
-            open_run=chunk_runs(keys[-1:], values[-1:])[0],
+            runs=runs,
+            open_run=open_run,
             payload=payloads[-1],
             open_tier=store.tiers[reads[-1].tier].name,
             whole_bytes=whole,
             labels=plan.labels,
             simulated=plan.simulated,
             plan_kind=plan.kind,
+            decode=decode,
         )
 
     def answer(self, frame: ResidentFrame) -> StepAnswer:
         """Attends and takes the row, or neither. DEADLINE."""
+        decode = frame.layer.decode
+        if decode is not None:
+            if self._is_late(frame):
+                raise self._lateness(frame)
+            return self.publish(frame, decode.output(frame.request.q, (frame.visible - 1) % self._size + 1))
         answer = self.answer_all([frame])[0]
         if isinstance(answer, CoreError):
             raise answer
@@ -224,9 +243,7 @@ class ResidentDecode:
         for group in groups_of(shared_readings(frames, self._size)):
             for index, frame in enumerate(frames):
                 if index not in late and self._is_late(frame):
-                    error = CoreError(Reason.DEADLINE, "the deadline passed before all chunks were attended")
-                    session_id = frame.session.session_id
-                    late[index] = self._late(error, frame.layer.plan_kind, frame.request.deadline, session_id)
+                    late[index] = self._lateness(frame)
             if len(late) == len(frames):
                 return [late[index] for index in range(len(frames))]
             attend_into(totals, scaled, group)
@@ -241,6 +258,10 @@ class ResidentDecode:
     def _is_late(self, frame: ResidentFrame) -> bool:
         deadline = frame.request.deadline
         return deadline is not None and self._clock() > deadline
+
+    def _lateness(self, frame: ResidentFrame) -> CoreError:
+        error = CoreError(Reason.DEADLINE, "the deadline passed before all chunks were attended")
+        return self._late(error, frame.layer.plan_kind, frame.request.deadline, frame.session.session_id)
 
     def publish(self, frame: ResidentFrame, out: Tensor) -> StepAnswer:
         """Checks the receipt and takes the row. Whatever is refused here is refused before anything is

@@ -103,8 +103,8 @@ class _Rows(NamedTuple):
         return e.at(self.ahead, e.times(i, sizes.row_bytes))
 
 
-def emit_attend(module: ir.Module, *, listed: bool = False) -> None:
-    """`attend(words)`, or `attend_listed(words)`."""
+def emit_attend(module: ir.Module, *, listed: bool = False) -> Value:
+    """`attend(words)`, or `attend_listed(words)`; the function."""
     e = Emitter(module, "attend_listed" if listed else "attend")
     sizes = _Sizes(
         listed=listed,
@@ -123,6 +123,7 @@ def emit_attend(module: ir.Module, *, listed: bool = False) -> None:
         with e.loop(sizes.heads) as h, e.loop(chunk.queries) as m:
             _merge(e, sizes, chunk, h, m)
     e.done()
+    return e.function
 
 
 def _chunk(e: Emitter, sizes: _Sizes, address: Value) -> _Chunk:

@@ -49,6 +49,15 @@ class Job(IntEnum):
     BIAS = 9  # for `attend_listed`: float32 [whole blocks of 16] to add to logits; 0: none
 
 
+class DecodeWord(IntEnum):
+    """Arguments of `decode`. Addresses."""
+
+    ATTEND = 0  # arguments of `attend`, of one query in slot 0
+    QUERY = 1  # float32 [Hq, d]
+    SCALE = 2  # float32
+    OUT = 3  # float32 [Hq, d]
+
+
 def scratch_floats(heads: int, queries: int, head_dim: int, room: int) -> int:
     """Of the job with the most query heads per KV head, `queries`."""
     states = heads * queries

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtier_kernels.compiled.attention import emit_attend, emit_fold
+from kvtier_kernels.compiled.decode import emit_decode
 from kvtier_kernels.compiled.layout import LANES, FoldWord, Job, Word, scratch_floats
 
 Integers = NDArray[np.int64]
@@ -42,18 +43,19 @@ def check_machine() -> None:
 
 
 class Library:
-    """Kernels of this process. Raises UnsupportedMachine. Safe to call from several threads."""
+    """Kernels of this process. Raises UnsupportedMachine. Safe to call from several threads. decode: takes
+    the address of DecodeWord's arguments."""
 
     def __init__(self, processor: str = "") -> None:
         """processor: LLVM's name of one to compile for, by default this machine's."""
         check_machine()
         module = ir.Module("kvtier")
-        emit_attend(module)
+        emit_decode(module, emit_attend(module))
         emit_fold(module)
         self._engine = built(module, processor)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-        self._attend, self._fold = (
-            kind(self._engine.get_function_address(name)) for name in ("attend", "fold")
+        self._attend, self._fold, self.decode = (
+            kind(self._engine.get_function_address(name)) for name in ("attend", "fold", "decode")
         )
         self._local = threading.local()
         self._processor = processor
