@@ -285,4 +285,6 @@ class Bench:
 
 
 def frame(session_id: str, step: int, layer: int = 0) -> FrameInput:
-    return FrameInput(session_id, 1, step, layer, 0, b"", b"", 0, b"", 0)
+    """Of a session that a FakeEngine opened: its generation is its number."""
+    number = session_id.rpartition("-")[2]
+    return FrameInput(session_id, int(number), step, layer, 0, b"", b"", 0, b"", 0)
