@@ -129,7 +129,7 @@ class CandidateEngines:
         """Whether it is closed now; sessions that cannot move keep it."""
         engines, uid = paired(host), host.name.uid
         await asyncio.to_thread(engines.settle)
-        if not await self.end_blocks(uid, CLOSE_SECONDS):
+        if not await self._blocks_ended(uid):
             return False
         slot = await asyncio.to_thread(engines.detach)
         if slot is None:
@@ -141,10 +141,13 @@ class CandidateEngines:
             log.warning("cache %s: a second engine does not end; its files stay until the next start", uid)
         return True
 
-    async def end_blocks(self, uid: str, seconds: float) -> bool:
-        """Ends calls on the blocks of a baseline that was replaced; whether they are over."""
+    def former_blocks(self, uid: str) -> BlockHost | None:
+        """Blocks of a baseline that was replaced, for its caller to end."""
+        return self._former_blocks.pop(uid, None)
+
+    async def _blocks_ended(self, uid: str) -> bool:
         former = self._former_blocks.get(uid)
-        if former is not None and not await former.close(seconds):
+        if former is not None and not await former.close(CLOSE_SECONDS):
             return False
         self._former_blocks.pop(uid, None)
         return True

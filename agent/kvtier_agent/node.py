@@ -141,7 +141,7 @@ class Node:
         what goes on may write to them until the process ends.
         """
         for uid, host in self.caches.items():
-            self._ends.begin(uid, host)
+            self._ends.begin(uid, host, self._candidates.former_blocks(uid))
         threads = {"control threads": self._pool, "report threads": self._report_pool}
         others = {
             name: BlockingEnd(partial(pool.shutdown, wait=True, cancel_futures=True), f"close {name}")
@@ -432,12 +432,8 @@ class Node:
         if host is not None:
             ended = len(host.sessions)
             host.sessions.clear()
-            self._ends.begin(uid, host)
-        seconds = self.limits.control_deadline_seconds
-        if not await self._candidates.end_blocks(uid, seconds):
-            endless = f"a call on blocks of the former baseline of cache {uid} does not end"
-        else:
-            endless = await self._ends.end(uid, seconds)
+            self._ends.begin(uid, host, self._candidates.former_blocks(uid))
+        endless = await self._ends.end(uid, self.limits.control_deadline_seconds)
         if endless:
             self.faults[uid] = f"{Reason.DEADLINE}: {endless}"
             self.changed.set()

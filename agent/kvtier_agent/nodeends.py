@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.cachehost import CacheHost
@@ -26,20 +26,21 @@ class CacheEnds:
         """clock: in seconds."""
         self._clock = clock
         self._runners: dict[str, EngineRunner] = {}
-        self._blocks: dict[str, BlockHost] = {}
+        self._blocks: dict[str, list[BlockHost]] = {}
 
-    def begin(self, uid: str, host: CacheHost) -> None:
-        """From here on it is to end; `end` and `close` wait for it."""
+    def begin(self, uid: str, host: CacheHost, former: BlockHost | None = None) -> None:
+        """From here on it is to end; `end` and `close` wait for it. former: blocks of a baseline before."""
         self._runners[uid] = host.runner
-        if host.blocks is not None:
-            self._blocks[uid] = host.blocks
+        blocks = [each for each in (host.blocks, former) if each is not None]
+        if blocks:
+            self._blocks[uid] = blocks
 
     async def end(self, uid: str, seconds: float) -> str:
         """Waits at most so long in total; what does not end, or an empty text. May be called again."""
         until = self._clock() + seconds
         blocks, runner = self._blocks.get(uid), self._runners.get(uid)
         if blocks is not None:
-            if not await blocks.close(seconds):
+            if not await _closed(blocks, seconds):
                 return f"a call on blocks of cache {uid} does not end"
             self._blocks.pop(uid, None)
         if runner is not None:
@@ -53,7 +54,8 @@ class CacheEnds:
         total; returns the names of what did not end."""
         until = self._clock() + seconds
         ending = dict(self._blocks)
-        over = await asyncio.gather(*(one.close(seconds) for one in ending.values()), return_exceptions=True)
+        closing = (_closed(blocks, seconds) for blocks in ending.values())
+        over = await asyncio.gather(*closing, return_exceptions=True)
         # What still runs on a store must not have it closed underneath.
         stuck = [uid for uid, ended in zip(ending, over, strict=True) if ended is not True]
         left = self._left(until)
@@ -70,6 +72,10 @@ class CacheEnds:
 
     def _left(self, until: float) -> float:
         return max(0.0, until - self._clock())
+
+
+async def _closed(blocks: Sequence[BlockHost], seconds: float) -> bool:
+    return all(await asyncio.gather(*(one.close(seconds) for one in blocks)))
 
 
 def _tell_failures(names: Iterable[str], outcomes: Iterable[bool | BaseException]) -> None:
