@@ -114,7 +114,7 @@ class PairedEngine:
                     try:
                         self._bring_home(seat)
                     except CoreError as error:
-                        log.info("session %s stays where it is: %s", seat.session_id, error.message)
+                        log.debug("session %s stays where it is: %s", seat.session_id, error.message)
         return self.seated_in(beside)
 
     def seated_in(self, slot: Slot) -> int:
