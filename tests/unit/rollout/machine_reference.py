@@ -37,7 +37,7 @@ class Told:
 @dataclass(frozen=True)
 class Truth:
     """What is so at this look. holds: agents may hold the candidate. clearing: an older candidate is being
-    revoked. resumes: of the open step. refused: the cause of an agent's refusal; perhaps: it may stay exact
+    revoked. resumes: of the open step. refused: the causes of agents' refusals; perhaps: one may stay exact
     and be left out instead. passed: every gate, at a look that was due, every agent holds it, and the step
     has lasted; passed_without: the same of those that do not refuse."""
 
@@ -49,7 +49,7 @@ class Truth:
     edited: bool = False
     failed: bool = False
     drifted: bool = False
-    refused: str = ""
+    refused: frozenset[str] = frozenset()
     perhaps: bool = False
     lost: bool = False
     grant_over: bool = False
@@ -114,9 +114,9 @@ def against_it(here: Place, truth: Truth) -> frozenset[Place]:
     if truth.drifted:
         return only(back(here, "InputDrift"))
     if truth.refused:
-        refused = back(here, truth.refused)
+        refused = frozenset(back(here, cause) for cause in truth.refused)
         without = onward(here, replace(truth, passed=truth.passed_without))
-        return frozenset({refused, onward(here, truth), without}) if truth.perhaps else only(refused)
+        return refused | {onward(here, truth), without} if truth.perhaps else refused
     if completed:
         return only(back(here, "LeaseExpired")) if truth.grant_over else frozenset()
     if truth.lost:

@@ -50,6 +50,8 @@ def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
     digest = state.candidate.digest if state.candidate else ""
     taken = [view.granted_fence == state.fence and view.candidate_digest == digest for view in chosen]
     all_taken = state.held_by_all or (bool(chosen) and all(taken))
+    # One that is not sure to count does where nobody can be left out, and which of several is named is free.
+    counting = sure if sure and all_taken and holders else refusing
     silent = {view.node for view in views if not view.reachable}
     patience = TTL * 1.1 * (10 if now.resumable else 1)
     lasted = window is not None and state.holds_candidate
@@ -88,7 +90,7 @@ def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
         edited=spec.candidate_hash != state.candidate_hash,
         failed=look is not None and any(one.verdict is Verdict.FAIL for one in look.verdicts),
         drifted=now.candidate.digest != digest or now.baseline != state.baseline,
-        refused=REFUSALS[(sure or refusing)[0].refusal] if refusing else "",
+        refused=frozenset(REFUSALS[view.refusal] for view in counting),
         perhaps=(bool(refusing) and (not sure and all_taken and bool(holders))) or len(refusing) > 1,
         lost=any(
             one.node in silent and now.wall >= max(one.since, inputs.quiet_since) + patience
