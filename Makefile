@@ -52,7 +52,7 @@ cluster: clustertools ## both cluster suites, against real API servers
 	@$(BIN)/python hack/suites.py cluster cluster-beside
 
 e2e: setup ## the demo and its claims
-	@$(BIN)/python hack/suites.py e2e
+	@$(BIN)/python hack/suites.py demo-own e2e
 
 bench: setup ## SUITE=name writes build/bench/name.json; without SUITE lists the suites
 	@$(BIN)/python -m tests.bench $(if $(SUITE),$(SUITE),--list) $(ARGS)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +26,14 @@ REPORTS = REPOSITORY / "build" / "reports"
 
 @dataclass(frozen=True)
 class Step:
-    """One command. `deadline_s` is far above what it takes; it ends what hangs."""
+    """One command. `deadline_s` is far above what it takes; it ends what hangs. `cores`: about how many
+    processors it keeps busy."""
 
     name: str
     argv: tuple[str, ...]
     deadline_s: float
     environment: tuple[tuple[str, str], ...] = ()
+    cores: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,22 @@ class Result:
     note: str = ""
 
 
-def suite(name: str, deadline_s: float, *folders: str, **environment: str) -> Step:
+def suite(name: str, deadline_s: float, *folders: str, cores: float = 1.0, **environment: str) -> Step:
     """A pytest process over some folders; no test at all is a failure."""
     report = REPORTS / f"{name}.xml"
     argv = (sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *folders)
-    return Step(name, argv, deadline_s, tuple(environment.items()))
+    return Step(name, argv, deadline_s, tuple(environment.items()), cores)
 
 
 # The unit suites are two, each for one core and under two minutes: the core's tests compute, the others
 # are many and short. What computes more than that runs with others of its kind (kernels, selectors and their
 # evaluation), and what starts programs or reads the whole repository is the house's.
 _CORE = ("tests/unit/core",)
-_HOUSE = ("tests/unit/house", "tests/unit/crds", "tests/unit/kubectl")
+_EVALUATING = tuple(f"tests/unit/house/test_bench_{name}.py" for name in ("selectors", "selectors_anchor"))
+_HOUSE = (
+    *("tests/unit/house", "tests/unit/crds", "tests/unit/kubectl"),
+    *(f"--ignore={name}" for name in _EVALUATING),  # they import the evaluation, and that transformers
+)
 _APART = ("core", "kernels", "selectors", "eval", "house", "crds", "kubectl", "__pycache__")
 _OTHERS = tuple(
     f"tests/unit/{folder.name}"
@@ -100,33 +106,34 @@ _AGENTS = tuple(
     for file in sorted((REPOSITORY / "tests" / "engine").glob(pattern))
 )
 
-# Lanes of one group run side by side, the steps of a lane one after the other. Cluster tests mostly wait, and
-# an engine waits for its agent, so three lanes keep two cores busy; the demo has the machine for itself.
-GROUPS: tuple[tuple[tuple[Step, ...], ...], ...] = (
+# Comes up and ends before the first claim. The demo has the machine for itself, since it times requests.
+_OWN = "tests/e2e/test_demo_own_cluster.py"
+
+# Half a core more than two: what computes waits now and then for a file or for a process that it has started.
+CORES = 2.5
+
+# Groups run one after the other. The steps of a group are started in this order, each when there is room
+# for it: the longest first, and the cluster's, which mostly wait, beside what computes.
+GROUPS: tuple[tuple[Step, ...], ...] = (
     (
-        (suite("unit-core", 1800, *_CORE, *(f"--ignore={name}" for name in _SELECTING)),),
-        (suite("unit", 1800, *_OTHERS),),
+        suite("unit-core", 1800, *_CORE, *(f"--ignore={name}" for name in _SELECTING)),
+        suite("unit", 1800, *_OTHERS),
     ),
     (
-        (
-            Step("lint", ("hack/lint",), 1800),
-            suite("simulation", 1800, "tests/simulation"),
-            suite("kernels", 1800, "tests/kernels", TRITON_INTERPRET="1"),
-            suite("kernels-cpu", 1800, "tests/unit/kernels"),
-            suite("selectors", 1800, "tests/unit/selectors", *_SELECTING),
-            suite("eval", 1800, "tests/unit/eval"),
-            suite("house", 1800, *_HOUSE),
-        ),
-        (
-            suite("cluster", 2700, "tests/cluster", *(f"--ignore={name}" for name in _BESIDE)),
-            suite("engine-agents", 2700, *_AGENTS),
-        ),
-        (
-            suite("cluster-beside", 2700, *_BESIDE),
-            suite("engine", 2700, "tests/engine", *(f"--ignore={name}" for name in _AGENTS)),
-        ),
+        suite("cluster-beside", 2700, *_BESIDE, cores=0.5),
+        suite("cluster", 2700, "tests/cluster", *(f"--ignore={name}" for name in _BESIDE), cores=0.5),
+        suite("engine", 2700, "tests/engine", *(f"--ignore={name}" for name in _AGENTS)),
+        suite("engine-agents", 2700, *_AGENTS),
+        suite("kernels", 1800, "tests/kernels", TRITON_INTERPRET="1"),
+        suite("eval", 1800, "tests/unit/eval", *_EVALUATING),
+        suite("house", 1800, *_HOUSE),
+        suite("selectors", 1800, "tests/unit/selectors", *_SELECTING),
+        suite("kernels-cpu", 1800, "tests/unit/kernels"),
+        Step("lint", ("hack/lint",), 1800),
+        suite("demo-own", 1800, _OWN, cores=0.5),
+        suite("simulation", 1800, "tests/simulation"),
     ),
-    ((suite("e2e", 2700, "tests/e2e"),),),
+    (suite("e2e", 2700, "tests/e2e", f"--ignore={_OWN}"),),
 )
 
 
@@ -138,16 +145,26 @@ class Runner:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
 
-    def run_group(self, lanes: list[list[Step]]) -> list[Result]:
-        """The output of a step appears at once when it runs alone, else when it has ended."""
-        with ThreadPoolExecutor(max(1, len(lanes))) as pool:
-            futures = [pool.submit(self._run_lane, lane, len(lanes) == 1) for lane in lanes]
+    def run_group(self, steps: list[Step]) -> list[Result]:
+        """Results in the order of the steps. The output of a step appears at once when it is the only one,
+        else when it has ended."""
+        waiting, running = list(steps), dict[Future[Result], Step]()
+        results: dict[str, Result] = {}
+        with ThreadPoolExecutor(max(1, len(steps))) as pool:
             try:
-                return [result for future in futures for result in future.result()]
+                while waiting or running:
+                    for step in startable(waiting, list(running.values())):
+                        waiting.remove(step)
+                        running[pool.submit(self._run, step, len(steps) == 1)] = step
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        results[running.pop(future).name] = future.result()
+                    if self._stopped:
+                        waiting.clear()
             except KeyboardInterrupt:
                 # Before the pool is left, which waits for its threads.
                 self.stop()
                 raise
+        return [results[step.name] for step in steps if step.name in results]
 
     def stop(self) -> None:
         with self._lock:
@@ -155,9 +172,6 @@ class Runner:
             running = list(self._running)
         for process in running:
             _end(process)
-
-    def _run_lane(self, steps: list[Step], alone: bool) -> list[Result]:
-        return [self._run(step, alone) for step in steps if not self._stopped]
 
     def _run(self, step: Step, alone: bool) -> Result:
         title = f"\n=== {step.name}: {' '.join(step.argv)}"
@@ -191,6 +205,16 @@ class Runner:
             note = "no tests were found"
         passed, seconds = code == 0 and not late, time.monotonic() - started
         return Result(step, passed, seconds, cpu_s, tests, failures, note or f"status {code}")
+
+
+def startable(waiting: list[Step], running: list[Step]) -> list[Step]:
+    """Which steps to start now beside those that run: in order, those that still fit, and at least one."""
+    taken, chosen = sum(step.cores for step in running), list[Step]()
+    for step in waiting:
+        if taken + step.cores <= CORES or not (running or chosen):
+            chosen.append(step)
+            taken += step.cores
+    return chosen
 
 
 def _ended(process: subprocess.Popen[bytes], patience: float) -> bool:
@@ -255,7 +279,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="steps to run; all when absent")
     names = parser.parse_args().names
-    known = [step.name for group in GROUPS for lane in group for step in lane]
+    known = [step.name for group in GROUPS for step in group]
     if unknown := set(names) - set(known):
         parser.error(f"no such step: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
     REPORTS.mkdir(parents=True, exist_ok=True)
@@ -265,8 +289,9 @@ def main() -> int:
     results: list[Result] = []
     try:
         for group in GROUPS:
-            lanes = [[step for step in lane if not names or step.name in names] for lane in group]
-            results += runner.run_group([lane for lane in lanes if lane])
+            chosen = [step for step in group if not names or step.name in names]
+            if chosen:
+                results += runner.run_group(chosen)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
