@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """No test has a distributed tensor; assert_close would look for one, and import that for seconds."""
+    """What all tests of the process share is not looked through for garbage again and again, so that what one
+    test drops, descriptors among it, is found soon. And no test has a distributed tensor; assert_close would
+    look for one, and import that for seconds."""
+    gc.collect()
+    gc.freeze()
     comparison = sys.modules.get("torch.testing._comparison")
     if comparison is not None:
         vars(comparison)["_HAS_DTENSOR"] = False

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import errno
 import mmap
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
@@ -109,6 +110,8 @@ class Arena:
         self.segment_slots = max(1, min(max(1, slots), wanted // stride))
         count = -(-slots // self.segment_slots)
         self._segments = [_Segment() for _ in range(count)]
+        # Of one that is dropped without a close; its maps go with it by themselves.
+        weakref.finalize(self, _close_descriptors, host, self._segments).atexit = False
         self._arenas: dict[bytes, _Arena] = {}
         self._unclaimed = list(range(count - 1, -1, -1))
         self._retired: int | None = None
@@ -385,6 +388,13 @@ class Arena:
         if self._options.huge_pages is HugePages.EXPLICIT:
             size = -(-size // HUGE_PAGE) * HUGE_PAGE
         return size
+
+
+def _close_descriptors(host: HostMemory, segments: Sequence[_Segment]) -> None:
+    for segment in segments:
+        if segment.descriptor >= 0:
+            host.close(segment.descriptor)
+            segment.descriptor = -1
 
 
 class ArenaSlots(SlotTable):

@@ -463,6 +463,19 @@ def test_closing_gives_descriptors_back_and_leaves_views_alive() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_an_arena_that_is_dropped_gives_descriptors_back() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    ram = tier(slots=8, per_segment=2)
+    for seed in range(4):
+        put(ram, payload(seed), bytes([seed]) * 32)
+    assert len(os.listdir("/proc/self/fd")) > before
+    BUILT.clear()
+    del ram
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 class ArenaMachine(RuleBasedStateMachine):
     """Reserve, publish and release in several namespaces, against a plain model."""
 
