@@ -361,12 +361,12 @@ def test_a_candidate_with_other_tiers_needs_room_and_then_becomes_the_baseline(w
     assert world.holders(uid) == []
 
 
-def test_what_is_not_implemented_says_so(world: World) -> None:
+def test_what_no_session_could_have_alone_is_no_candidate(world: World) -> None:
     world.cache("later")
     apply(world.cluster, rollout("later", "later", candidate={"overrides": {"admission": {"queue": 4}}}))
     world.reach("later", "Invalid")
     found = condition(world.get("kvrollout", "later"), "Feasible")
-    assert (found["status"], found["reason"]) == ("False", "NotImplemented")
+    assert (found["status"], found["reason"]) == ("False", "SharedByAllSessions")
 
 
 def test_an_operator_killed_in_canary_is_followed_by_one_that_resumes(world: World) -> None:

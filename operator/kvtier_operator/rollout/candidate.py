@@ -119,9 +119,9 @@ def _overridden(overrides: Mapping[str, Any], sources: Sources) -> RuntimeManife
     unknown = sorted(set(overrides) - set(OVERRIDABLE))
     if unknown:
         raise Blocked(
-            Blocker.NOT_IMPLEMENTED,
-            f"candidate.overrides.{unknown[0]}: spec.{unknown[0]} is no part of a manifest, so it cannot be "
-            "the candidate's own beside the baseline",
+            Blocker.SHARED,
+            f"candidate.overrides.{unknown[0]}: transfers of all sessions of a cache pay from one set of "
+            f"bounds, so none could be compared under others; an edit of spec.{unknown[0]} needs no rollout",
         )
     parts = {name: overrides[name] for name in OVERRIDABLE if overrides.get(name) is not None}
     compiled = _manifest(sources, {**sources.cache["spec"], **parts}, None)

@@ -154,7 +154,7 @@ async def test_a_lost_manifest_of_the_baseline_names_itself() -> None:
         pytest.param(
             {"overrides": {"placement": SLICES, "admission": {"queue": 9}}},
             {},
-            "NotImplemented",
+            "SharedByAllSessions",
             "admission",
             id="admission",
         ),
