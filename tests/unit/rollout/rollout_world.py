@@ -562,7 +562,7 @@ class World:
         for obj in copied(examples()):
             if obj["kind"] in ("TierClass", "KVCache", "KVSelector"):
                 self.api.put(obj)
-            if obj["kind"] == "KVRollout":
+            if obj["kind"] == "KVRollout" and obj["metadata"]["name"] == "quest-on-chat":
                 self._template = obj
         second = copied(self.object(Kind.KV_SELECTOR, "quest-64"))
         second["metadata"] = {"name": "quest-32", "namespace": "serving"}
