@@ -287,16 +287,16 @@ class Gatherer:
 
     async def _with_rivals(self, inputs: Inputs, state: RolloutState, rollout: JsonObject) -> Inputs:
         """Before a start, and when something happened to an approval, the server itself is asked; else the
-        watch cache will do."""
+        watch cache will do. So it will for one that waits for another: of a thousand that wait, each would
+        list all of them."""
         namespace = rollout["metadata"]["namespace"]
+        others = self._deps.store.list_all(Kind.KV_ROLLOUT, namespace)
         starting = state.stage is Stage.OFF and inputs.candidate.ref is not None
+        starting = starting and not busy_with(rollout, others)
         if state.phase is Phase.COMPLETED and inputs.cache is not None:
             starting = inputs.cache.fence != state.fence or not is_mine(inputs.cache, inputs)
-        others = (
-            await self._deps.api.list_all(Kind.KV_ROLLOUT, namespace)
-            if starting
-            else self._deps.store.list_all(Kind.KV_ROLLOUT, namespace)
-        )
+        if starting:
+            others = await self._deps.api.list_all(Kind.KV_ROLLOUT, namespace)
         approved = inputs.cache.approved if inputs.cache is not None else None
         owner = _owner(approved.rollout_uid, (rollout, *others)) if approved is not None else None
         told = (owner or {}).get("status") or {}

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvtier_operator.ports import JsonObject, Kind
 from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.spec import RolloutSpec
@@ -100,3 +101,25 @@ async def test_a_forecast_alone_is_not_written_and_goes_with_the_next_number() -
     await world.run(20)
     assert world.api.writes > before
     assert world.condition("Feasible")["message"] != text
+
+
+async def test_one_that_waits_for_another_does_not_list_all_rollouts_each_time() -> None:
+    """Who begins asks the server; that it is not yet its turn, the watch cache may tell."""
+    world = World(stages=[{"name": "Shadow", "minDuration": "9h"}, {"name": "Full", "soak": "1h"}])
+    await world.until("Progressing", "Shadow")
+    second = world.add_rollout("zebra", candidate={"selectorRef": {"name": "quest-32"}})
+    original, lists = world.api.list_all, 0
+
+    async def counted(kind: Kind, namespace: str = "", label_selector: str = "") -> list[JsonObject]:
+        nonlocal lists
+        lists += kind is Kind.KV_ROLLOUT
+        return await original(kind, namespace, label_selector)
+
+    world.api.list_all = counted  # type: ignore[method-assign]
+    await world.run(30, keys=[world.rollout, second])
+    assert world.status_of(second)["phase"] == "Pending"
+    assert lists == 0
+    world.intent("Abort", 1)
+    await world.run(10, keys=[world.rollout, second])
+    assert world.status_of(second)["stage"] == "Shadow"
+    assert lists > 0
