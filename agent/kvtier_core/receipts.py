@@ -121,7 +121,9 @@ class SelectionFacts:
     certified_mass: a sound lower bound on the share of the attention that was read, of the head with least.
     widened: doublings of the budget. max_omitted_mass, min_confidence: its gate. failed: the gate failed, so
     that an exact answer was published in its place, or a declared degradation. hot_bytes: of storage blocks
-    that were in memory from an earlier selection, and are in no tier's bytes."""
+    that were in memory from an earlier selection, and are in no tier's bytes. selected_bytes: of K and V of
+    the rows that the selection names, those that every query reads included, each once a KV head: what
+    `bytes_by_tier` and hot_bytes have beyond it is of blocks that were read whole."""
 
     family: str
     variant: str
@@ -152,6 +154,7 @@ class SelectionFacts:
     min_confidence: float
     failed: bool
     hot_bytes: int = 0
+    selected_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

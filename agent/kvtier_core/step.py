@@ -153,7 +153,7 @@ class StepRunner:
         arm = PublishArm.CANDIDATE if publishes else PublishArm.EXACT
         digest = mode.candidate_digest if publishes and mode.candidate_digest else self.baseline_digest
         receipt = self._receipt(session, published, arm, digest, fallback, visible)
-        told = facts_of(chosen.selection, candidate, visible)
+        told = facts_of(chosen.selection, candidate, visible, self._store.layout)
         receipt = dataclasses.replace(receipt, selection=told)
         self._grade(context, request, candidate, query.frame.scale, visible)
         view = context.session.positions

@@ -19,6 +19,7 @@ from kvtier_core.attend import Attended, Attention
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Query
 from kvtier_core.identity import selected_support_digest
+from kvtier_core.layout import ChunkLayout
 from kvtier_core.planner import Plan, plan_rows
 from kvtier_core.receiptcheck.contract import check_positions
 from kvtier_core.receipts import SelectionFacts, StepMode, StepRequest
@@ -126,7 +127,19 @@ class Selecting:
         return [int(chunk) for chunk in found]
 
 
-def facts_of(selection: Selection | None, answer: ArmAnswer | None, visible: int) -> SelectionFacts | None:
+def selected_bytes(positions: Sequence[NDArray[np.int64]], layout: ChunkLayout) -> int:
+    """Of the rows that the lists name, one list a KV head or a query head, each row once a KV head."""
+    group = len(positions) // layout.kv_heads
+    rows = 0
+    for first in range(0, len(positions), group):
+        lists = positions[first : first + group]
+        rows += len(lists[0]) if group == 1 else len(np.unique(np.concatenate(lists)))
+    return rows * layout.row_bytes // layout.kv_heads
+
+
+def facts_of(
+    selection: Selection | None, answer: ArmAnswer | None, visible: int, layout: ChunkLayout
+) -> SelectionFacts | None:
     """What a receipt says of a selection. answer: over its rows, None where another one was published."""
     if selection is None or selection.receipt is None:
         return None
@@ -166,4 +179,5 @@ def facts_of(selection: Selection | None, answer: ArmAnswer | None, visible: int
         min_confidence=selection.limits[1],
         failed=selection.uncertain,
         hot_bytes=0 if answer is None else answer.attended.hot_bytes,
+        selected_bytes=selected_bytes(selection.positions, layout),
     )

@@ -330,7 +330,7 @@ class Receipt(_message.Message):
     def __init__(self, exactness: _Optional[_Union[ExactnessClass, str]] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., support_digest: _Optional[str] = ..., frontier: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Iterable[str]] = ..., simulated: _Optional[bool] = ..., stall_seconds: _Optional[float] = ..., producer_digest: _Optional[str] = ..., estimated_omitted_mass: _Optional[float] = ..., fallback: _Optional[str] = ..., snapshot_generation: _Optional[int] = ..., plan_kind: _Optional[str] = ..., hidden_transfer_seconds: _Optional[float] = ..., exposed_transfer_seconds: _Optional[float] = ..., peak_buffer_bytes: _Optional[int] = ..., promised_bytes: _Optional[int] = ..., position_epoch: _Optional[int] = ..., selection: _Optional[_Union[SelectionReceipt, _Mapping]] = ...) -> None: ...
 
 class SelectionReceipt(_message.Message):
-    __slots__ = ("family", "variant", "guarantee", "selector_digest", "index_digest", "index_epoch", "index_covered", "unindexed", "asked_tokens", "asked_bytes", "asked_units", "got_units", "got_rows", "uncapped", "dropped_by_cap", "scanned_units", "index_bytes", "threshold", "runner_up", "ties", "seed", "omitted_mass", "confidence", "certified_mass", "widened", "max_omitted_mass", "min_confidence", "failed", "hot_bytes")
+    __slots__ = ("family", "variant", "guarantee", "selector_digest", "index_digest", "index_epoch", "index_covered", "unindexed", "asked_tokens", "asked_bytes", "asked_units", "got_units", "got_rows", "uncapped", "dropped_by_cap", "scanned_units", "index_bytes", "threshold", "runner_up", "ties", "seed", "omitted_mass", "confidence", "certified_mass", "widened", "max_omitted_mass", "min_confidence", "failed", "hot_bytes", "selected_bytes")
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     VARIANT_FIELD_NUMBER: _ClassVar[int]
     GUARANTEE_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +360,7 @@ class SelectionReceipt(_message.Message):
     MIN_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     HOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SELECTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     family: str
     variant: str
     guarantee: str
@@ -389,7 +390,8 @@ class SelectionReceipt(_message.Message):
     min_confidence: float
     failed: bool
     hot_bytes: int
-    def __init__(self, family: _Optional[str] = ..., variant: _Optional[str] = ..., guarantee: _Optional[str] = ..., selector_digest: _Optional[str] = ..., index_digest: _Optional[str] = ..., index_epoch: _Optional[int] = ..., index_covered: _Optional[int] = ..., unindexed: _Optional[int] = ..., asked_tokens: _Optional[int] = ..., asked_bytes: _Optional[int] = ..., asked_units: _Optional[int] = ..., got_units: _Optional[int] = ..., got_rows: _Optional[int] = ..., uncapped: _Optional[int] = ..., dropped_by_cap: _Optional[int] = ..., scanned_units: _Optional[int] = ..., index_bytes: _Optional[int] = ..., threshold: _Optional[float] = ..., runner_up: _Optional[float] = ..., ties: _Optional[int] = ..., seed: _Optional[int] = ..., omitted_mass: _Optional[float] = ..., confidence: _Optional[float] = ..., certified_mass: _Optional[float] = ..., widened: _Optional[int] = ..., max_omitted_mass: _Optional[float] = ..., min_confidence: _Optional[float] = ..., failed: _Optional[bool] = ..., hot_bytes: _Optional[int] = ...) -> None: ...
+    selected_bytes: int
+    def __init__(self, family: _Optional[str] = ..., variant: _Optional[str] = ..., guarantee: _Optional[str] = ..., selector_digest: _Optional[str] = ..., index_digest: _Optional[str] = ..., index_epoch: _Optional[int] = ..., index_covered: _Optional[int] = ..., unindexed: _Optional[int] = ..., asked_tokens: _Optional[int] = ..., asked_bytes: _Optional[int] = ..., asked_units: _Optional[int] = ..., got_units: _Optional[int] = ..., got_rows: _Optional[int] = ..., uncapped: _Optional[int] = ..., dropped_by_cap: _Optional[int] = ..., scanned_units: _Optional[int] = ..., index_bytes: _Optional[int] = ..., threshold: _Optional[float] = ..., runner_up: _Optional[float] = ..., ties: _Optional[int] = ..., seed: _Optional[int] = ..., omitted_mass: _Optional[float] = ..., confidence: _Optional[float] = ..., certified_mass: _Optional[float] = ..., widened: _Optional[int] = ..., max_omitted_mass: _Optional[float] = ..., min_confidence: _Optional[float] = ..., failed: _Optional[bool] = ..., hot_bytes: _Optional[int] = ..., selected_bytes: _Optional[int] = ...) -> None: ...
 
 class AttendAnswer(_message.Message):
     __slots__ = ("sequence", "step", "layer", "out", "receipt", "error")

@@ -3,8 +3,10 @@ memory."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from kvtier_core.layout import ChunkLayout
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
 from kvtier_core.selectors.lifecycle.memory import IndexMemory
 from kvtier_core.selectors.lifecycle.works import IndexWorks
+from kvtier_core.stepselect import selected_bytes
 from kvtier_core.tiers.slots import BlockIdentity
 from tests.unit.core.builders import (
     CANDIDATE,
@@ -145,6 +148,33 @@ def test_rows_in_memory_count_as_those_that_were_attended(tmp_path: Path) -> Non
             # Both KV heads read as many rows, within a page.
             assert 0 < read <= answer.receipt.rows_attended * ROW_BYTES
             assert read >= (answer.receipt.rows_attended - 2 * PAGE) * ROW_BYTES
+            assert answer.receipt.selection is not None
+            own = read - answer.receipt.selection.selected_bytes
+            assert own == 0, "rows are read alone where they are read by row"
+
+
+def test_what_whole_blocks_cost_beyond_the_rows_of_a_selection_is_told(tmp_path: Path) -> None:
+    with engine(tmp_path, FLASH) as built:
+        driver = Driver.open(built, Rows.random(TOKENS + 1), QUEST)
+        driver.forward(TOKENS)
+        driver.forward(1, MODE)
+        for answer in driver.answers[-LAYERS:]:
+            told = answer.receipt.selection
+            assert told is not None
+            most = answer.receipt.rows_attended * ROW_BYTES
+            assert most - 2 * PAGE * ROW_BYTES <= told.selected_bytes <= most
+            assert sum(answer.receipt.bytes_by_tier.values()) + told.hot_bytes > told.selected_bytes
+
+
+@pytest.mark.parametrize(
+    ("lists", "rows"),
+    [([[1, 2], [2, 3, 4]], 5), ([[1, 2], [2, 3], [0], [0]], 4), ([[], []], 0)],
+    ids=["a-kv-head", "a-query-head", "none"],
+)
+def test_a_row_counts_once_a_kv_head(lists: list[list[int]], rows: int) -> None:
+    positions = [np.array(one, dtype=np.int64) for one in lists]
+    one_head = 2 * LAYOUT.head_dim * 4
+    assert selected_bytes(positions, replace(LAYOUT, kv_heads=2)) == rows * one_head
 
 
 @pytest.mark.parametrize("seed", range(3))
