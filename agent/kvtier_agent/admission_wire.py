@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict
 
 from kvtier.v1 import control_pb2
-from kvtier_core.admission import UNDECLARED, AdmissionPolicy, AdmissionTerms
+from kvtier_core.admission import UNDECLARED, AdmissionPolicy, AdmissionTerms, Idle, IdleTerms
 from kvtier_core.errors import CoreError, Reason
 
 
@@ -25,6 +25,7 @@ def admission_terms(request: control_pb2.ApplyBaselineRequest) -> AdmissionTerms
         link=said.link_bytes if said.HasField("link_bytes") else None,
         queue=said.queue or None,
         policy=_policy(said.policy),
+        sessions=_sessions(said.sessions.idle, said.sessions.ttl_ms) if said.HasField("sessions") else None,
     )
 
 
@@ -35,7 +36,14 @@ def admission_message(terms: AdmissionTerms) -> control_pb2.CacheAdmission:
         link_bytes=terms.link,
         queue=terms.queue or 0,
         policy=terms.policy.value if terms.policy is not None else "",
+        sessions=_sessions_message(terms.sessions),
     )
+
+
+def _sessions_message(terms: IdleTerms | None) -> control_pb2.CacheSessions | None:
+    if terms is None:
+        return None
+    return control_pb2.CacheSessions(idle=terms.idle.value, ttl_ms=round(terms.ttl_seconds * 1000))
 
 
 def admission_text(terms: AdmissionTerms) -> str:
@@ -46,9 +54,19 @@ def admission_of(text: str) -> AdmissionTerms:
     """Of a fence record. BAD_ARGUMENT for what this version does not know."""
     fields = json.loads(text) if text else {}
     try:
-        return AdmissionTerms(**{**fields, "policy": _policy(fields.get("policy") or "")})
-    except TypeError as error:
+        said = fields.get("sessions")
+        sessions = None if said is None else _sessions(said["idle"], round(said["ttl_seconds"] * 1000))
+        policy = _policy(fields.get("policy") or "")
+        return AdmissionTerms(**{**fields, "policy": policy, "sessions": sessions})
+    except (TypeError, KeyError) as error:
         raise CoreError(Reason.BAD_ARGUMENT, f"admission: {error}") from error
+
+
+def _sessions(idle: str, ttl_ms: int) -> IdleTerms:
+    try:
+        return IdleTerms(Idle(idle), ttl_ms / 1000)
+    except ValueError:
+        raise CoreError(Reason.BAD_ARGUMENT, f"sessions.idle {idle!r}; legal: {', '.join(Idle)}") from None
 
 
 def _policy(name: str) -> AdmissionPolicy | None:

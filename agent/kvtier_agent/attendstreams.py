@@ -60,12 +60,12 @@ class FrameStream:
         """Answers in the order of the messages. A frame beyond the stream's bound is refused in its place;
         beyond twice the bound the stream is not read until answers leave (HTTP/2 holds the sender). A stream
         without a message for the idle time ends with SESSION_UNKNOWN: its sessions are closed then."""
-        limits = self._desk.node.limits
-        ahead = _MANY_AHEAD if self._many else 2 * limits.stream_in_flight
+        node = self._desk.node
+        ahead = _MANY_AHEAD if self._many else 2 * node.limits.stream_in_flight
         queue: asyncio.Queue[list[_Received] | None] = asyncio.Queue(ahead)
         reader = asyncio.create_task(self._read(incoming, queue))
         try:
-            while (message := await _next(queue, limits.session_idle_seconds, context)) is not None:
+            while (message := await _next(queue, node.longest_idle_seconds, context)) is not None:
                 started_ns = time.time_ns()
                 try:
                     await self._compute(message)

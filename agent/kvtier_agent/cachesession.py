@@ -37,7 +37,8 @@ class Session:
     """One engine session and what was decided for it. Times are CLOCK_BOOTTIME nanoseconds, sums seconds.
     `step_first_query`: position of the first query of `step`, the last one answered in part or whole. lacks:
     why no candidate may answer it although its grant covers it; fallback: what receipts say of that, where
-    the candidate would have answered."""
+    the candidate would have answered. demoted_ns: the last use after which nothing of it was left to move
+    down, demoting: some is on its way. ended: why the agent ended it by itself."""
 
     handle: SessionHandle
     host: CacheHost
@@ -63,6 +64,9 @@ class Session:
     outcome_reported: bool = False
     lacks: CoreError | None = None
     fallback: str = ""
+    demoted_ns: int = -1
+    demoting: bool = False
+    ended: str = ""
 
     def begin_again(self) -> None:
         """After an edit steps may have any number, so that none seen before says anything of them, but that

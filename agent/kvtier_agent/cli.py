@@ -90,7 +90,13 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--no-kubernetes", action="store_true", help="serve without registering a KVNode")
     add("--otlp-endpoint", default="", metavar="HOST:PORT", help="OTLP over gRPC; empty: no traces")
     add("--metrics-port", type=int, default=0, help="Prometheus; 0: off")
-    add("--session-idle", type=float, default=600.0, metavar="SECONDS", help="unused sessions are closed")
+    add(
+        "--session-idle",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="a session is idle; what then, its cache says",
+    )
     add("--drain", type=float, default=20.0, metavar="SECONDS", help="deadline of the drain at SIGTERM")
     levels = ["debug", "info", "warning", "error"]
     add("--log-level", default="info", choices=levels, help="of the JSON log on standard error")

@@ -161,6 +161,9 @@ class CoreEngine:
     def carriage(self) -> Carriage:
         return self._engine.carriage
 
+    def demote_session(self, session_id: str, generation: int, most: int) -> int:
+        return self._engine.demote_session(session_id, generation, most)
+
     def close_session(self, session_id: str, generation: int) -> int:
         released = self._engine.close_session(session_id, generation)
         self._evidence.closed(session_id)

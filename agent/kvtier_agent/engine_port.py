@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,6 +170,14 @@ class BlockFacts:
     checksum: str
     producer_digest: str
     sealed: bool
+
+
+@runtime_checkable
+class DemotesSessions(Protocol):
+    """An engine that can move a session's rows down."""
+
+    def demote_session(self, session_id: str, generation: int, most: int) -> int:
+        """Moves up to `most` chunks to slower tiers that have room; how many. SESSION_UNKNOWN."""
 
 
 class EnginePort(Protocol):

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
+from kvtier_agent import idlesessions
 from kvtier_agent.admission_wire import admission_of
 from kvtier_agent.cachehost import CacheHost, manifest_set_digest_input
 from kvtier_agent.cachesession import CacheName, Session
@@ -326,6 +327,10 @@ class Node:
             if session is not None:
                 check_owner(session, generation, tenant)
                 return session
+            ended = host.session_for_outcome(session_id)
+            if ended is not None and ended.ended:
+                check_owner(ended, generation, tenant)
+                raise CoreError(Reason.SESSION_UNKNOWN, ended.ended, {"ended": "idle"})
         raise CoreError(Reason.SESSION_UNKNOWN, "this agent holds no such session")
 
     def check_boot(self, boot_id: str) -> None:
@@ -381,9 +386,8 @@ class Node:
         self._reports = reports
 
     async def expire_idle_sessions(self) -> int:
-        """Closes sessions that had no frame for the idle time; returns how many."""
-        idle_ns = int(self.limits.session_idle_seconds * 1e9)
-        expired = [s for host in self.caches.values() for s in host.idle_sessions(idle_ns)]
+        """Closes sessions that had no frame for the time that they live without; returns how many."""
+        expired = idlesessions.over(self.caches.values(), self.limits.session_idle_seconds)
         for session in expired:
             session.host.abandon(session)
         if expired:
@@ -391,6 +395,18 @@ class Node:
             closing = (session.host.close_session(session) for session in expired)
             await asyncio.wait([asyncio.gather(*closing, return_exceptions=True)], timeout=REPORT_SECONDS)
         return len(expired)
+
+    async def demote_idle_sessions(self) -> int:
+        """Moves rows of idle sessions down where their cache wants it; returns how many chunks."""
+        return await idlesessions.demote(
+            self.caches.values(), self.limits.session_idle_seconds, REPORT_SECONDS
+        )
+
+    @property
+    def longest_idle_seconds(self) -> float:
+        """For how long nobody has to say anything: a stream is not older than its sessions may be."""
+        idle = self.limits.session_idle_seconds
+        return max([idle, *(idlesessions.lasts_seconds(host, idle) for host in self.caches.values())])
 
     async def tend_candidates(self) -> None:
         """Brings sessions home from engines that no candidate needs any more, and closes those; call it now

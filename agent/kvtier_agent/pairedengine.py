@@ -23,6 +23,7 @@ import numpy as np
 
 from kvtier_agent.engine_port import (
     BlockFacts,
+    DemotesSessions,
     EnginePort,
     FrameComparison,
     FrameInput,
@@ -168,6 +169,14 @@ class PairedEngine:
             seat.refusal = error
             return
         seat.mirror, seat.mirrored_at = beside, opened.generation
+
+    def demote_session(self, session_id: str, generation: int, most: int) -> int:
+        """Where its rows count; those beside them serve comparisons, and end with these."""
+        with self.seated(session_id, generation) as seat:
+            engine = seat.home.engine
+            if not isinstance(engine, DemotesSessions):
+                return 0
+            return engine.demote_session(session_id, seat.at, most)
 
     def close_session(self, session_id: str, generation: int) -> int:
         with self.seated(session_id, generation) as seat:

@@ -184,6 +184,14 @@ class Metrics:
             registry=registry,
         )
         self.sessions = Gauge("kvtier_agent_sessions", "Open sessions", registry=registry)
+        self.sessions_expired = Counter(
+            "kvtier_agent_sessions_expired", "Sessions ended for want of frames", registry=registry
+        )
+        self.idle_chunks_demoted = Counter(
+            "kvtier_agent_idle_chunks_demoted",
+            "Chunks of idle sessions moved to slower tiers",
+            registry=registry,
+        )
         self.frames_in_flight = Gauge(
             "kvtier_agent_frames_in_flight", "Attention frames queued or running", registry=registry
         )

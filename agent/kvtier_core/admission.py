@@ -25,17 +25,39 @@ class AdmissionPolicy(StrEnum):
     EXACT_DEADLINE_COALESCING = "exactDeadlineCoalescing"
 
 
+class Idle(StrEnum):
+    """What becomes of an idle session's rows until it ends. DROP: it ends at once."""
+
+    KEEP = "keep"
+    DEMOTE = "demote"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class IdleTerms:
+    """Of sessions without frames: their rows, and after how many seconds they end."""
+
+    idle: Idle
+    ttl_seconds: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ttl_seconds < math.inf:
+            raise CoreError(Reason.BAD_ARGUMENT, f"sessions.ttl {self.ttl_seconds} must be positive")
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionTerms:
     """What a cache declares of its transfers on a node; None: no limit of its own. pinned: page-locked bytes.
     staging: bytes of reads in flight and of the engine's own buffers. link: bytes in flight in each direction
-    between memory and storage. queue: requests that may wait for reads. policy: who goes first."""
+    between memory and storage. queue: requests that may wait for reads. policy: who goes first.
+    sessions: when idle ones end; None: as the agent's own arguments say."""
 
     pinned: int | None = None
     staging: int | None = None
     link: int | None = None
     queue: int | None = None
     policy: AdmissionPolicy | None = None
+    sessions: IdleTerms | None = None
 
     def __post_init__(self) -> None:
         for name in ("pinned", "staging", "link", "queue"):

@@ -224,6 +224,15 @@ class CacheEngine:
             cache_generation=self._store.transactions.cache_generation,
         )
 
+    def demote_session(self, session_id: str, generation: int, most: int) -> int:
+        """Moves up to `most` sealed chunks that are the session's alone to slower tiers which have room for
+        them; returns how many. SESSION_UNKNOWN, GENERATION_STALE."""
+        with self._lock:
+            session, store = self._session(session_id, generation), self._store
+            mine = [line for state in session.layers for line in state.lines if line >= 0]
+            alone = [line for line in mine if len(store.owners(line)) == 1]
+            return store.placement.send_down(alone, most)
+
     def close_session(self, session_id: str, generation: int) -> int:
         """Frees what the session holds; returns its rows. SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock:

@@ -163,6 +163,33 @@ class Placement:
             if not self._try_room(tier, deadline):
                 raise self.exhausted(f"tier {self._tiers[tier].name} cannot free {count} slots")
 
+    def send_down(self, lines: Sequence[int], most: int) -> int:
+        """Moves up to `most` sealed chunks among `lines`, each to the slowest home with a free slot: what
+        nobody uses makes way, and moves nobody else's. Returns how many moved."""
+        moved = 0
+        for tier in self.homes:
+            with self._lock:
+                there = set(self._directory.sealed_in(tier).tolist())
+            for line in [line for line in lines if line in there]:
+                if moved == most:
+                    return moved
+                moved += self._send_down(line, tier)
+        return moved
+
+    def _send_down(self, line: int, tier: int) -> bool:
+        for lower in reversed([item for item in self.homes if item > tier]):
+            with self._claim(lower, 1):
+                with self._lock:
+                    free = self._ledger.available(lower) >= 1 and has_memory(self._tiers[lower])
+                if not free:
+                    continue
+                try:
+                    self._demote(line, lower)
+                except CoreError:
+                    continue
+                return True
+        return False
+
     def slot(self, tier: int, owner: int, deadline: float | None = None) -> SlotRef:
         """A slot whose credit is held. Memory may be another namespace's all the same, since it is handed out
         in segments: then blocks leave one. NO_DESTINATION_CAPACITY, STORAGE_UNAVAILABLE."""

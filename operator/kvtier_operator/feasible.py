@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvtier.v1 import control_pb2 as control
 from kvtier_crds.manifest import Dtype, RuntimeManifest
-from kvtier_crds.quantity import parse_bytes
+from kvtier_crds.quantity import parse_bytes, parse_duration
 from kvtier_operator.conditions import Condition, false, true, unknown
 from kvtier_operator.ports import JsonObject, NodeView
 
@@ -80,8 +80,16 @@ def admission_of(cache: JsonObject) -> control.CacheAdmission:
         if said.get(name) is not None
     }
     return control.CacheAdmission(
-        **sizes, queue=int(said.get("queue", 256)), policy=str(said.get("policy", "fifo"))
+        **sizes,
+        queue=int(said.get("queue", 256)),
+        policy=str(said.get("policy", "fifo")),
+        sessions=_sessions_of(cache["spec"].get("sessions") or {}),
     )
+
+
+def _sessions_of(said: JsonObject) -> control.CacheSessions:
+    seconds = parse_duration(str(said.get("ttl", "1h")), "spec.sessions.ttl")
+    return control.CacheSessions(idle=str(said.get("idle", "demote")), ttl_ms=round(seconds * 1000))
 
 
 def key_secret(cache: JsonObject) -> str:

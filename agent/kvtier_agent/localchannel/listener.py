@@ -203,7 +203,7 @@ class _Office:
 
     @property
     def idle_seconds(self) -> float:
-        return self._desk.node.limits.session_idle_seconds
+        return self._desk.node.longest_idle_seconds
 
     @property
     def frame_seconds(self) -> float:

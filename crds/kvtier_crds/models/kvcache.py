@@ -178,10 +178,12 @@ class InterruptionPolicy(StrEnum):
 
 class Sessions(Struct):
     idle: IdlePolicy = IdlePolicy.DEMOTE
+    """What becomes of a session's rows once it is idle, which it is after the agent's --session-idle without
+    a frame: they stay, they move to slower tiers as far as there is room, or the session ends."""
     interruption: InterruptionPolicy = InterruptionPolicy.DROP
     """preserve needs a tier whose persistence outlives the process."""
     ttl: Duration = "1h"
-    """Of an idle session. Declared only, with `idle`: an agent of this version ends no session by itself."""
+    """After so long without a frame a session ends, and what comes for it is refused with SESSION_UNKNOWN."""
 
 
 class DeletionPolicy(StrEnum):

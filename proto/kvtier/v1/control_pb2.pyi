@@ -214,18 +214,28 @@ class ApplyBaselineRequest(_message.Message):
     def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., boot_id: _Optional[str] = ..., manifest: _Optional[bytes] = ..., digest: _Optional[str] = ..., key_secret: _Optional[str] = ..., admission: _Optional[_Union[CacheAdmission, _Mapping]] = ...) -> None: ...
 
 class CacheAdmission(_message.Message):
-    __slots__ = ("pinned_bytes", "staging_bytes", "link_bytes", "queue", "policy")
+    __slots__ = ("pinned_bytes", "staging_bytes", "link_bytes", "queue", "policy", "sessions")
     PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
     pinned_bytes: int
     staging_bytes: int
     link_bytes: int
     queue: int
     policy: str
-    def __init__(self, pinned_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., link_bytes: _Optional[int] = ..., queue: _Optional[int] = ..., policy: _Optional[str] = ...) -> None: ...
+    sessions: CacheSessions
+    def __init__(self, pinned_bytes: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., link_bytes: _Optional[int] = ..., queue: _Optional[int] = ..., policy: _Optional[str] = ..., sessions: _Optional[_Union[CacheSessions, _Mapping]] = ...) -> None: ...
+
+class CacheSessions(_message.Message):
+    __slots__ = ("idle", "ttl_ms")
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    idle: str
+    ttl_ms: int
+    def __init__(self, idle: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class ApplyBaselineResponse(_message.Message):
     __slots__ = ("running_digest", "boot_id")

@@ -314,13 +314,18 @@ async def test_an_edit_of_admission_reaches_every_agent_under_a_fence_of_its_own
     bench = bench_with(kv_cache(admission={"link": "64Mi", "queue": 32, "policy": "earliestDeadline"}))
     reconciler = KVCacheReconciler(bench.deps)
     cache = await settle(bench, reconciler)
-    wanted = control.CacheAdmission(link_bytes=64 << 20, queue=32, policy="earliestDeadline")
+    sessions = control.CacheSessions(idle="demote", ttl_ms=3_600_000)
+    wanted = control.CacheAdmission(
+        link_bytes=64 << 20, queue=32, policy="earliestDeadline", sessions=sessions
+    )
     assert bench.agents.admissions == {"a": wanted, "b": wanted}
     fence = cache["status"]["fence"]
     cache["spec"]["admission"] = {"staging": "1Gi"}
+    cache["spec"]["sessions"] = {"idle": "drop", "ttl": "90s"}
     bench.api.catch_up()
     cache = await settle(bench, reconciler)
-    wanted = control.CacheAdmission(staging_bytes=1 << 30, queue=256, policy="fifo")
+    sessions = control.CacheSessions(idle="drop", ttl_ms=90_000)
+    wanted = control.CacheAdmission(staging_bytes=1 << 30, queue=256, policy="fifo", sessions=sessions)
     assert bench.agents.admissions == {"a": wanted, "b": wanted}
     assert cache["status"]["fence"] > fence
     assert conditions(cache)["Ready"] == ("True", "BaselineServed")

@@ -1,0 +1,159 @@
+"""Sessions without frames: as long as their cache lets them live, their rows where it wants them, and whoever
+comes too late hears why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.v1 import control_pb2
+from kvtier_agent import idlesessions
+from kvtier_agent.admission_wire import admission_message, admission_of, admission_terms, admission_text
+from kvtier_core.admission import UNDECLARED, AdmissionTerms, Idle, IdleTerms
+from kvtier_core.errors import CoreError, Reason
+from tests.unit.agent.agent_fakes import Bench
+from tests.unit.agent.test_agent_node import open_session
+
+# The bench's agent takes a session for idle after 5 s.
+IDLE = 5.0
+TTL = 60.0
+
+
+def terms(idle: Idle, ttl: float = TTL) -> AdmissionTerms:
+    return AdmissionTerms(sessions=IdleTerms(idle, ttl))
+
+
+async def bench_of(folder: Path, declared: AdmissionTerms) -> Bench:
+    bench = Bench(folder)
+    await bench.node.apply_baseline(
+        bench.command(), bench.baseline.canonical(), bench.baseline.digest(), "", declared
+    )
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("declared", "lives"),
+    [
+        (UNDECLARED, IDLE),
+        (terms(Idle.DROP), IDLE),
+        (terms(Idle.DROP, 2.0), 2.0),
+        (terms(Idle.KEEP), TTL),
+        (terms(Idle.DEMOTE), TTL),
+        (terms(Idle.KEEP, 2.0), 2.0),
+    ],
+    ids=["undeclared", "drop", "drop-sooner", "keep", "demote", "keep-sooner"],
+)
+async def test_a_session_lives_as_long_as_its_cache_says(
+    tmp_path: Path, declared: AdmissionTerms, lives: float
+) -> None:
+    bench = await bench_of(tmp_path, declared)
+    session = await open_session(bench)
+    name, generation = session.handle.session_id, session.handle.generation
+    bench.clock.advance(lives - 0.1)
+    assert await bench.node.expire_idle_sessions() == 0
+    assert bench.node.session(name, generation, session.tenant) is session
+    bench.clock.advance(0.2)
+    assert await bench.node.expire_idle_sessions() == 1
+    with pytest.raises(CoreError) as late:
+        bench.node.session(name, generation, session.tenant)
+    assert (late.value.reason, late.value.facts) == (Reason.SESSION_UNKNOWN, {"ended": "idle"})
+    assert f"no frame for {lives:g} s" in late.value.message
+    with pytest.raises(CoreError) as other:
+        bench.node.session(name, generation, "another tenant")
+    assert other.value.reason is Reason.TENANT_MISMATCH
+    await bench.close()
+
+
+async def test_a_session_that_its_engine_closed_was_not_ended_by_the_agent(tmp_path: Path) -> None:
+    bench = await bench_of(tmp_path, terms(Idle.KEEP))
+    session = await open_session(bench)
+    await session.host.close_session(session)
+    with pytest.raises(CoreError) as unknown:
+        bench.node.session(session.handle.session_id, session.handle.generation, session.tenant)
+    assert (unknown.value.reason, unknown.value.facts) == (Reason.SESSION_UNKNOWN, {})
+    await bench.close()
+
+
+class Moves:
+    """What an engine moves down: `left` chunks of each session."""
+
+    def __init__(self, bench: Bench, left: int) -> None:
+        self.left: dict[str, int] = {}
+        self.asked: list[str] = []
+        self._each = left
+        bench.engine.demote_session = self  # type: ignore[attr-defined]
+
+    def __call__(self, session_id: str, generation: int, most: int) -> int:
+        self.asked.append(session_id)
+        left = self.left.setdefault(session_id, self._each)
+        moved = min(left, most)
+        self.left[session_id] = left - moved
+        return moved
+
+
+async def test_rows_of_an_idle_session_move_down_once_until_it_is_used_again(tmp_path: Path) -> None:
+    bench = await bench_of(tmp_path, terms(Idle.DEMOTE))
+    engine = Moves(bench, idlesessions.MOST_CHUNKS + 3)
+    session = await open_session(bench)
+    bench.clock.advance(IDLE - 0.1)
+    assert await bench.node.demote_idle_sessions() == 0 == len(engine.asked)
+    bench.clock.advance(0.2)
+    moved = [await bench.node.demote_idle_sessions() for _ in range(4)]
+    assert moved == [idlesessions.MOST_CHUNKS, 3, 0, 0]
+    assert len(engine.asked) == 3, "there is nothing left to ask for"
+    session.host.used(session)
+    engine.left.clear()
+    assert await bench.node.demote_idle_sessions() == 0
+    bench.clock.advance(IDLE + 0.1)
+    assert await bench.node.demote_idle_sessions() == idlesessions.MOST_CHUNKS
+    await bench.close()
+
+
+@pytest.mark.parametrize("declared", [UNDECLARED, terms(Idle.KEEP)], ids=["undeclared", "keep"])
+async def test_rows_stay_where_nobody_wants_them_moved(tmp_path: Path, declared: AdmissionTerms) -> None:
+    bench = await bench_of(tmp_path, declared)
+    engine = Moves(bench, 5)
+    await open_session(bench)
+    bench.clock.advance(IDLE + 0.1)
+    assert await bench.node.demote_idle_sessions() == 0 == len(engine.asked)
+    await bench.close()
+
+
+async def test_an_engine_that_moves_nothing_down_is_asked_for_nothing(tmp_path: Path) -> None:
+    bench = await bench_of(tmp_path, terms(Idle.DEMOTE))
+    session = await open_session(bench)
+    bench.clock.advance(IDLE + 0.1)
+    assert await bench.node.demote_idle_sessions() == 0
+    assert session.demoted_ns == session.last_used_ns
+    await bench.close()
+
+
+async def test_a_silent_stream_lives_as_long_as_its_sessions_may(tmp_path: Path) -> None:
+    bench = await bench_of(tmp_path, terms(Idle.KEEP))
+    assert bench.node.longest_idle_seconds == TTL
+    await bench.close()
+    bench = await bench_of(tmp_path / "undeclared", UNDECLARED)
+    assert bench.node.longest_idle_seconds == IDLE
+    await bench.close()
+
+
+@pytest.mark.parametrize("idle", list(Idle), ids=str)
+def test_the_terms_survive_the_wire_and_the_record(idle: Idle) -> None:
+    declared = terms(idle, 90.5)
+    request = control_pb2.ApplyBaselineRequest(admission=admission_message(declared))
+    assert admission_terms(request) == declared
+    assert admission_of(admission_text(declared)) == declared
+
+
+@pytest.mark.parametrize(
+    ("sessions", "says"),
+    [({"idle": "sleep", "ttl_ms": 1}, "sessions.idle 'sleep'"), ({"idle": "keep"}, "sessions.ttl 0")],
+    ids=["policy", "ttl"],
+)
+def test_what_cannot_be_meant_is_refused(sessions: dict[str, Any], says: str) -> None:
+    message = control_pb2.CacheAdmission(sessions=control_pb2.CacheSessions(**sessions))
+    with pytest.raises(CoreError, match=says) as refused:
+        admission_terms(control_pb2.ApplyBaselineRequest(admission=message))
+    assert refused.value.reason is Reason.BAD_ARGUMENT
