@@ -34,7 +34,8 @@ class Twin:
 
     def __init__(self, compiled: bool, slots: int, capacity: int, kept: int | None) -> None:
         self.now = 0.0
-        options = ArenaOptions(segment_bytes=8 * 4096)
+        # Few segments of many slots: each is a descriptor.
+        options = ArenaOptions(segment_bytes=max(8, slots // 32) * 4096)
         self.ram = CpuTier("ram", LAYOUT, slots, clock=lambda: self.now, options=options)
         self.store = BlockStore([self.ram], lambda: self.now, capacity=capacity, compiled=compiled)
         if kept is not None:
