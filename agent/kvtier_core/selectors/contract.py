@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,6 +192,26 @@ class IndexFacts:
         return "sha256:" + hashlib.sha256(body.encode()).hexdigest()
 
 
+class Told(TypedDict):
+    """Of a receipt, what a family says of this one selection: see `SelectionReceipt`."""
+
+    got_units: tuple[int, ...]
+    got_rows: tuple[int, ...]
+    uncapped: tuple[int, ...]
+    dropped_by_cap: tuple[int, ...]
+    scanned_units: int
+    index_bytes: int
+    threshold: tuple[float, ...]
+    runner_up: tuple[float, ...]
+    ties: tuple[int, ...]
+    unindexed: int
+    seed: NotRequired[int]
+    omitted_mass: NotRequired[tuple[float, ...] | None]
+    confidence: NotRequired[float | None]
+    certified_mass: NotRequired[tuple[float, ...] | None]
+    detail: NotRequired[Mapping[str, str]]
+
+
 @dataclass(frozen=True, slots=True)
 class SelectionReceipt:
     """The evidence for a selection (specification A.12, D.0). One entry a list of `Selection.positions` in
@@ -229,6 +249,25 @@ class SelectionReceipt:
     confidence: float | None = None
     certified_mass: tuple[float, ...] | None = None
     detail: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, family: Family, index: IndexFacts, query: Query, asked: Budget, **told: Unpack[Told]
+    ) -> SelectionReceipt:
+        """What every family states alike comes from itself, its index and the query; told: the rest."""
+        facts = family.facts
+        return cls(
+            facts.family,
+            facts.variant,
+            family.digest,
+            index.digest,
+            index.epoch,
+            query.source,
+            facts.guarantee,
+            facts.scope,
+            asked,
+            **told,
+        )
 
 
 class Remainder(Protocol):

@@ -207,16 +207,11 @@ class CertifiedScan:
                 left[mine.start + at] = _log_sum(high[at, unread])
                 omitted.append(_share(left[mine.start + at], _log_sum(low[at, read])))
         counts = tuple(len(head.chosen) for head in found)
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=counts,
             got_rows=counts,
             uncapped=tuple(head.wanted for head in found),

@@ -333,16 +333,11 @@ class ClusterKv:
             for head in range(self.shape.query_heads)
         ]
         scanned = sum(len(head.ends) for head in own.heads)
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=tuple(len(one.clusters) for one in found),
             got_rows=tuple(one.read for one in found),
             uncapped=tuple(len(one.clusters) for one in found),

@@ -339,16 +339,11 @@ class EmLlm:
         positions, rows = persistent.joined(events.members(ids))
         left = [float(scores[event]) for event in range(distant) if event not in set(recall.similar)]
         chosen = [float(scores[event]) for event in recall.similar]
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=(len(ids),),
             got_rows=(rows,),
             uncapped=(wanted,),

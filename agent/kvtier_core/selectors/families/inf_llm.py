@@ -199,16 +199,11 @@ class InfLlm:
         scores = recalled.scores(query.q.to("cpu").float().numpy())
         picked = best(scores, np.arange(distant), self.allowed)
         positions, rows = persistent.joined(recalled.members(picked.ids))
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=(len(picked.ids),),
             got_rows=(rows,),
             uncapped=(len(picked.ids),),

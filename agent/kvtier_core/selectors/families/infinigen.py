@@ -370,16 +370,11 @@ class Infinigen:
             omitted = _omitted(logits, positions)
         counts = tuple(len(one.ids) for one in choice.picked)
         skew = own.skew
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=counts,
             got_rows=counts,
             uncapped=(choice.equalised,) * heads,

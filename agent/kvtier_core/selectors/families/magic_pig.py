@@ -308,16 +308,11 @@ class MagicPig:
             weights.append(corrected[order].astype(np.float32))
         counts = tuple(len(sample.rows) for sample in found)
         wanted = tuple(len(sample.rows) for sample in samples)
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=counts,
             got_rows=counts,
             uncapped=wanted,

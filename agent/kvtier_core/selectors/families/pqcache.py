@@ -315,16 +315,11 @@ class Pqcache:
             omitted = self._omitted(own, query, q, lut, lse, chosen, len(others))
         counts = tuple(len(ids) for ids in chosen)
         books = own.books
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=counts,
             got_rows=counts,
             uncapped=counts,

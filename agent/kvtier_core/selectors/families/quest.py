@@ -262,16 +262,11 @@ class Quest:
         rows = [(one.ids[:, None] * self.page_tokens + within).reshape(-1) for one in picked]
         joined = [persistent.joined(one[one < query.rows]) for one in rows]
         left = self._left(upper, pages, picked, persistent, query.rows)
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=tuple(len(one.ids) for one in picked),
             got_rows=tuple(count for _, count in joined),
             uncapped=tuple(len(one.ids) for one in picked),

@@ -229,16 +229,11 @@ class RetrievalAttention:
             unreached[head] = graph.unranked
         counts = tuple(len(one.ids) for one in picked)
         edges = sum(expanded) * self.out_degree
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=counts,
             got_rows=counts,
             uncapped=counts,

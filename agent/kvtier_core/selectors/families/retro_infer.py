@@ -317,16 +317,11 @@ class RetroInfer:
         ignored = (counts[0] > 0) & ~take[0] & ~torch.from_numpy(read)
         omitted = self._share(q, cent, counts, ignored)
         joined = [persistent.joined(one) for one in rows]
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=tuple(len(one) for one in chosen),
             got_rows=tuple(beyond for _, beyond in joined),
             uncapped=tuple(len(one) for one in chosen),

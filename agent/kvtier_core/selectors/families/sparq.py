@@ -230,16 +230,11 @@ class Sparq:
         if self.facts.variant == "sparF":
             detail["pagesRead"] = ",".join(str(len(np.unique(rows // self.page))) for rows in positions)
         counts = tuple(len(one.ids) for one in picked)
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=counts,
             got_rows=counts,
             uncapped=counts,

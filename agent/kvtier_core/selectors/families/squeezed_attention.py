@@ -311,16 +311,11 @@ class SqueezedAttention:
             for head in range(self.shape.query_heads)
         ]
         joined = [persistent.joined(one.rows) for one in found]
-        receipt = SelectionReceipt(
-            family=self.facts.family,
-            variant=self.facts.variant,
-            selector_digest=self.digest,
-            index_digest=own.facts.digest,
-            index_epoch=own.facts.epoch,
-            source=query.source,
-            guarantee=self.facts.guarantee,
-            scope=self.facts.scope,
-            asked=self.budget,
+        receipt = SelectionReceipt.of(
+            self,
+            own.facts,
+            query,
+            self.budget,
             got_units=tuple(len(one.clusters) for one in found),
             got_rows=tuple(beyond for _, beyond in joined),
             uncapped=tuple(one.wanted for one in found),
