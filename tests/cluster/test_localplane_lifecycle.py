@@ -83,30 +83,19 @@ def _plane_in_another_process(*options: str) -> Iterator[tuple[subprocess.Popen[
 @pytest.mark.parametrize(
     ("victim", "number"),
     [
-        pytest.param("holder", signal.SIGKILL, id="parent-killed"),
         pytest.param("holder", signal.SIGINT, id="ctrl-c"),
-        pytest.param("supervisor", signal.SIGKILL, id="supervisor-killed"),
         pytest.param("supervisor", signal.SIGTERM, id="supervisor-terminated"),
         pytest.param("etcd", signal.SIGKILL, id="etcd-killed"),
     ],
 )
 def test_no_process_outlives_its_user(victim: str, number: signal.Signals) -> None:
+    """Other ends are tried below, with controllers among the processes."""
     with _plane_in_another_process() as (holder, pids, folder):
         assert set(pids) == PLAIN
         assert all(_alive(pid) for pid in pids.values()) and folder.is_dir()
         os.kill(holder.pid if victim == "holder" else pids[victim], number)
         eventually(lambda: not any(_alive(pid) for pid in pids.values()), 60, what="processes gone")
-        if victim != "supervisor" or number != signal.SIGKILL:
-            eventually(lambda: not folder.exists(), 60, what="folder removed")
-
-
-def test_leaving_the_context_removes_everything() -> None:
-    with LocalControlPlane() as plane:
-        pids, folder = plane.pids, plane.cluster.folder
-        assert folder.stat().st_mode & 0o077 == 0
-        assert plane.kubectl("get", "--raw", "/readyz").stdout == "ok"
-    assert not any(_alive(pid) for pid in pids.values())
-    assert not folder.exists()
+        eventually(lambda: not folder.exists(), 60, what="folder removed")
 
 
 @pytest.mark.parametrize("said", [b"", b"half a line"], ids=["nothing", "half-a-line"])
@@ -146,14 +135,18 @@ def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> 
 def test_controllers_end_with_their_plane_and_the_plane_with_them(
     with_controllers: ControlPlaneBinaries, victim: str, number: signal.Signals
 ) -> None:
-    with _plane_in_another_process("controllers") as (holder, pids, _):
+    with _plane_in_another_process("controllers") as (holder, pids, folder):
         assert set(pids) == PLAIN | {CONTROLLERS}
-        assert all(_alive(pid) for pid in pids.values())
+        assert all(_alive(pid) for pid in pids.values()) and folder.is_dir()
         os.kill(holder.pid if victim == "holder" else pids[victim], number)
         eventually(lambda: not any(_alive(pid) for pid in pids.values()), 60, what="processes gone")
+        if victim != "supervisor":
+            eventually(lambda: not folder.exists(), 60, what="folder removed")
 
 
-def test_controllers_run_as_their_own_user_on_loopback_only(with_controllers: ControlPlaneBinaries) -> None:
+def test_controllers_run_as_their_own_user_on_loopback_only_and_leaving_removes_everything(
+    with_controllers: ControlPlaneBinaries,
+) -> None:
     seen: list[str] = []
 
     def before(cluster: Cluster) -> None:
@@ -163,6 +156,8 @@ def test_controllers_run_as_their_own_user_on_loopback_only(with_controllers: Co
         binaries=with_controllers, controller_manager=True, before_controllers=before
     ) as plane:
         assert seen == ["ok"]
+        pids, folder = plane.pids, plane.cluster.folder
+        assert folder.stat().st_mode & 0o077 == 0
         kubeconfig = plane.folder / f"{CONTROLLERS}.kubeconfig"
         who = plane.kubectl("auth", "whoami", "-o", "json", kubeconfig=kubeconfig).stdout
         user = json.loads(who)["status"]["userInfo"]
@@ -176,6 +171,8 @@ def test_controllers_run_as_their_own_user_on_loopback_only(with_controllers: Co
         connection.request("GET", "/metrics")
         assert connection.getresponse().status in (401, 403)
         connection.close()
+    assert not any(_alive(pid) for pid in pids.values())
+    assert not folder.exists()
 
 
 def test_controllers_that_cannot_start_are_reported_with_their_log(tmp_path: Path) -> None:
