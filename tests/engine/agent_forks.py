@@ -123,8 +123,8 @@ class AgentForks:
         if self._socket is None or self._process is None or self._reader is None:
             return
         self._socket.shutdown(socket.SHUT_WR)
-        self._process.wait(30)
-        self._reader.join(30)
+        self._process.wait(120)
+        self._reader.join(60)
         self._socket.close()
 
     def _begin(self, environment: Mapping[str, str]) -> None:
