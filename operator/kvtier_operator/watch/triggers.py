@@ -30,6 +30,10 @@ SELECTORS = {
 WATCHED = (*RECONCILED, Kind.NODE, Kind.LEASE, Kind.DAEMON_SET)
 
 
+# Of these, others go by what a user has written. Their statuses are ours, and some are written once a minute.
+_READ_BY_SPEC = frozenset({Kind.TIER_CLASS, Kind.KV_SELECTOR, Kind.AGENT_POOL})
+
+
 def relevant(key: ObjectKey) -> bool:
     """False for objects of a watched kind that are not ours: other Leases."""
     return key.kind is not Kind.LEASE or key.name.startswith(LEASE_PREFIX)
@@ -43,6 +47,8 @@ def affected(
     if obj is None:
         return set()
     keys: set[ObjectKey] = {key} if key.kind in RECONCILED else set()
+    if key.kind in _READ_BY_SPEC and _same_spec(before, after):
+        return keys
     match key.kind:
         case Kind.TIER_CLASS:
             keys |= _caches(store, "", lambda spec: key.name in _tier_names(spec))
@@ -108,6 +114,15 @@ def affected(
         case _:
             pass
     return keys
+
+
+def _same_spec(before: JsonObject | None, after: JsonObject | None) -> bool:
+    """Whether it is the same object, and only its status has changed."""
+    if before is None or after is None:
+        return False
+    facts = ("uid", "generation", "deletionTimestamp", "labels")
+    old, new = before["metadata"], after["metadata"]
+    return "generation" in new and all(old.get(name) == new.get(name) for name in facts)
 
 
 def _key(kind: Kind, obj: JsonObject) -> ObjectKey:

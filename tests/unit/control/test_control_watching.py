@@ -183,6 +183,27 @@ def test_a_new_object_wakes_those_that_depend_on_it(
     assert affected(changed, obj, None, bench.store) == {changed} | woken
 
 
+@pytest.mark.parametrize(
+    "changed, woken",
+    [
+        pytest.param(ObjectKey(Kind.TIER_CLASS, "", "gpu-sim"), {CACHE}, id="tier-class"),
+        pytest.param(key(Kind.KV_SELECTOR, "quest-64"), {CACHE, ROLLOUT}, id="selector"),
+        pytest.param(POOL, {key(Kind.AGENT_POOL, "other"), CACHE, ROLLOUT}, id="pool"),
+    ],
+)
+def test_a_status_wakes_nobody_else_and_a_spec_does(
+    bench: Bench, changed: ObjectKey, woken: set[ObjectKey]
+) -> None:
+    """A selector's is written once a minute, a pool's with each agent that comes."""
+    before = bench.store.get(changed)
+    assert before is not None
+    told = before | {"status": {"ready": 3}}
+    assert affected(changed, before, told, bench.store) == {changed}
+    for fact in ({"generation": 2}, {"uid": "another"}, {"deletionTimestamp": "now"}, {"labels": {"a": "b"}}):
+        after = told | {"metadata": before["metadata"] | fact}
+        assert affected(changed, before, after, bench.store) == {changed} | woken, fact
+
+
 def test_a_rollout_that_moves_wakes_its_cache_pool_and_selector(bench: Bench) -> None:
     """A pool holds its updates while a rollout is unfinished, and lets them go after it; a selector says how
     its indexes stand while agents hold its candidate."""
