@@ -246,7 +246,8 @@ async def by_steps(load: Load) -> list[Row]:
 
     async def promote(one: Named) -> None:
         status = load.status(one)
-        intent = {"seq": 1, "verb": "Promote", "attempt": status["attempt"], "expectedStage": "Canary"}
+        intent = {"seq": 1, "verb": "Promote", "attempt": status["attempt"]}
+        intent |= {"expectedStage": "Canary", "expectedStep": 0}
         await load.world.admin.merge(one.rollout_path, {"spec": {"intent": intent}})
 
     await at_once([lambda one=one: promote(one) for one in chosen])  # type: ignore[misc]

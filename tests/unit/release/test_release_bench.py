@@ -11,7 +11,9 @@ import pytest
 
 from tests.bench.release_audit import AuditTail, Write, by_operator, difference, most_by_agent
 from tests.bench.release_objects import ROLES, Role, Sizes, all_named, at_rest
+from tests.bench.release_range import FACTOR, FILE, HELD, held, limits_of, main, name_of, read
 from tests.bench.release_track import Tracker, lateness, quantile, slope
+from tests.bench.rows import Row
 
 OPERATOR = "system:serviceaccount:kvtier-system:kvtier-operator"
 
@@ -131,3 +133,34 @@ def test_a_rollout_rests_where_its_role_says(role: Role, status: dict[str, str])
     assert at_rest(role, status)
     assert not at_rest(role, {})
     assert not at_rest(role, {"stage": "Ramp", "phase": "RollingBack"})
+
+
+def test_limits_are_of_the_mean_of_runs_and_hold_a_run_of_the_same_sizes(tmp_path: Path) -> None:
+    reports = []
+    for number, value in enumerate((1.0, 3.0)):
+        rows = [
+            Row("event_to_status.p99", value, "s", goal=2.0, lower_is_better=True),
+            Row("looks", 9.0, "n"),
+        ]
+        reports.append(tmp_path / f"{number}.json")
+        reports[-1].write_text(json.dumps([row.to_json() for row in rows]))
+    file = tmp_path / "range.json"
+    sizes = ["--caches", "16", "--agents", "5", "--file", str(file)]
+    assert main([*(str(report) for report in reports), *sizes]) == 0
+    name = name_of(16, 5, 5)
+    assert read(file) == {name: {"event_to_status.p99": {"mean": 2.0, "limit": 2.4}}}
+    for value, broken in ((2.4, False), (2.5, True)):
+        row = Row("event_to_status.p99", value, "s", goal=2.0, lower_is_better=True)
+        assert [one.broken for one in held([row], read(file), name)] == [broken]
+        assert [one.floor for one in held([row], read(file), name_of(17, 5, 5))] == [None]
+
+
+def test_the_committed_limits_follow_from_their_means() -> None:
+    ranges = read(FILE)
+    assert ranges
+    for rows in ranges.values():
+        assert rows
+        for name, row in rows.items():
+            assert name.startswith(HELD)
+            assert row["limit"] == pytest.approx(row["mean"] * FACTOR, abs=1e-6)
+    assert limits_of([]) == {}
