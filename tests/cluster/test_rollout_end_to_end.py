@@ -92,6 +92,10 @@ class World:
         about = ("--field-selector", f"involvedObject.name={name}")
         return [event["reason"] for event in self.cluster.get("events", "-n", NAMESPACE, *about)["items"]]
 
+    def told(self, name: str, *reasons: str) -> None:
+        """Waits for the Events: they are posted after the status that they tell of."""
+        eventually(lambda: set(reasons) <= set(self.events(name)), 60, what=f"{name} is told {reasons}")
+
 
 def selector(name: str, tokens: int) -> dict[str, Any]:
     return {
@@ -200,8 +204,7 @@ def test_a_passing_rollout_is_approved(world: World) -> None:
     assert world.holders(uid) == ["kvr-a", "kvr-b"]
     stages = [stage for stage in world.agents[0].state.stages if stage]
     assert list(dict.fromkeys(stages)) == ["Shadow", "Canary", "Ramp", "Full"]
-    events = world.events("passing")
-    assert {"StageEntered", "Completed"} <= set(events)
+    world.told("passing", "StageEntered", "Completed")
     shown = world.cluster.kubectl("get", "kvr", "passing", "-n", NAMESPACE, "-o", "wide").stdout
     assert status["candidate"]["short"] in shown
     assert "Completed" in shown
@@ -232,7 +235,7 @@ def test_a_failing_rollout_returns_to_the_proved_baseline(world: World) -> None:
     assert (rollback["agentsRestored"], rollback["agentsTotal"]) == (2, 2)
     assert rollback["targetDigest"] == world.get("kvcache", "fails")["status"]["baseline"]["digest"]
     assert world.holders(uid) == []
-    assert "RollingBack" in world.events("failing")
+    world.told("failing", "RollingBack")
     shown = world.cluster.kubectl("get", "kvr", "failing", "-n", NAMESPACE, "-o", "wide").stdout
     assert "GateFailed" in shown
 
@@ -386,7 +389,7 @@ def test_an_operator_killed_in_canary_is_followed_by_one_that_resumes(world: Wor
     try:
         eventually(world.operator.leading, 60, what="the next operator leads")
         status = world.reach("survivor", "Completed")
-        assert "LeaseExpired" in world.events("survivor")
+        world.told("survivor", "LeaseExpired")
         assert status["traceID"] == before["traceID"]
         assert status["fence"] > before["fence"]
     finally:
