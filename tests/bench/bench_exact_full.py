@@ -1,7 +1,8 @@
 """SmolLM2 by every exact plan at up to 8,000 tokens and in batches of 8, against transformers' DynamicCache.
 
-It takes tens of minutes, so each result is kept in build/bench/exact_full when it is there; a run that was
-ended goes on where it was, and `rows()` needs all of them. Rule and prompts are those of
+It takes tens of minutes, so each result is kept in build/bench/exact_full when it is there, in a folder of
+its numerics version, which decides about bits; a run that was ended goes on where it was, and `rows()` needs
+all of them. Rule and prompts are those of
 tests/engine/test_exact_plans.py: equal tokens or a listed near-tie, and the same bits by every plan, with
 chunks promoted and demoted between steps."""
 
@@ -24,12 +25,13 @@ import torch
 from kvtier_client.hf import attach
 from kvtier_core.engine import CacheEngine
 from kvtier_core.placements.preference import PlanKind
+from kvtier_crds.manifest import NUMERICS_VERSION
 from tests.bench.rows import Row
 from tests.engine.exactness import Generation, compare, prompts
 from tests.engine.planned import LAYERS, PlannedCache, PlannedSession, copy_rows, engine_of, shuffle
 from tests.engine.smollm2 import load_smollm2
 
-FOLDER = Path(__file__).resolve().parents[2] / "build" / "bench" / "exact_full"
+FOLDER = Path(__file__).resolve().parents[2] / "build/bench/exact_full" / NUMERICS_VERSION.replace("/", "-")
 LENGTHS = (512, 2000, 4000, 8000)
 BATCH, TAIL, NEW_TOKENS, MOVES = 8, 100, 16, 40
 PLANS: dict[str, tuple[str | None, ...]] = {
