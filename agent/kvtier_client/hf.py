@@ -297,7 +297,11 @@ class KvtierCache(CacheEdits, Cache):
         value [B, Hk, N, d] of N new ones; returns [B, N, Hq, d], zeros where a query is padding."""
         self._begin_layer(layer)
         if self._batch is None and not self.pads[0]:
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            if query.shape[2] == 1:
+                # As below for one row, in half the calls: a decode step finds nothing of them in a cache.
+                q, k, v = (x.reshape(1, x.shape[1], x.shape[3]) for x in (query, key, value))
+            else:
+                q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             follows = layer + 1 < self.geometry.layers
             evidence = None
             if self._evidence is not None:

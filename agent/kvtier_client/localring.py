@@ -86,14 +86,20 @@ class AnswerRing:
         """The descriptor stays the caller's. memory.UnsafeMemoryError, OSError."""
         self._mapped = memory.map_checked(descriptor, size, must_be_read_only=True)
         self._floats: NDArray[np.float32] = np.frombuffer(self._mapped, dtype="<f4")
+        self._size, self._address = size, self._floats.ctypes.data
 
     def copy(self, start: int, shape: torch.Size) -> Tensor:
         """Float32 of that shape, a copy. ValueError beyond the ring."""
-        at = start // FLOAT_BYTES
-        return torch.from_numpy(self._floats[at : at + shape.numel()].reshape(shape).copy())
+        size = FLOAT_BYTES * shape.numel()
+        if not 0 <= start <= self._size - size:
+            raise ValueError(f"{size} bytes at {start} of a ring of {self._size}")
+        out = torch.empty(shape, dtype=torch.float32)
+        ctypes.memmove(out.data_ptr(), self._address + start, size)
+        return out
 
     def close(self) -> None:
         """Idempotent."""
+        self._size = 0
         self._floats = np.empty(0, np.float32)
         self._mapped.close()
 
