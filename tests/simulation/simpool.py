@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.nvme import tier as tier_module
 from kvtier_core.tiers.nvme.iopool import Job, PoolState
+from kvtier_core.tiers.nvme.pace import Pace
 
 
 class SimPool:
@@ -22,7 +23,9 @@ class SimPool:
         spare: int,
         clock: Callable[[], float] | None,
         hung_changed: Callable[[], None] = lambda: None,
+        pace: Pace | None = None,
     ) -> None:
+        assert pace is None, "when a job begins is drawn here"
         self._bound = bound
         self._clock = clock
         self._hung_changed = hung_changed
