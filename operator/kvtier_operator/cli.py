@@ -18,13 +18,12 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvtier_operator.app import Operator, Options
-from kvtier_operator.election import Timing
-from kvtier_operator.external.config import load
 from kvtier_operator.logs import configure
-from kvtier_operator.ports import AgentTls
-from kvtier_operator.telemetry import build_telemetry
+
+if TYPE_CHECKING:
+    from kvtier_operator.app import Operator, Options
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +54,12 @@ def parser() -> argparse.ArgumentParser:
 
 def options_from(arguments: argparse.Namespace) -> Options:
     """Raises ValueError naming the argument that is wrong."""
+    # Imported when it runs: the clients of the API server take two seconds, and help needs none of them.
+    from kvtier_operator.app import Options
+    from kvtier_operator.election import Timing
+    from kvtier_operator.external.config import load
+    from kvtier_operator.ports import AgentTls
+
     duration = arguments.election_lease_seconds
     if duration < 6:
         raise ValueError(f"--election-lease-seconds: {duration:g}, must be at least 6")
@@ -84,6 +89,9 @@ def options_from(arguments: argparse.Namespace) -> Options:
 
 async def serve(options: Options, otlp_endpoint: str) -> int:
     """Runs until SIGTERM or SIGINT (0), or a failure (1)."""
+    from kvtier_operator.app import Operator
+    from kvtier_operator.telemetry import build_telemetry
+
     telemetry = build_telemetry(
         otlp_endpoint=otlp_endpoint,
         instance=options.identity,
