@@ -47,7 +47,8 @@ class SimPool:
     def idle(self) -> bool:
         return not (self.queue or self.hung or self._running or self._waiting)
 
-    def submit(self, jobs: Sequence[Job], *, inner: bool = False) -> None:
+    def submit(self, jobs: Sequence[Job], *, inner: bool = False, first: bool = False) -> None:
+        """first: who is next is drawn from all that wait, so nothing of it holds here."""
         if self._closing and not inner:
             raise CoreError(Reason.DRAINING, "the pool is closing")
         if sum(job.items for job in (*self.queue, *jobs)) > self._bound:
