@@ -32,7 +32,7 @@ from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1
 _MOST_BYTES = 1 << 17
-_ORDER_SECONDS = 280.0
+_ORDER_SECONDS = 500.0
 # What `kvtier_agent.cli` imports when it serves.
 IMPORTED = (
     "kvtier_agent.cli",

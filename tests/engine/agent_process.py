@@ -335,6 +335,20 @@ def running_agent(
                 process.stdout.close()
 
 
+def exit_of(base: Path, arguments: Sequence[str]) -> tuple[int, str]:
+    """Status and standard error of an agent that ends by itself; `base`: a folder, made for its log."""
+    base.mkdir()
+    process = _start(base, arguments, _forks)
+    try:
+        code = process.wait(START_SECONDS)
+    finally:
+        process.kill()
+        process.wait(10)
+        if process.stdout is not None:
+            process.stdout.close()
+    return code, (base / "agent.log").read_text()
+
+
 def agent_arguments(
     base: Path,
     node: str,

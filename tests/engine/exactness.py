@@ -7,15 +7,18 @@ token is a rounding's choice, and the prompt is listed).
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
+import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +37,7 @@ SLOT_BYTES = CHUNK_BYTES + 4096
 # 30 layers keep one open chunk each in the gpu tier; 10 sealed chunks fit beside them, 40 in the cpu tier.
 SPREAD = {"gpu-sim": 40 * CHUNK_BYTES, "dram": 40 * CHUNK_BYTES, "nvme": 300 * SLOT_BYTES}
 RESIDENT = {"gpu-sim": 400 * CHUNK_BYTES, "dram": 0, "nvme": 0}
+K = TypeVar("K")
 _SOURCES = ("argparse", "asyncio", "collections", "json", "logging", "pathlib", "random", "re", "socket")
 
 
@@ -114,6 +118,27 @@ def reference(model: Any, ids: torch.Tensor, new_tokens: int) -> Generation:
     from transformers import DynamicCache
 
     return greedy(model, DynamicCache(config=model.config), ids, new_tokens)
+
+
+def kept_references(
+    name: str, ids: Iterable[torch.Tensor], new_tokens: int, make: Callable[[], dict[K, Generation]]
+) -> dict[K, Generation]:
+    """What DynamicCache and sdpa say, made once per machine: in the user's cache folder beside the converted
+    model, under the versions and prompts that it depends on, since it takes as long as what is compared."""
+    import transformers
+
+    key = hashlib.sha256(f"{transformers.__version__} {torch.__version__} {new_tokens}".encode())
+    for prompt in ids:
+        key.update(prompt.numpy().tobytes())
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = root / "kvtier" / "references" / f"{name}-{key.hexdigest()[:16]}.pt"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        building = path.with_suffix(f".{os.getpid()}")
+        torch.save({each: (g.tokens, g.logits) for each, g in make().items()}, building)
+        building.rename(path)
+    loaded = torch.load(path, weights_only=True)
+    return {each: Generation(tokens, logits, 0.0, 1.0) for each, (tokens, logits) in loaded.items()}
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,10 +17,10 @@ from tests.cluster.kvtier_localplane.pki import CertificateAuthority
 from tests.engine.agent_process import (
     CALL_SECONDS,
     NODE,
-    START_SECONDS,
     agent_arguments,
     baseline_manifest,
     detail_of,
+    exit_of,
     quest_candidate,
     running_agent,
 )
@@ -44,12 +42,6 @@ def reason_of(call: Callable[[], Any]) -> str:
     return common_pb2.Reason.Name(detail_of(refused.value).reason)
 
 
-def exit_of(arguments: list[str]) -> tuple[int, str]:
-    command = [sys.executable, "-m", "kvtier_agent", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
-    return done.returncode, done.stderr
-
-
 @pytest.fixture
 def arguments(folder: Path) -> list[str]:
     authority = CertificateAuthority("ca", folder / "pki")
@@ -64,7 +56,8 @@ def test_two_agents_never_share_a_folder(folder: Path, arguments: list[str], sha
             others["--state-dir"] = str(folder / "state")
         tier = '{"className":"nvme","medium":"nvme","capacity":"1Mi","device":{"path":"%s"}}'
         extra = ["--tier", tier % (folder / "nvme")] if shared == "--tier" else []
-        status, message = exit_of([*arguments, *(word for pair in others.items() for word in pair), *extra])
+        words = [*arguments, *(word for pair in others.items() for word in pair), *extra]
+        status, message = exit_of(folder / "second", words)
         assert status == 2
         assert shared in message
         assert "another agent holds" in message

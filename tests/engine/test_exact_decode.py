@@ -14,6 +14,7 @@ from tests.engine.exactness import (
     Generation,
     Tiers,
     compare,
+    kept_references,
     prompts,
     reference,
     spread_and_resident,
@@ -44,6 +45,14 @@ def ids() -> dict[int, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
+def wanted(model: Any, ids: dict[int, torch.Tensor]) -> dict[int, Generation]:
+    def made() -> dict[int, Generation]:
+        return {length: reference(model, prompt, NEW_TOKENS) for length, prompt in ids.items()}
+
+    return kept_references("exact-decode", ids.values(), NEW_TOKENS, made)
+
+
+@pytest.fixture(scope="module")
 def caches() -> Iterator[tuple[Tiers, Tiers]]:
     with spread_and_resident() as both:
         yield both
@@ -51,10 +60,13 @@ def caches() -> Iterator[tuple[Tiers, Tiers]]:
 
 @pytest.mark.parametrize("length", LENGTHS, ids=str)
 def test_tokens_equal_dynamic_cache_and_bits_equal_another_placement(
-    model: Any, ids: dict[int, torch.Tensor], caches: tuple[Tiers, Tiers], length: int
+    model: Any,
+    ids: dict[int, torch.Tensor],
+    wanted: dict[int, Generation],
+    caches: tuple[Tiers, Tiers],
+    length: int,
 ) -> None:
-    prompt = ids[length]
-    want = reference(model, prompt, NEW_TOKENS)
+    prompt, want = ids[length], wanted[length]
     spread, resident = caches
     got = spread.generate(model, prompt, NEW_TOKENS)
     verdict = compare(want, got)

@@ -9,15 +9,12 @@ of 8 are in the bench suite `exact-full`."""
 from __future__ import annotations
 
 import copy
-import hashlib
-import os
 import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +23,7 @@ import torch
 from kvtier_client.hf import attach
 from kvtier_core.engine import CacheEngine
 from kvtier_core.placements.preference import PlanKind
-from tests.engine.exactness import Generation, compare, prompts
+from tests.engine.exactness import Generation, compare, kept_references, prompts
 from tests.engine.planned import PlannedCache, PlannedSession, copy_rows, engine_of, shuffle
 from tests.engine.smollm2 import load_smollm2
 
@@ -106,26 +103,8 @@ def texts() -> dict[int, list[Prompt]]:
 
 @pytest.fixture(scope="module")
 def wanted(model: Any, texts: dict[int, list[Prompt]]) -> dict[tuple[int, str], Generation]:
-    """What DynamicCache and sdpa say; kept in the user's cache folder beside the converted model, under the
-    versions and prompts that it depends on, since it takes as long as all the rest."""
-    import transformers
-
-    key = hashlib.sha256(f"{transformers.__version__} {torch.__version__} {NEW_TOKENS}".encode())
-    for group in texts.values():
-        for prompt in group:
-            key.update(prompt.ids.numpy().tobytes())
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = root / "kvtier" / "references" / f"exact-plans-{key.hexdigest()[:16]}.pt"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found = _reference(model, texts)
-        building = path.with_suffix(f".{os.getpid()}")
-        torch.save({name: (g.tokens, g.logits) for name, g in found.items()}, building)
-        building.rename(path)
-    return {
-        name: Generation(tokens, logits, 0.0, 1.0)
-        for name, (tokens, logits) in torch.load(path, weights_only=True).items()
-    }
+    ids = [prompt.ids for group in texts.values() for prompt in group]
+    return kept_references("exact-plans", ids, NEW_TOKENS, lambda: _reference(model, texts))
 
 
 @torch.no_grad()
