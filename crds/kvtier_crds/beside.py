@@ -1,4 +1,4 @@
-"""What a candidate may change beside the running baseline, and whether it needs an engine of its own for that.
+"""What a candidate may change beside the running baseline, and whether it needs an engine of its own.
 
 Why it exists: the operator refuses a candidate before any agent hears of it, an agent refuses one that it is
 granted all the same, and both must draw the line at the same place. Pure; it must not know what an engine or
