@@ -208,6 +208,7 @@ class FakeAgent:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._started = threading.Event()
+        self._reached_at = 0
         # Its own, so that nobody has it when it comes back.
         self.port = free_port()
 
@@ -232,6 +233,11 @@ class FakeAgent:
             released = self._lease()
             released["spec"] = {"leaseDurationSeconds": 1, "renewTime": released["spec"]["renewTime"]}
             self._apply(released)
+
+    def register_at(self, port: int) -> None:
+        """Registers once more, to be reached at that port of the loopback from now on."""
+        self._reached_at = port
+        self._register()
 
     def renew(self) -> None:
         self._apply(self._lease())
@@ -264,7 +270,7 @@ class FakeAgent:
                 "metadata": {"name": node},
                 "spec": {
                     "nodeName": node,
-                    "address": f"127.0.0.1:{self.port}",
+                    "address": f"127.0.0.1:{self._reached_at or self.port}",
                     "poolRef": {"namespace": self._namespace, "name": self._pool},
                 },
             }

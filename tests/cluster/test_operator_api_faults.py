@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kvtier_core.release.enforcement import ReturnReason
 from kvtier_operator.ports import Kind
 from tests.cluster.faultproxy import Cut, Delay, Expire, Fault, FaultProxy, Hide, Lose, Refuse, Seen
 from tests.cluster.kvtier_localplane import Cluster, eventually
@@ -30,6 +31,7 @@ from tests.cluster.operator_harness import (
     tier_class,
     wait_condition,
 )
+from tests.cluster.relay import Relay
 from tests.cluster.rollout_fake_agent import RolloutFakeAgent
 from tests.cluster.test_rollout_end_to_end import PLAN, PROBES, rollout, selector
 
@@ -45,12 +47,12 @@ class World:
     agent: RolloutFakeAgent
     operator: RunningOperator
 
-    def begin(self, name: str) -> str:
-        """A cache with its baseline, and a rollout on it; the cache's uid."""
+    def begin(self, name: str, **spec: Any) -> str:
+        """A cache with its baseline, and a rollout on it, of which `spec` may say more; the cache's uid."""
         made = kv_cache(name, NAMESPACE, NAMESPACE, contract={"exactness": "approximate"})
         apply(self.cluster, made)
         wait_condition(self.cluster, f"kvcache/{name}", NAMESPACE, "Ready", "True", timeout=90)
-        made = rollout(name, name)
+        made = rollout(name, name, **spec)
         made["metadata"]["namespace"] = NAMESPACE
         apply(self.cluster, made)
         return str(self.cluster.get("kvcache", name, "-n", NAMESPACE)["metadata"]["uid"])
@@ -196,17 +198,50 @@ def test_throttling_is_obeyed(world: World) -> None:
 def test_an_outage_and_an_expired_token_are_waited_out(world: World) -> None:
     """Everything is refused for longer than the operator's Lease lasts; agents fall back alone meanwhile, and
     afterwards the rollout goes on by its rules."""
-    world.begin("outage")
-    eventually(lambda: world.status("outage").get("stage") in STAGES, 90, what="the rollout has begun")
+    uid = world.begin("outage")
+    eventually(lambda: world.agent.state.candidate(uid), 120, what="the rollout has begun")
     for refusal in (Refuse(503, "ServiceUnavailable"), Refuse(401, "Unauthorized")):
         with world.proxy.fault(lambda seen: True, refusal) as fault:
             world.proxy.cut_watches()
             eventually(lambda: not world.operator.leading(), 60, what="it stops leading")
             assert fault.hits
+            eventually(lambda: not world.agent.state.candidate(uid), 120, what="it returned by itself")
         eventually(world.operator.leading, 60, what="it leads again")
     found = world.status("outage")
     assert found["phase"] in ("Progressing", "Completed"), found
     eventually(lambda: world.status("outage").get("phase") == "Completed", 240, what="outage completes")
+
+
+def test_a_candidate_ends_with_its_lease_when_its_agent_cannot_be_reached(world: World) -> None:
+    """The agent asks nobody, and the step goes on when the network is back."""
+    name, agent = "cut-off", world.agent
+    stages = rollout(name, name)["spec"]["stages"]
+    stages[1]["minDuration"] = "10m"
+    direct = agent.port
+    with Relay(direct) as relay:
+        agent.register_at(relay.port)
+        try:
+            uid = world.begin(name, stages=stages)
+            core = agent.state.enforcement(uid)
+
+            def in_canary() -> bool:
+                lease = core.lease()
+                return lease is not None and lease.terms.fence.stage == "Canary"
+
+            def explain() -> str:
+                return str(world.status(name))
+
+            eventually(in_canary, 120, what="the agent serves the candidate", on_failure=explain)
+            with relay.cut():
+                eventually(lambda: core.lease() is None, 120, what="it is on the baseline")
+                returned = core.returned
+                assert returned is not None and returned.reason is ReturnReason.LEASE_EXPIRED
+            eventually(in_canary, 240, what="the step is resumed", on_failure=explain)
+            assert world.status(name)["phase"] == "Progressing"
+        finally:
+            agent.register_at(direct)
+    for kind in ("kvr", "kvc"):
+        world.cluster.kubectl("delete", kind, name, "-n", NAMESPACE, "--timeout=240s", timeout=300)
 
 
 def test_a_deletion_that_no_watch_told_is_found_by_the_relist(world: World) -> None:
