@@ -1,0 +1,109 @@
+"""docs/release.md names a test for each public complaint about release controllers and for each claim of our
+own; here is seen that these tests exist. And what is shipped must not have what some of them were about."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PAGE = REPOSITORY / "docs" / "release.md"
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+_LISTED = """
+argo-rollouts#4694 argo-rollouts#720 argo-rollouts#4073 argo-rollouts#3316 argo-rollouts#2522
+argo-rollouts#1798 dynamo#3567 dynamo#14298 kserve#6043 LLMKube#1139 dynamo#4868
+argo-rollouts#1297 argo-rollouts#2669 argo-rollouts#2675 argo-rollouts#1152 argo-rollouts#4461
+argo-rollouts#1337 argo-rollouts#941 argo-rollouts#3120 argo-rollouts#841 argo-rollouts#2929
+argo-rollouts#3304 openkruise/rollouts#257 kserve#2130 devantler-tech/platform#2387
+argo-rollouts#1466 argo-rollouts#1905 argo-rollouts#2866 flagger#883 flagger#1035 flagger#1353 flagger#1689
+flagger#1581 argo-rollouts#3220 argo-rollouts#1360 argo-rollouts#1411 argo-rollouts#3765
+argo-rollouts#3283 argo-rollouts#1008 argo-rollouts#2117 kopf#51
+kopf#833 kopf#1104 kopf#75 flagger#1357 flagger#1550 flagger#1562 flagger#1939 LMCache-DESIGN
+kserve#4182 kserve#5037 dynamo#12255 opendatahub-operator#3808 kubeflow#4511 kueue#8719 kueue#7637
+argo-rollouts#1205 argo-rollouts#3038 argo-rollouts#3259 kopf#372 argo-rollouts#3642
+argo-rollouts#2855 argo-rollouts#3112 argo-rollouts#4571 argo-rollouts#2166 argo-rollouts#3929 flagger#638
+flagger#724 argo-rollouts#2276 kserve#5725 kserve#6218 kserve#5443 dynamo#729 dynamo#15132 modelplane#72
+"""
+CASES = _LISTED.split()
+
+
+def rows() -> list[list[str]]:
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@cache
+def functions_in(path: str) -> frozenset[str]:
+    tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def test_every_case_is_in_the_table_once_with_a_test_or_the_reason_why_not() -> None:
+    listed: list[str] = []
+    for row in rows():
+        ids = [one for one in re.split(r",\s*", row[0]) if one in CASES]
+        listed += ids
+        if ids:
+            tests = TEST.findall(row[-1])
+            assert tests or row[-1].startswith("no counterpart: "), row
+    assert sorted(listed) == sorted(CASES)
+
+
+def test_every_named_test_exists() -> None:
+    named = TEST.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(named) > 80
+    assert [f"{path}::{name}" for path, name in named if name not in functions_in(path)] == []
+
+
+def shipped() -> list[dict[str, Any]]:
+    found = []
+    for folder in ("charts/kvtier/rbac", "crds"):
+        for path in sorted((REPOSITORY / folder).glob("*.yaml")):
+            found += [obj for obj in yaml.safe_load_all(path.read_text(encoding="utf-8")) if obj]
+    return found
+
+
+def test_no_webhook_is_shipped_that_could_stand_between_a_user_and_the_api_server() -> None:
+    kinds = {obj["kind"] for obj in shipped()}
+    assert kinds & {"ValidatingWebhookConfiguration", "MutatingWebhookConfiguration"} == set()
+    templates = "".join(path.read_text() for path in (REPOSITORY / "charts").rglob("*.yaml"))
+    assert "WebhookConfiguration" not in templates
+
+
+def test_no_policy_stands_before_a_deletion_or_a_pod() -> None:
+    policies = [obj for obj in shipped() if obj["kind"] == "ValidatingAdmissionPolicy"]
+    assert policies
+    for policy in policies:
+        for rule in policy["spec"]["matchConstraints"]["resourceRules"]:
+            assert not {"DELETE", "*"} & set(rule["operations"]), policy["metadata"]["name"]
+            assert not {"pods", "*"} & set(rule["resources"]), policy["metadata"]["name"]
+
+
+def test_no_kind_needs_a_conversion_to_be_listed() -> None:
+    definitions = [obj for obj in shipped() if obj["kind"] == "CustomResourceDefinition"]
+    assert len(definitions) == 6
+    for definition in definitions:
+        assert [version["name"] for version in definition["spec"]["versions"]] == ["v1alpha1"]
+        assert definition["spec"].get("conversion", {}).get("strategy", "None") == "None"
+
+
+def test_the_operator_is_probed_elsewhere_than_at_its_metrics_and_loads_nothing_at_start() -> None:
+    text = (REPOSITORY / "charts" / "kvtier" / "templates" / "operator.yaml").read_text(encoding="utf-8")
+    paths = re.findall(r"path: (/\w+)", text)
+    assert paths and "/metrics" not in paths
+    assert "initContainers" not in text
+    assert "readOnlyRootFilesystem: true" in text
+
+
+def test_no_metric_of_the_operator_has_a_label_that_grows_with_the_cluster() -> None:
+    page = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| `kvtier_operator_\w+` \| \w+ \| (.*?) \|", page, re.MULTILINE)
+    labels = set(re.findall(r"`(\w+)`", " ".join(found)))
+    assert len(found) > 8
+    assert labels <= {"kind", "verb", "code", "method", "result", "cause"}
