@@ -21,7 +21,8 @@ AGENT_MARK = ":kvtier-agent-"
 
 @dataclass(frozen=True, order=True)
 class Write:
-    """who: operator, agent or other. resource with its subresource. name: for agents' objects only."""
+    """who: operator, agent or other. resource with its subresource. name: of the object, but for Events,
+    which are many and each another."""
 
     who: str
     verb: str
@@ -67,7 +68,7 @@ class AuditTail:
         name = str(user.get("username"))
         who = "operator" if name == self._operator else "agent" if AGENT_MARK in name else "other"
         sub = f"/{target['subresource']}" if target.get("subresource") else ""
-        named = str(target.get("name", "")) if who == "agent" or target["resource"] == "leases" else ""
+        named = "" if target["resource"] == "events" else str(target.get("name", ""))
         self.counts[Write(who, str(event["verb"]), f"{target['resource']}{sub}", named)] += 1
 
 
@@ -86,6 +87,15 @@ def by_operator(counts: Counter[Write], *, lease: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for write, count in counts.items():
         if write.who == "operator" and not (write.resource == "leases" and write.name == lease):
+            found[f"{write.verb} {write.resource}"] += count
+    return found
+
+
+def on_objects(counts: Counter[Write], names: frozenset[str]) -> Counter[str]:
+    """The operator's writes to objects of these names, by "verb resource"."""
+    found: Counter[str] = Counter()
+    for write, count in counts.items():
+        if write.who == "operator" and write.name in names:
             found[f"{write.verb} {write.resource}"] += count
     return found
 

@@ -22,6 +22,7 @@ class Tracker:
     uids: dict[Key, str] = field(default_factory=dict)
     latencies: list[float] = field(default_factory=list)
     transitions: Counter[str] = field(default_factory=Counter)
+    """Moves of fences, by the rollout's name."""
     last_change: float = 0.0
     _generations: dict[Key, int] = field(default_factory=dict)
     _open: dict[Key, dict[int, float]] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class Tracker:
             for one in [one for one in waiting if one <= observed]:
                 self.latencies.append(now - waiting.pop(one))
         if plural == "kvrollouts" and before and status.get("fence") != before.get("fence"):
-            self.transitions[str(status.get("stage"))] += 1
+            self.transitions[metadata["name"]] += 1
 
     def unanswered(self) -> int:
         """Edits that no status has observed yet."""

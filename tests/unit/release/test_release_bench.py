@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.release_audit import AuditTail, Write, by_operator, difference, most_by_agent
+from tests.bench.release_audit import AuditTail, Write, by_operator, difference, most_by_agent, on_objects
 from tests.bench.release_objects import ROLES, Role, Sizes, all_named, at_rest
 from tests.bench.release_range import FACTOR, FILE, HELD, held, limits_of, main, name_of, read
 from tests.bench.release_track import Tracker, lateness, quantile, slope
@@ -40,7 +40,7 @@ def test_a_move_of_a_fence_is_a_transition_and_numbers_are_none() -> None:
     tracker = Tracker()
     for fence, verdict in ((1, "x"), (2, "x"), (2, "y"), (3, "y")):
         tracker.feed("kvrollouts", "MODIFIED", event(1, 1, fence=fence, verdict=verdict, stage="Ramp"), 0.0)
-    assert tracker.transitions == {"Ramp": 2}
+    assert tracker.transitions == {"a": 2}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,8 @@ def test_the_audit_log_says_who_wrote_what(tmp_path: Path) -> None:
     }
     assert most_by_agent(tail.counts, "leases") == 2
     assert most_by_agent(tail.counts, "kvnodes/status") == 1
-    assert tail.counts[Write("other", "patch", "kvcaches")] == 1
+    assert tail.counts[Write("other", "patch", "kvcaches", "c")] == 1
+    assert on_objects(tail.counts, frozenset({"r", "c", "a"})) == {"patch kvrollouts/status": 1}
     before = Counter(tail.counts)
     tail.take(line(OPERATOR, "create", "events", ""))
     assert difference(tail.counts, before) == {Write("operator", "create", "events"): 1}
