@@ -22,6 +22,9 @@ from kvtier_eval.tasks import Task, make_prompt
 from tests.unit.eval.eval_cases import MATERIAL, SHAPE, SMALL, small_plan, tiny_decoder
 from tests.unit.selectors.selector_cases import SOURCE, query_of, rows_of
 
+# Every selector twice: seconds of a processor, which a busy machine spreads over minutes.
+pytestmark = pytest.mark.timeout(1200)
+
 FIXED = {"retrievalAttention", "squeezedAttention"}
 """They refuse rows that come later."""
 
