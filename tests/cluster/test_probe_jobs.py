@@ -92,13 +92,18 @@ def test_a_missing_plan_is_waited_for_and_a_job_that_nobody_runs_is_told(cluster
     assert len(jobs()) == 1
     command = job["metadata"]["annotations"]["kvtier.dev/by-hand"]
     assert "kvtier-eval probe" in command
-    notes = cluster.get("events", "-n", NAMESPACE)["items"]
-    assert any(event["reason"] == "ProbeJobIdle" and command in event["message"] for event in notes)
+
+    def noted() -> bool:
+        notes = cluster.get("events", "-n", NAMESPACE)["items"]
+        return any(event["reason"] == "ProbeJobIdle" and command in event["message"] for event in notes)
+
+    eventually(noted, 60, what="an Event, which follows the status that it tells of")
 
     apply(cluster, golden(2))
-    eventually(
-        lambda: len(jobs()) == 1 and jobs()[0]["metadata"]["name"] != name,
-        60,
-        what="the edited plan's Job takes the place of the old one",
-    )
+
+    def replaced() -> bool:
+        found = [one["metadata"]["name"] for one in jobs()]
+        return len(found) == 1 and found[0] != name
+
+    eventually(replaced, 60, what="the edited plan's Job takes the place of the old one")
     cluster.kubectl("delete", "kvrollout", "rollout", "-n", NAMESPACE, "--timeout=60s")
