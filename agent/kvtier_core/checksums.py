@@ -6,6 +6,8 @@ where the bytes lie.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import crc32c
 import xxhash
 
@@ -27,3 +29,8 @@ def checksum(kind: str, data: Buffer) -> int:
         Reason.MANIFEST_INVALID,
         f"checksum {kind!r} is not supported here; legal: {', '.join(SUPPORTED)}",
     )
+
+
+def digests(bodies: Sequence[memoryview]) -> list[int]:
+    """XXH3-64 of each."""
+    return list(map(xxhash.xxh3_64_intdigest, bodies))

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from types import TracebackType
 from typing import Self
 
-import xxhash
-
 from kvtier_core.blockstore.batches import BATCH_FROM, Batches
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.blockstore.parts import Parts
+from kvtier_core.checksums import digests
 from kvtier_core.credits import CreditRefused, Ledger, slots
 from kvtier_core.directory import KEY_BYTES, NO_LINE, StoreFacts
 from kvtier_core.directory.compiled import steps
@@ -483,11 +482,6 @@ class Writes:
         for ref in mine:
             self._home.slots.release(ref)
         self._ledger.vacate(self._resource, len(mine), held.namespace)
-
-
-def digests(bodies: Sequence[memoryview]) -> list[int]:
-    """XXH3-64 of each."""
-    return list(map(xxhash.xxh3_64_intdigest, bodies))
 
 
 def compared(there: Stored, found: int) -> Stored:
