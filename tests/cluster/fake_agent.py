@@ -195,7 +195,7 @@ class FakeAgent:
         *,
         namespace: str,
         pool: str,
-        lease_seconds: int = 600,
+        lease_seconds: int = 3600,
     ) -> None:
         self.cluster = cluster
         self.state = AgentState(node)
@@ -315,7 +315,11 @@ class FakeAgent:
             }
         )
         self._kubeconfig = self.cluster.service_account_kubeconfig(
-            self._namespace, account, self._folder / f"{node}.kubeconfig", bound_pod=pod
+            self._namespace,
+            account,
+            self._folder / f"{node}.kubeconfig",
+            bound_pod=pod,
+            duration_s=max(3600, self._lease_seconds),
         )
 
     def _lease(self) -> dict[str, Any]:
