@@ -45,14 +45,6 @@ def ids() -> dict[int, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def wanted(model: Any, ids: dict[int, torch.Tensor]) -> dict[int, Generation]:
-    def made() -> dict[int, Generation]:
-        return {length: reference(model, prompt, NEW_TOKENS) for length, prompt in ids.items()}
-
-    return kept_references("exact-decode", ids.values(), NEW_TOKENS, made)
-
-
-@pytest.fixture(scope="module")
 def caches() -> Iterator[tuple[Tiers, Tiers]]:
     with spread_and_resident() as both:
         yield both
@@ -60,13 +52,12 @@ def caches() -> Iterator[tuple[Tiers, Tiers]]:
 
 @pytest.mark.parametrize("length", LENGTHS, ids=str)
 def test_tokens_equal_dynamic_cache_and_bits_equal_another_placement(
-    model: Any,
-    ids: dict[int, torch.Tensor],
-    wanted: dict[int, Generation],
-    caches: tuple[Tiers, Tiers],
-    length: int,
+    model: Any, ids: dict[int, torch.Tensor], caches: tuple[Tiers, Tiers], length: int
 ) -> None:
-    prompt, want = ids[length], wanted[length]
+    prompt = ids[length]
+    [want] = kept_references(
+        "exact-decode", [prompt], NEW_TOKENS, lambda: {length: reference(model, prompt, NEW_TOKENS)}
+    ).values()
     spread, resident = caches
     got = spread.generate(model, prompt, NEW_TOKENS)
     verdict = compare(want, got)
