@@ -286,8 +286,8 @@ async def idle(load: Load, minutes: float) -> list[Row]:
     return [
         Row("idle_writes.operator", float(sum(told.values())), "writes", goal=0.0, lower_is_better=True),
         # One more may fall into a span of that length than its beat says.
-        Row("idle_writes.agent_lease", (most_by_agent(written, "leases") - 1) / tens, "per 10 s", goal=1.0,
-            lower_is_better=True),
+        Row("idle_writes.agent_lease", max(0, most_by_agent(written, "leases") - 1) / tens, "per 10 s",
+            goal=1.0, lower_is_better=True),
         Row("idle_writes.agent_status", most_by_agent(written, "kvnodes/status") / minutes, "per min",
             goal=1.0, lower_is_better=True),
     ]  # fmt: skip
