@@ -10,8 +10,8 @@ import pytest
 from kvtier.v1 import attention_pb2
 from kvtier.weights import WeightsShape
 from kvtier_agent.cachehost import CacheHost
-from kvtier_agent.candidateengines import paired
 from kvtier_agent.cachesession import Session
+from kvtier_agent.candidateengines import paired
 from kvtier_agent.sessionedits import SessionEditor
 from kvtier_agent.weightstore import GivenWeights
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Move, Operation, Reposition, Truncate
