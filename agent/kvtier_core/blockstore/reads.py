@@ -293,12 +293,12 @@ class Reads:
         refused: dict[int, MoveReason] = {}
         moves: list[Move] = []
         room: Room | None = None
-        full = False
+        behind = False
         for flight in sorted(flights, key=self._order):
             ahead = len(self._moving) >= self._window
-            if ahead and (full or not self._overtakes(flight)):
+            if ahead and (behind or not self._overtakes(flight)):
                 # Neither do those that come after it in the order.
-                full = True
+                behind = True
                 self._park(flight)
                 continue
             try:

@@ -83,6 +83,20 @@ def test_under_deadlines_the_urgent_one_goes_ahead(bench: StoreBench) -> None:
     bench.rest()
 
 
+def test_a_request_that_has_to_make_room_first_keeps_to_its_window() -> None:
+    bench = StoreBench(memory=16, storage=128)
+    bench.on_disk(*LONG)
+    bench.store.reads._window = WINDOW
+    # Memory is full of copies that may go.
+    with fetch(bench, LONG[:16]):
+        bench.settle()
+    assert bench.ram.slots.used == 16
+    with fetch(bench, LONG[16:32]):
+        assert reading(bench, LONG) == WINDOW
+        assert bench.store.reads.parked == 16 - WINDOW
+    bench.rest()
+
+
 class Recorded:
     """A job that notes when it runs; `gate`, if any, is what it waits for."""
 
