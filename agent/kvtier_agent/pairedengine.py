@@ -256,7 +256,7 @@ class PairedEngine:
                     if seat is None:
                         raise CoreError(Reason.SESSION_UNKNOWN, f"no session {frame.session_id} here")
                     seat.check(frame.generation)
-                    if _simple(seat, running):
+                    if _simple(seat, running) and not _asks_own(mode):
                         together.append((index, (seat.frame(frame, seat.at), mode)))
                     else:
                         results[index] = self._step(seat, frame, mode)
@@ -279,7 +279,8 @@ class PairedEngine:
         return seats
 
     def _step(self, seat: Seat, frame: FrameInput, mode: FrameMode) -> FrameResult:
-        if _simple(seat, self.running):
+        asks = _asks_own(mode)
+        if not asks and _simple(seat, self.running):
             return seat.home.engine.step(seat.frame(frame, seat.at), mode)
         candidate = mode.candidate
         own = candidate is not None and candidate.own
@@ -291,6 +292,10 @@ class PairedEngine:
             if seat.refusal is not None:
                 return self._refused(seat, frame, mode)
         self._settled(seat, frame.deadline)
+        if asks:
+            # It lost its permission for a while, and came home for good.
+            seat.refusal, seat.told = CoreError(Reason.NO_CANDIDATE, "the session left its engine"), True
+            return self._refused(seat, frame, mode)
         return seat.home.engine.step(seat.frame(frame, seat.at), _EXACT if own else mode)
 
     def _served(self, seat: Seat, frame: FrameInput, mode: FrameMode) -> FrameResult:
@@ -408,6 +413,11 @@ class PairedEngine:
 def _simple(seat: Seat, running: Slot) -> bool:
     """Whether the baseline's engine answers it, and no other is concerned."""
     return seat.home is running and seat.mirror is None and seat.refusal is None
+
+
+def _asks_own(mode: FrameMode) -> bool:
+    """Whether an answer of a candidate's own engine is wanted, which the baseline's never has."""
+    return mode.candidate is not None and mode.candidate.own and (mode.publish_candidate or mode.compare)
 
 
 def compared(exact: bytes, candidate: bytes) -> FrameComparison:

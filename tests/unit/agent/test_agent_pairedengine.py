@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier_agent.engine_port import SessionTerms
+from kvtier_agent.engine_port import FrameResult, SessionTerms
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.prefixes import Prefixes
@@ -67,6 +67,26 @@ def test_a_compared_session_is_in_both_and_a_wrong_value_is_seen(rig: PairedRig)
     rig.beside.spoil = True
     wrong = [one.comparison for one in shadow.forward()]
     assert all(one is not None and one.diff_norm > 0.0 for one in wrong)
+
+
+@pytest.mark.parametrize("compared", [False, True], ids=["served", "compared"])
+@pytest.mark.parametrize("many", [False, True], ids=["alone", "together"])
+def test_one_that_may_be_the_candidates_again_stays_the_baselines_and_says_so(
+    rig: PairedRig, compared: bool, many: bool
+) -> None:
+    """The baseline's answer is neither the candidate's nor a value to compare with itself."""
+    session = rig.open(serves=True, compared=compared)
+    session.forward(CHUNK + 7)
+    session.forward(permitted=False)
+    if many:
+        first = session.reference.position
+        frames = [[(session.frame(layer, first, first + 1), session.mode())] for layer in range(LAYERS)]
+        results: list[FrameResult] = [rig.paired.step_many(one)[0] for one in frames]  # type: ignore[misc]
+        session.check(results)
+    else:
+        results = session.forward()
+    assert ran(results) == {(rig.digests[0], False, Reason.NO_CANDIDATE.value)}
+    assert all(one.refused is None and one.comparison is None for one in results)
 
 
 @pytest.mark.parametrize("compared", [False, True], ids=["served", "compared"])
