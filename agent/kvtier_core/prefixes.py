@@ -41,9 +41,9 @@ class Prefixes:
         chunks that are there in all layers. The scope may be left afterwards. SESSION_UNKNOWN,
         GENERATION_STALE, STEP_ORDER once it has rows, UNSUPPORTED, with the fact `missing`, where its
         selector learns from more than rows, BAD_ARGUMENT beyond max_tokens, NOT_VISIBLE when the scope is
-        left meanwhile; no row is there then. asked: names the blocks that were asked for. A call that names
-        those from which the session started, before its first frame, gets the same answer: the first may
-        have been lost."""
+        left meanwhile or is of another engine's blocks; no row is there then. asked: names the blocks that
+        were asked for. A call that names those from which the session started, before its first frame, gets
+        the same answer: the first may have been lost."""
         with self._lock:
             session, store = self._session(session_id, generation), self._store
             layers, size = len(session.layers), store.layout.chunk_tokens
@@ -67,6 +67,9 @@ class Prefixes:
                 raise CoreError(
                     Reason.BAD_ARGUMENT, f"{chunks * size} rows pass the session's max_tokens {most}"
                 )
+            if not fetch.of(store.directory):
+                # The session moved while they were read.
+                raise CoreError(Reason.NOT_VISIBLE, "these blocks are of an engine that the session has left")
             store.start_step(session)
             try:
                 self._borrow(session, chunks, fetch)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from kvtier_core.admission import AdmissionPolicy
 from kvtier_core.blockstore.outcomes import Found
 from kvtier_core.blockstore.parts import Parts
+from kvtier_core.directory import Directory
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import CODEC_IDENTITY, LAYOUT_ID
 from kvtier_core.tiers.slots import SlotRef
@@ -124,6 +125,11 @@ class Fetch:
         """The copy that serves a ready block: what its bytes must hash to, and its generation."""
         return self._reads.found(self._ticket, index)
 
+    def of(self, directory: Directory) -> bool:
+        """Whether its lines, tiers and slots are those of that directory: in another one the same numbers
+        mean somebody else's bytes."""
+        return self._reads.parts_of(directory)
+
     def place(self, index: int) -> tuple[int, int, SlotRef]:
         """(directory line, tier, slot) of a ready block, for who takes a lease of its own on it."""
         return self._reads._pin(self._ticket, index)
@@ -220,6 +226,10 @@ class Reads:
         directory = self._parts.directory
         # It is leased, so neither moves on.
         return Found(tier, directory.replica(line, tier).generation, int(directory.checksum[line]))
+
+    def parts_of(self, directory: Directory) -> bool:
+        """Whether what this store serves is kept in that directory."""
+        return self._parts.directory is directory
 
     def _pin(self, ticket: Ticket, index: int) -> tuple[int, int, SlotRef]:
         held = self._held.get(ticket.number, {}).get(index)

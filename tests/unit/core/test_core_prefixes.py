@@ -308,7 +308,7 @@ def test_a_prefix_whose_scope_is_left_in_the_middle_is_none(tmp_path: Path) -> N
         class Left:
             """Its call is given up when the first layer is done."""
 
-            ready = fetch.ready
+            ready, of = fetch.ready, fetch.of
 
             def place(self, index: int) -> Any:
                 if index == 1:
@@ -320,6 +320,29 @@ def test_a_prefix_whose_scope_is_left_in_the_middle_is_none(tmp_path: Path) -> N
         assert refused.value.reason is Reason.NOT_VISIBLE
         assert leases(built) == [0, 0]
         assert start(built, driver) == PREFIX
+        assert torch.equal(tail(driver), want)
+        driver.close()
+
+
+def test_blocks_of_another_engine_are_refused_before_their_numbers_mean_others_bytes(tmp_path: Path) -> None:
+    """A session may move to another engine of its cache while blocks of the first one are read for it."""
+    want = own(tmp_path / "a", [cpu(64)])
+    with engine(tmp_path / "b", [cpu(64)]) as one, engine(tmp_path / "c", [cpu(64)]) as other:
+        for built, rows in ((one, ROWS), (other, Rows.random(PREFIX + TAIL, seed=99))):
+            first = Driver.open(built, rows)
+            first.forward(PREFIX)
+            first.forward(1)
+            publish(built, first)
+            first.close()
+        driver = Driver.open(other, ROWS)
+        with one.blocks.store.fetch(keys(), namespace=NAMESPACE, deadline=LATER) as fetch:
+            until(one, lambda: fetch.over)
+            assert fetch.ready == CHUNKS * LAYERS
+            with pytest.raises(CoreError) as refused:
+                other.prefixes.start(driver.handle.session_id, driver.handle.generation, fetch)
+        assert refused.value.reason is Reason.NOT_VISIBLE
+        assert leases(other) == [0]
+        driver.forward(PREFIX)
         assert torch.equal(tail(driver), want)
         driver.close()
 
