@@ -17,9 +17,10 @@ from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.endings import BlockingEnd
 from kvtier_agent.engine_port import EnginePort
 from kvtier_agent.pairedengine import PairedEngine
-from kvtier_agent.tierdirs import NodeTier, NodeTiers, other_place
+from kvtier_agent.tierdirs import FIRST, NodeTier, NodeTiers, other_place
 from kvtier_core.admission import UNDECLARED
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.release.fences import FenceRecord, Judgement
 from kvtier_crds.manifest import RuntimeManifest
 
 EngineFactory = Callable[[RuntimeManifest, Sequence[NodeTier], str], EnginePort]
@@ -39,6 +40,16 @@ def paired(host: CacheHost) -> PairedEngine:
 
 def place_of(host: CacheHost) -> str:
     return paired(host).running.place
+
+
+def place_for(host: CacheHost | None, beside: bool, record: FenceRecord | None, judgement: Judgement) -> str:
+    """Where the engine of a baseline that is applied has its files. beside: it is the second one there now.
+    A repeat keeps the place that its first call made durable, and a cache whose engine is gone its last."""
+    if host is not None and beside:
+        return other_place(place_of(host))
+    if host is not None and judgement is Judgement.ADVANCE:
+        return place_of(host)
+    return FIRST if record is None else record.place
 
 
 def candidate_digest(host: CacheHost) -> str:

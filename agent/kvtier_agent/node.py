@@ -26,6 +26,7 @@ from kvtier_agent.candidateengines import (
     CandidateEngines,
     EngineFactory,
     candidate_digest,
+    place_for,
     place_of,
 )
 from kvtier_agent.commands import Command, ProofFacts, record_of
@@ -38,7 +39,7 @@ from kvtier_agent.manifests import check_baseline, check_candidate, parse_manife
 from kvtier_agent.nodeends import CacheEnds
 from kvtier_agent.pairedengine import PairedEngine
 from kvtier_agent.statedir import StateDir
-from kvtier_agent.tierdirs import FIRST, NodeTiers, other_place
+from kvtier_agent.tierdirs import NodeTiers, other_place
 from kvtier_agent.tiersums import add_report
 from kvtier_core.admission import UNDECLARED, AdmissionTerms
 from kvtier_core.errors import CoreError, Reason
@@ -180,7 +181,7 @@ class Node:
             host = self.caches.get(uid)
             fresh = host is None or host.baseline_digest != digest or host.key_secret != key_secret
             beside = self._candidates.runs(host, digest, key_secret)
-            place = FIRST if host is None else other_place(place_of(host)) if beside else place_of(host)
+            place = place_for(host, beside, self._book.records().get(uid), judgement)
             if fresh:
                 self.tiers.for_manifest(manifest, place)
             if judgement is Judgement.ADVANCE:

@@ -137,6 +137,31 @@ async def test_an_adopted_one_is_the_baseline_also_after_a_restart(bench: Bench,
     await again.close()
 
 
+@pytest.mark.parametrize("again_under", ["the same fence", "a higher fence"])
+async def test_a_baseline_whose_engine_is_built_at_the_second_try_keeps_its_place(
+    bench: Bench, tmp_path: Path, again_under: str
+) -> None:
+    """Else the next start would look for its files in the other place, and clear them where they are."""
+    await granted(bench)
+    bench.baseline = OTHER
+    await bench.apply()
+    bench.baseline = baseline_manifest(budgets={"dram": 80 * MIB})
+    bench.build_refusal = CoreError(Reason.STORAGE_UNAVAILABLE, "full")
+    with pytest.raises(CoreError):
+        await bench.apply()
+    bench.build_refusal = None
+    bench.fence -= again_under == "the same fence"
+    await bench.apply()
+    host = bench.node.caches["cache-uid-1"]
+    assert paired(host).running.place == "second"
+    await bench.close()
+
+    again = Bench(tmp_path)
+    await again.node.restore()
+    assert paired(again.node.caches["cache-uid-1"]).running.place == "second"
+    await again.close()
+
+
 async def test_an_agent_that_restarts_before_the_adoption_is_at_the_baseline(
     bench: Bench, tmp_path: Path
 ) -> None:
