@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
 from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.cachehost import CacheHost
@@ -64,6 +65,15 @@ def candidate_digest(host: CacheHost) -> str:
     return "" if beside is None or beside.retired else beside.engine.live_manifest().digest()
 
 
+@dataclass(frozen=True)
+class _Ending:
+    """A second engine that nobody reaches any more, while it goes on."""
+
+    place: str
+    manifest: RuntimeManifest
+    end: BlockingEnd
+
+
 class CandidateEngines:
     """Of one node; on the event loop."""
 
@@ -72,32 +82,44 @@ class CandidateEngines:
         self._factory = factory
         self._blocks_of = blocks_of
         self._former_blocks: dict[str, BlockHost] = {}
+        self._building: dict[str, RuntimeManifest] = {}
+        self._ending: dict[str, _Ending] = {}
 
     async def prepare(self, host: CacheHost, candidate: RuntimeManifest, hosts: Iterable[CacheHost]) -> None:
         """Has an engine for it beside the baseline's; again is nothing. TIER_INCAPABLE, STORAGE_UNAVAILABLE,
-        NO_DESTINATION_CAPACITY with numbers; QUEUE_FULL while sessions of an earlier one are still in it."""
-        engines, digest = paired(host), candidate.digest()
+        NO_DESTINATION_CAPACITY with numbers; QUEUE_FULL while an earlier one has not ended."""
+        engines, digest, uid = paired(host), candidate.digest(), host.name.uid
         beside = engines.beside
         if beside is not None and beside.digest == digest and not beside.retired:
             return
-        if beside is not None and not await self._closed(host):
-            left = engines.seated_in(beside)
+        if not await self._closed(host):
+            left = 0 if engines.beside is None else engines.seated_in(engines.beside)
             raise CoreError(
                 Reason.QUEUE_FULL,
-                f"{left} sessions are still in the engine of an earlier manifest",
+                f"the engine of an earlier manifest has not ended; {left} sessions are in it",
                 {"sessions": str(left)},
             )
         place = other_place(engines.running.place)
         tiers = self._tiers.for_manifest(candidate, place)
-        self._tiers.check_room(candidate, [running for one in hosts for running in _running(one)])
-        # What an engine left there that did not end in order is nobody's.
-        await asyncio.to_thread(self._tiers.clear, host.name.uid, place)
-        built = await asyncio.to_thread(self._factory, candidate, tiers, host.key_secret)
-        if (runs := built.live_manifest().digest()) != digest:
-            await asyncio.to_thread(built.close)
-            raise CoreError(Reason.UNSUPPORTED, f"an engine for {digest} would run {runs}")
-        engines.attach(built, digest, place)
-        log.info("cache %s: an engine for candidate %s is there", host.name.uid, digest)
+        self._tiers.check_room(candidate, self._promised(hosts))
+        # From here on nobody else is promised the same room; building takes its time.
+        self._building[uid] = candidate
+        try:
+            # What an engine left there that did not end in order is nobody's.
+            await asyncio.to_thread(self._tiers.clear, uid, place)
+            built = await asyncio.to_thread(self._factory, candidate, tiers, host.key_secret)
+            if (runs := built.live_manifest().digest()) != digest:
+                await asyncio.to_thread(built.close)
+                raise CoreError(Reason.UNSUPPORTED, f"an engine for {digest} would run {runs}")
+            engines.attach(built, digest, place)
+        finally:
+            del self._building[uid]
+        log.info("cache %s: an engine for candidate %s is there", uid, digest)
+
+    def _promised(self, hosts: Iterable[CacheHost]) -> list[RuntimeManifest]:
+        """What has room on this node now."""
+        held = [running for one in hosts for running in _running(one)]
+        return [*held, *self._building.values(), *(one.manifest for one in self._ending.values())]
 
     def runs(self, host: CacheHost | None, digest: str, key_secret: str) -> bool:
         """Whether the engine beside the baseline's is of that manifest, to be adopted as it is."""
@@ -121,6 +143,9 @@ class CandidateEngines:
     async def tend(self, host: CacheHost, hold: Callable[[str], AbstractAsyncContextManager[None]]) -> None:
         """Closes the second engine once nobody needs it: its sessions are brought home first, which may take
         several calls. hold: the cache's lock."""
+        if host.name.uid in self._ending:
+            async with hold(host.name.uid):
+                await self.ended(host.name.uid, 0.0)
         if not self._idle(host):
             return
         await asyncio.to_thread(paired(host).settle)
@@ -137,8 +162,12 @@ class CandidateEngines:
         return beside.retired or lease is None or lease.terms.candidate_digest != beside.digest
 
     async def _closed(self, host: CacheHost) -> bool:
-        """Whether it is closed now; sessions that cannot move keep it."""
+        """Whether there is no second engine any more; sessions that cannot move keep it."""
         engines, uid = paired(host), host.name.uid
+        if not await self.ended(uid, 0.0):
+            return False
+        if engines.beside is None:
+            return True
         await asyncio.to_thread(engines.settle)
         if not await self._blocks_ended(uid):
             return False
@@ -146,11 +175,31 @@ class CandidateEngines:
         if slot is None:
             return False
         end = BlockingEnd(slot.engine.close, f"close-second-{uid}")
-        if await end.within(CLOSE_SECONDS):
-            await asyncio.to_thread(self._tiers.clear, uid, slot.place)
-        else:
-            log.warning("cache %s: a second engine does not end; its files stay until the next start", uid)
+        self._ending[uid] = _Ending(slot.place, slot.engine.live_manifest(), end)
+        if not await self.ended(uid, CLOSE_SECONDS):
+            log.warning("cache %s: a second engine does not end; no other is built until it has", uid)
+            return False
         return True
+
+    async def ended(self, uid: str, seconds: float) -> bool:
+        """Whether no second engine that was taken out goes on; waits at most so long. Its files go after it.
+        Raises what its end raised, once."""
+        ending = self._ending.get(uid)
+        if ending is None:
+            return True
+        try:
+            if not await ending.end.within(seconds):
+                return False
+        except Exception:
+            self._ending.pop(uid, None)
+            raise
+        await asyncio.to_thread(self._tiers.clear, uid, ending.place)
+        self._ending.pop(uid, None)
+        return True
+
+    def ends(self) -> dict[str, BlockingEnd]:
+        """Those that go on, by what they are called."""
+        return {f"second engine of cache {uid}": one.end for uid, one in self._ending.items()}
 
     def former_blocks(self, uid: str) -> BlockHost | None:
         """Blocks of a baseline that was replaced, for its caller to end."""

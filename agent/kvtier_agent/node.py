@@ -22,6 +22,7 @@ from kvtier_agent.admission_wire import admission_of
 from kvtier_agent.cachehost import CacheHost, manifest_set_digest_input
 from kvtier_agent.cachesession import CacheName, Session
 from kvtier_agent.candidateengines import (
+    CLOSE_SECONDS,
     BlocksOf,
     CandidateEngines,
     EngineFactory,
@@ -149,6 +150,7 @@ class Node:
             name: BlockingEnd(partial(pool.shutdown, wait=True, cancel_futures=True), f"close {name}")
             for name, pool in threads.items()
         }
+        others |= self._candidates.ends()
         left = await self._ends.close(others, seconds)
         if not left:
             self.tiers.close()
@@ -451,6 +453,8 @@ class Node:
             host.sessions.clear()
             self._ends.begin(uid, host, self._candidates.former_blocks(uid))
         endless = await self._ends.end(uid, self.limits.control_deadline_seconds)
+        if not endless and not await self._candidates.ended(uid, CLOSE_SECONDS):
+            endless = f"a second engine of cache {uid} does not end"
         if endless:
             self.faults[uid] = f"{Reason.DEADLINE}: {endless}"
             self.changed.set()

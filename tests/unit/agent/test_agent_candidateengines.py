@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from kvtier_agent.candidateengines import paired
+from kvtier_agent import candidateengines, node
+from kvtier_agent.cachehost import CacheHost
+from kvtier_agent.cachesession import CacheName
+from kvtier_agent.candidateengines import CandidateEngines, paired
 from kvtier_agent.config import TierConfig
+from kvtier_agent.pairedengine import PairedEngine
 from kvtier_agent.tierdirs import NodeTiers
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import SessionFacts
@@ -19,6 +27,7 @@ from tests.engine.agent_process import baseline_manifest, default_tiers, quest_c
 from tests.unit.agent.agent_fakes import Bench, FakeEngine
 
 MIB = 1 << 20
+WAIT_SECONDS = 60.0
 OTHER = baseline_manifest(budgets={"dram": 96 * MIB})
 
 
@@ -96,6 +105,89 @@ async def test_one_that_finds_no_room_is_refused_with_numbers_before_the_fence_i
     assert all(str(size * MIB) in refused.value.message for size in (256, 64, 200))
     assert bench.node.highest_fence("cache-uid-1") == before
     assert engines(bench) == [bench.baseline.digest()]
+
+
+def hosted(uid: str) -> CacheHost:
+    runner = SimpleNamespace(engine=PairedEngine(FakeEngine(baseline_manifest())))
+    name = CacheName("kvtier", uid, uid)
+    return cast(
+        CacheHost, SimpleNamespace(name=name, runner=runner, manifest=baseline_manifest(), key_secret="")
+    )
+
+
+async def test_room_is_promised_once_though_engines_of_two_caches_are_built_together(tmp_path: Path) -> None:
+    building, go_on = threading.Event(), threading.Event()
+
+    def built(manifest: RuntimeManifest, *_: object) -> FakeEngine:
+        building.set()
+        assert go_on.wait(WAIT_SECONDS)
+        return FakeEngine(manifest)
+
+    configs = [TierConfig.parse(json.dumps(tier)) for tier in default_tiers(tmp_path)]
+    tiers = NodeTiers(configs, "uid-a")
+    engines = CandidateEngines(tiers, built, lambda engine: None)
+    hosts = [hosted("cache-uid-1"), hosted("cache-uid-2")]
+    first = asyncio.ensure_future(engines.prepare(hosts[0], OTHER, hosts))
+    assert await asyncio.to_thread(building.wait, WAIT_SECONDS)
+    go_on.set()
+    # Of 256 MiB the two baselines have 64 each.
+    with pytest.raises(CoreError) as refused:
+        await engines.prepare(hosts[1], OTHER, hosts)
+    assert refused.value.reason is Reason.NO_DESTINATION_CAPACITY
+    await first
+    tiers.close()
+
+
+@pytest.fixture
+async def hanging(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[threading.Event]:
+    """A second engine that nobody needs any more and that ends when this is set."""
+    for module in (candidateengines, node):
+        monkeypatch.setattr(module, "CLOSE_SECONDS", 0.0)
+    second, ends = await granted(bench), threading.Event()
+
+    def close() -> None:
+        assert ends.wait(WAIT_SECONDS)
+        second.closed = True
+
+    second.close = close  # type: ignore[method-assign]
+    await bench.node.revoke(bench.command(), "IntentAbort", b"nonce")
+    await bench.node.tend_candidates()
+    yield ends
+    ends.set()
+    assert await bench.node._candidates.ended("cache-uid-1", WAIT_SECONDS)
+
+
+async def test_no_other_engine_is_built_over_the_place_of_one_that_does_not_end(
+    bench: Bench, hanging: threading.Event
+) -> None:
+    before = len(bench.engines)
+    with pytest.raises(CoreError) as refused:
+        await granted(bench)
+    assert (refused.value.reason, len(bench.engines)) == (Reason.QUEUE_FULL, before)
+    hanging.set()
+    assert await bench.node._candidates.ended("cache-uid-1", WAIT_SECONDS)
+    await granted(bench)
+    assert len(bench.engines) == before + 1
+
+
+async def test_a_node_says_that_a_second_engine_does_not_end_and_keeps_its_folders(
+    bench: Bench, hanging: threading.Event
+) -> None:
+    assert await bench.node.close(0.0) != []
+    assert "second engine of cache cache-uid-1" in await bench.node.close(0.0)
+    hanging.set()
+
+
+async def test_keys_of_a_removed_cache_are_not_called_erased_while_its_second_engine_goes_on(
+    bench: Bench, hanging: threading.Event
+) -> None:
+    command = bench.command()
+    with pytest.raises(CoreError) as refused:
+        await bench.node.remove_cache(command)
+    assert refused.value.reason is Reason.DEADLINE
+    hanging.set()
+    assert await bench.node._candidates.ended("cache-uid-1", WAIT_SECONDS)
+    await bench.node.remove_cache(command)
 
 
 async def test_one_that_would_run_another_manifest_is_refused_and_closed(bench: Bench) -> None:
