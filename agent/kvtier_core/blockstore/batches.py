@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier_core.directory import Directory, StoreFacts
 from kvtier_core.directory.compiled import UNLOCKED_FROM, Steps, Word
 from kvtier_core.errors import CoreError
-from kvtier_core.tiers.slots import SlotState, SlotTable
+from kvtier_core.tiers.slots import SlotRef, SlotState, SlotTable
 
 Slot = tuple[int, int]
 """(slot, its generation)."""
@@ -61,11 +61,31 @@ class Batches:
     ) -> tuple[list[int], list[Slot], list[Slot]]:
         """Lines and slots for the leading keys, which are not there and differ from each other: RESERVED,
         seen by nobody, as `begin_store` leaves them. As many as there are slots and lines for; who wants the
-        rest asks one by one and hears why. Last, slots that were taken and are RESERVED for no line."""
-        code = self._steps
+        rest asks one by one and hears why. Last, slots that were taken and are RESERVED for no line. Nothing
+        is held when it raises."""
         if not _fits(facts):
             return [], [], self._slots.begin_many(namespace, len(keys))
         taken = self._slots.take_many(namespace, len(keys))
+        lines, places = array("q"), list[Slot]()
+        try:
+            self._begin(keys, taken, facts, lines, places)
+            return lines.tolist(), places, self._reserved(taken[len(lines) :])
+        except BaseException:
+            self.undo(zip(lines, places, strict=True), facts.txn)
+            for slot in self._reserved(taken[len(lines) :]):
+                self._slots.release(SlotRef(*slot))
+            raise
+
+    def _begin(
+        self,
+        keys: Sequence[bytes],
+        taken: list[int],
+        facts: StoreFacts,
+        begun: array[int],
+        places: list[Slot],
+    ) -> None:
+        """Adds to lines `begun` and their `places` what is begun, whatever then ends this."""
+        code = self._steps
         count = len(taken)
         source, slots = array("q", b"".join(keys)), array("q", taken)
         lines, generations = array("q", bytes(8 * count)), array("q", bytes(8 * count))
@@ -84,18 +104,32 @@ class Batches:
             with self._slots.lock:
                 ended = step(self._table)
             directory.begun(ended - done, self._tier, facts.droppable, words[Word.FREE], words[Word.USED])
+            begun.extend(lines[done:ended])
+            places.extend(zip(taken[done:ended], generations[done:ended], strict=True))
             done = ended
             if done == count:
                 break
             # A shard that must grow, columns that must show more, or a refusal.
-            generation = generations[done] = self._slots.reserve_taken(taken[done])
+            place = taken[done], self._slots.reserve_taken(taken[done])
             try:
-                lines[done] = directory.begin_store(keys[done], facts, self._tier, taken[done], generation)
+                line = directory.begin_store(keys[done], facts, self._tier, *place)
             except CoreError:
                 break
+            begun.append(line)
+            places.append(place)
             done += 1
-        left = [(slot, self._slots.reserve_taken(slot)) for slot in taken[done:]]
-        return lines[:done].tolist(), list(zip(taken[:done], generations, strict=False)), left
+
+    def _reserved(self, taken: Sequence[int]) -> list[Slot]:
+        return [(slot, self._slots.reserve_taken(slot)) for slot in taken]
+
+    def undo(self, begun: Iterable[tuple[int, Slot]], txn: int) -> int:
+        """Takes back lines and slots that were begun, of which nobody was told; how many."""
+        count = 0
+        for line, slot in begun:
+            self._directory.abort_store(line, self._tier, txn)
+            self._slots.release(SlotRef(*slot))
+            count += 1
+        return count
 
     def publish(
         self,

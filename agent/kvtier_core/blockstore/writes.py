@@ -219,25 +219,25 @@ class Writes:
         )
         begun: Iterator[tuple[int, tuple[int, int]]] = iter(())
         spare: list[tuple[int, int]] = []
-        if (
-            batches is not None
-            and len(keys) >= BATCH_FROM
-            and not again
-            and paid == absent
-            and self.forbidden.isdisjoint(keys)
-        ):
-            fresh = [key for key, line in zip(keys, found, strict=True) if line == NO_LINE]
-            lines, places, spare = batches.begin(fresh, namespace, facts)
-            paid -= len(lines)
-            if len(lines) == len(keys):
-                held.lines, held.slots, held.waiting = lines, places, len(lines)
-                held.ended = [None] * len(lines)
-                return
-            begun = zip(lines, places, strict=True)
-        elif not again:
-            spare = self._home.slots.begin_many(namespace, min(paid, missing))
-        spare.reverse()
         try:
+            if (
+                batches is not None
+                and len(keys) >= BATCH_FROM
+                and not again
+                and paid == absent
+                and self.forbidden.isdisjoint(keys)
+            ):
+                fresh = [key for key, line in zip(keys, found, strict=True) if line == NO_LINE]
+                lines, places, spare = batches.begin(fresh, namespace, facts)
+                paid -= len(lines)
+                if len(lines) == len(keys):
+                    held.lines, held.slots, held.waiting = lines, places, len(lines)
+                    held.ended = [None] * len(lines)
+                    return
+                begun = zip(lines, places, strict=True)
+            elif not again:
+                spare = self._home.slots.begin_many(namespace, min(paid, missing))
+            spare.reverse()
             for key, line in zip(keys, found, strict=True):
                 ended: Stored | None = None
                 slot = (-1, 0)
@@ -264,6 +264,7 @@ class Writes:
                 held.ended.append(ended)
                 held.waiting += ended is None
         finally:
+            paid += 0 if batches is None else batches.undo(begun, facts.txn)
             for unused in spare:
                 self._home.slots.release(SlotRef(*unused))
             if paid:

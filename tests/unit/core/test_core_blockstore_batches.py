@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.blockstore.writes import Reservation
+from kvtier_core.credits import slots as slots_of
 from kvtier_core.directory import NO_LINE
 from kvtier_core.directory.compiled import steps
 from kvtier_core.errors import CoreError
@@ -178,6 +179,33 @@ def test_machine_code_takes_a_whole_batch() -> None:
     twin.store.directory.publish_store = nobody  # type: ignore[method-assign]
     assert twin.reserve(KEYS[:16], 0, False, 1, 0.0) == [None] * 16
     assert {each.outcome for each in twin.publish(0, None)} == {PutOutcome.STORED}
+
+
+@pytest.mark.parametrize("done", [0, 1], ids=["at the first block", "behind some"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+def test_what_ends_a_batch_halfway_leaves_nothing(compiled: bool, done: int) -> None:
+    twin = Twin(compiled, 64, 256, None)
+    twin.reserve(KEYS[:5], 0, True, 0, 0.0)
+    twin.publish(0, None)
+    index = twin.store.directory._index
+    insert, left = index._make_room, done
+
+    def no_memory(*arguments: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MemoryError
+        insert(*arguments)
+
+    index._make_room = no_memory  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        # These share a shard, which must grow for the 13th.
+        twin.reserve(CROWDED[:40], 0, True, 0, 0.0)
+    index._make_room = insert  # type: ignore[method-assign]
+    assert (twin.ram.slots.used, twin.store.writes.open_blocks, len(twin.store.directory)) == (5, 0, 5)
+    twin.store.check()
+    assert twin.store.ledger.resident(slots_of(0)) == 5
+    assert twin.reserve(CROWDED[:40], 0, True, 0, 0.0) == [None] * 40
 
 
 def test_a_batch_beyond_the_directory_is_refused_where_it_ends() -> None:
