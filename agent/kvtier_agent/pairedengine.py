@@ -74,7 +74,7 @@ class PairedEngine:
         self.beside: Slot | None = None
         self._seats: dict[str, Seat] = {}
         self._table = threading.Lock()
-        # Held while a session is opened in the second engine, which must not end meanwhile.
+        # Held while a session is opened: the engine that it is opened in must not end meanwhile.
         self._opening = threading.Lock()
         self.prefixes = SessionPrefixes(self)
 
@@ -132,7 +132,9 @@ class PairedEngine:
         is compared; where it finds no room there it is the baseline's, and its first frame says so."""
         candidate = terms.candidate
         if candidate is None or not candidate.own:
-            return self._open(terms, self.running)
+            with self._opening:
+                # Else the engine may be replaced, found empty and ended before the session has a seat.
+                return self._open(terms, self.running)
         plain = replace(terms, candidate=None, serves=False)
         with self._opening:
             beside = self.beside

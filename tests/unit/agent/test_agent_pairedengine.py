@@ -3,6 +3,7 @@ engine is empty. Every answer has the bits of one engine alone."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier_agent.engine_port import FrameResult, SessionTerms
+from kvtier_agent.engine_port import FrameResult, SessionHandle, SessionTerms
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.prefixes import Prefixes
@@ -197,6 +198,27 @@ def test_a_session_with_a_selector_stays_in_the_engine_that_was_replaced_until_i
     assert rig.paired.step(frame, EXACT).receipt.manifest_digest == rig.digests[0]
     rig.paired.close_session(handle.session_id, handle.generation)
     assert rig.paired.detach() is not None
+
+
+def test_an_engine_that_is_replaced_while_a_session_is_opened_in_it_is_not_empty(
+    rig: PairedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens, found = rig.running.open_session, list[object]()
+    leaving = threading.Thread(target=lambda: found.append(rig.paired.detach()))
+
+    def slow(terms: SessionTerms) -> SessionHandle:
+        handle = opens(terms)
+        rig.paired.swap()
+        leaving.start()
+        # It waits for this session: how long it is given decides nothing.
+        leaving.join(0.05)
+        return handle
+
+    monkeypatch.setattr(rig.running, "open_session", slow)
+    session = rig.open()
+    leaving.join()
+    assert found == [None]
+    assert ran(session.forward()) == {(rig.digests[1], False, "")}
 
 
 def test_frames_of_many_sessions_are_answered_where_each_is(rig: PairedRig) -> None:
