@@ -198,7 +198,16 @@ REFUSED: dict[str, dict[str, Any]] = {
     "weights": {"log_weight": [np.zeros(4, np.float32)]},
     "behind the last row": {"lists": [np.array([0, 5])]},
     "before the first row": {"lists": [np.array([-1, 3])]},
+    "no row of an unsigned type": {"lists": [np.array([0, 1 << 63], np.uint64)]},
 }
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint64], ids=lambda one: one.__name__)
+def test_rows_named_in_another_type_of_integers_are_the_same(dtype: type) -> None:
+    q, k, v = drawn(3, 200)
+    rows = np.array([1, 7, 60, 199])
+    got, want = (listed_states(q, k, v, [one], None, FRAME) for one in (rows.astype(dtype), rows))
+    assert same(got, want)
 
 
 @pytest.mark.parametrize("wrong", REFUSED.values(), ids=REFUSED.keys())

@@ -69,7 +69,8 @@ def listed_states(
     sizes = [len(one) for one in lists]
     if log_weight is not None and [len(one) for one in log_weight] != sizes:
         raise ShapeError(f"weights of {[len(one) for one in log_weight]} rows for {sizes}")
-    chosen = np.concatenate(lists) - first
+    # Offsets are products of these: in a narrower type one that wraps around would be foreign memory.
+    chosen = np.concatenate(lists).astype(np.int64, copy=False) - first
     if len(chosen) and (chosen.min() < 0 or chosen.max() >= k.shape[0]):
         # Rows are read by their addresses, and one that is none would be foreign memory.
         raise ShapeError(f"rows must lie in [{first}, {first + k.shape[0]})")
