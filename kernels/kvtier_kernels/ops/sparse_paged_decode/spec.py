@@ -230,6 +230,7 @@ REFUSALS = (
     _refusal("longer-than-its-bound", {"max_units": 0}, "max_units is 0"),
     _refusal("weights", {"log_weight": torch.zeros(3)}, "like units"),
     _refusal("heads", {"q": torch.zeros(1, 5, 64)}, "heads"),
+    _refusal("split-of-nothing", {"split_tokens": 0}, "split of 0|multiple of 64"),
     _refusal("split", {"split_tokens": 100}, "multiple of 64", "triton"),
     _refusal("dtypes", {"q": torch.zeros(1, 6, 64).half()}, "one dtype", "triton"),
 )

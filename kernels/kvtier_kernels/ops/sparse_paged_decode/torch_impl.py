@@ -104,6 +104,8 @@ def sparse_paged_decode_torch(
     lists = check_inputs(
         q, k_cache, v_cache, page_table, indptr, units, last_unit_len, log_weight, unit_tokens, max_units
     )
+    if split_tokens < 1:
+        raise ShapeError(f"a split of {split_tokens} tokens")
     batch, hq, d = q.shape
     totals = no_rows(batch, hq, d)
     chosen = _Chosen(indptr, units, last_unit_len, log_weight, unit_tokens)
