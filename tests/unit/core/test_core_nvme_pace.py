@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.nvme.iopool import IoPool
-from kvtier_core.tiers.nvme.pace import BURST_SECONDS, Load, Pace, Way
+from kvtier_core.tiers.nvme.pace import BURST_SECONDS, LAPSE_SECONDS, Load, Pace, Way
 from kvtier_core.tiers.staging import PAGE, StagingBuffer
 from kvtier_core.tiers.transfer import Landing, TransferItem
 from tests.unit.core.builders import FakeClock
@@ -124,6 +124,32 @@ def test_a_way_without_a_bound_is_not_paced(clock: FakeClock) -> None:
 def test_a_pace_is_positive(rates: tuple[int | None, int | None], clock: FakeClock) -> None:
     with pytest.raises(ValueError, match="a pace of"):
         Pace(*rates, clock)
+
+
+def test_small_jobs_of_one_pool_keep_no_large_one_of_another_waiting(clock: FakeClock) -> None:
+    pace, small, large = Pace(RATE, None, clock), Load(Way.READ, 1), Load(Way.READ, BURST // 2)
+    moved = {"small": 0, "large": 0}
+    for _ in range(200):
+        clock.now += BURST_SECONDS / 20
+        while pace.take(small, "small") == 0.0:
+            moved["small"] += small.size
+        if pace.take(large, "large") == 0.0:
+            moved["large"] += large.size
+    # Of ten bursts. They take turns: a large job, and what of small ones comes between two.
+    assert moved["large"] >= 5 * BURST
+    assert moved["small"] > 0
+    assert sum(moved.values()) <= 11 * BURST
+
+
+def test_a_turn_that_nobody_comes_for_lapses(clock: FakeClock) -> None:
+    pace = Pace(RATE, None, clock)
+    assert pace.take(Load(Way.READ, BURST), "first") == 0.0
+    assert pace.take(Load(Way.READ, BURST), "gone") > 0.0
+    assert pace.take(Load(Way.READ, 1), "second") > 0.0
+    clock.now += BURST_SECONDS
+    assert 0.0 < pace.take(Load(Way.READ, 1), "second") <= BURST_SECONDS
+    clock.now += LAPSE_SECONDS * 1.01
+    assert pace.take(Load(Way.READ, 1), "second") == 0.0
 
 
 @given(st.lists(st.tuples(st.integers(1, 5 * BURST), st.floats(0, 2 * BURST_SECONDS)), max_size=60))

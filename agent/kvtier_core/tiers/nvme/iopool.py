@@ -239,7 +239,7 @@ class IoPool:
         for at, job in enumerate(self._queue):
             seconds = late.get(job.load.way, 0.0) if job.load is not None else 0.0
             if job.load is not None and not seconds:
-                seconds = self._pace.take(job.load)
+                seconds = self._pace.take(job.load, self)
             if not seconds:
                 del self._queue[at]
                 return job, None
