@@ -188,20 +188,20 @@ def test_what_ends_a_batch_halfway_leaves_nothing(compiled: bool, done: int) -> 
     twin.reserve(KEYS[:5], 0, True, 0, 0.0)
     twin.publish(0, None)
     index = twin.store.directory._index
-    insert, left = index._make_room, done
+    make_room, left = index._make_room, done
 
-    def no_memory(*arguments: int) -> None:
+    def no_memory(shard: int, count: int) -> None:
         nonlocal left
         left -= 1
         if left < 0:
             raise MemoryError
-        insert(*arguments)
+        make_room(shard, count)
 
     index._make_room = no_memory  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         # These share a shard, which must grow for the 13th.
         twin.reserve(CROWDED[:40], 0, True, 0, 0.0)
-    index._make_room = insert  # type: ignore[method-assign]
+    index._make_room = make_room  # type: ignore[method-assign]
     assert (twin.ram.slots.used, twin.store.writes.open_blocks, len(twin.store.directory)) == (5, 0, 5)
     twin.store.check()
     assert twin.store.ledger.resident(slots_of(0)) == 5
