@@ -34,7 +34,7 @@ from kvtier_agent.engine_port import (
     TierReport,
 )
 from kvtier_agent.rowevidence import EngineGives
-from kvtier_agent.seats import Seat, Slot, carry, unseat
+from kvtier_agent.seats import Seat, Slot, carry, follow, unseat
 from kvtier_agent.tiersums import summed
 from kvtier_agent.weightstore import GivenWeights
 from kvtier_core.blockstore.reads import Fetch
@@ -323,6 +323,8 @@ class PairedEngine:
             return self._with_refusal(seat, exact, mode)
         comparison = compared(exact.out, other.out) if mode.compare else None
         publishes = mode.publish_candidate and mode.may_publish()
+        first = min(frame.first_row_position, frame.first_query_position)
+        follow(seat, mirror, first, mirrors=publishes)
         return replace(_candidates(other) if publishes else exact, comparison=comparison)
 
     def _refused(self, seat: Seat, frame: FrameInput, mode: FrameMode) -> FrameResult:
@@ -371,8 +373,7 @@ class PairedEngine:
 
     def same_chunks(self, slot: Slot) -> bool:
         """Whether rows of that engine are bit by bit what the baseline's makes."""
-        mine, other = self.live_manifest(), slot.engine.live_manifest()
-        return mine.chunk_tokens == other.chunk_tokens
+        return self.running.chunk_tokens == slot.chunk_tokens
 
     # What is the running engine's alone.
 

@@ -34,6 +34,7 @@ class Slot:
     digest: str = ""
     place: str = ""
     retired: bool = False
+    _chunk_tokens: int = 0
 
     @property
     def carriage(self) -> Carriage:
@@ -42,6 +43,13 @@ class Slot:
         if found is None:
             raise CoreError(Reason.UNSUPPORTED, "sessions of this engine cannot be carried")
         return cast(Carries, self.engine).carriage
+
+    @property
+    def chunk_tokens(self) -> int:
+        """By which its answers are merged. An engine never changes it."""
+        if not self._chunk_tokens:
+            self._chunk_tokens = self.engine.live_manifest().chunk_tokens
+        return self._chunk_tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +97,15 @@ def carry(seat: Seat, target: Slot, deadline: float | None = None) -> None:
     seat.home, seat.at = target, handle.generation
     source.engine.close_session(seat.session_id, at)
     log.info("session %s was carried, %d rows", seat.session_id, max(state.frontiers, default=0))
+
+
+def follow(seat: Seat, mirror: Slot, first: int, *, mirrors: bool) -> None:
+    """Notes whose answer of a frame is published, the mirror's or the home's: rows from `first` on are of it
+    and not the exact run of the other where that merges other chunks. The seat's lock is held."""
+    if seat.home.chunk_tokens == mirror.chunk_tokens:
+        return
+    (mine, at), other = ((seat.home, seat.at), mirror) if mirrors else ((mirror, seat.mirrored_at), seat.home)
+    mine.carriage.helped(seat.session_id, at, other.engine.live_manifest().digest(), first)
 
 
 def unseat(seat: Seat) -> None:

@@ -123,6 +123,18 @@ class Carriage:
 
     # In.
 
+    def helped(self, session_id: str, generation: int, digest: str, first: int) -> None:
+        """Rows from `first` on follow answers of another engine, which runs the manifest of that digest and
+        merges other chunks: they are not those of this one's exact run, and answers over them say so."""
+        with self._lock:
+            session, producer = self._session(session_id, generation), self._runner.producer(digest)
+            if session.producers[-1][1] == producer:
+                return
+            session.producers.append((first, producer))
+            for state in session.layers:
+                for line in state.lines[first // self._store.layout.chunk_tokens :]:
+                    self._store.directory.producer[line] = producer
+
     def receive(
         self, carried: CarriedSession, parts: Iterator[CarriedRows], deadline: float | None = None
     ) -> SessionHandle:

@@ -15,18 +15,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtier_agent.engine_port import FrameResult, SessionHandle, SessionTerms
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest
+from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.prefixes import Prefixes
+from kvtier_core.receipts import ExactnessClass
+from kvtier_core.tiers.base import MediumKind, TierMount
 from tests.unit.agent.paired_rig import (
     EXACT,
     ROOMY,
     PairedRig,
     Played,
+    SmallEngine,
     own_terms,
     paired_rig,
     ran,
 )
-from tests.unit.core.builders import CHUNK, LAYERS, SCALE, gpu, quest
+from tests.unit.core.builders import CHUNK, LAYERS, SCALE, FakeClock, gpu, manifest, quest
 
 NO_ROOM = CoreError(Reason.NO_DESTINATION_CAPACITY, "full")
 
@@ -269,6 +273,65 @@ class TestBlocks:
             served.reference.handle.session_id, served.reference.handle.generation, 0, 0
         )
         assert payload(rig.paired.prefixes, served) == reference
+
+
+class TestOtherChunks:
+    """A candidate whose answers are the same up to rounding: rows that follow them are nobody's exact run."""
+
+    @pytest.fixture
+    def rig(self, tmp_path: Path) -> Iterator[PairedRig]:
+        other = manifest(ROOMY).model_copy(update={"chunk_tokens": CHUNK // 2})
+        mounts = {one.name: TierMount(one.name, MediumKind(one.medium.value), folder=None) for one in ROOMY}
+        with paired_rig(tmp_path) as rig:
+            assert rig.paired.detach() is not None
+            core = CacheEngine(other, mounts, FakeClock(), probe=False)
+            rig.beside, rig.terms = SmallEngine(core), own_terms(rig.digests[0], other.digest())
+            rig.paired.attach(rig.beside, other.digest(), "second")  # type: ignore[arg-type]
+            yield rig
+            core.stop()
+
+    def forward(self, session: Played, tokens: int, permitted: bool = True) -> FrameResult:
+        """One step; the last layer's answer."""
+        first, mode = session.reference.position, session.mode(permitted)
+        frames = [session.frame(layer, first, first + tokens) for layer in range(LAYERS)]
+        results = [session.rig.paired.step(frame, mode) for frame in frames]
+        session.reference.forward(tokens, block=tokens)
+        return results[-1]
+
+    def published(self, session: Played) -> bool:
+        """Whether a chunk may become a block that others start from."""
+        handle = session.handle
+        try:
+            session.rig.paired.prefixes.payload(handle.session_id, handle.generation, 0, 0)
+        except CoreError as error:
+            if error.reason is not Reason.UNCOMMITTED_ROWS:
+                raise
+            return False
+        return True
+
+    @pytest.mark.parametrize("serves", [False, True], ids=["shadow", "canary"])
+    def test_the_history_of_an_engine_names_whose_answers_were_published(
+        self, rig: PairedRig, serves: bool
+    ) -> None:
+        session = rig.open(serves=serves, compared=True)
+        for tokens in (CHUNK, 1):
+            assert self.forward(session, tokens).from_candidate is serves
+        assert self.published(session) is not serves
+        receipt = self.forward(session, 1, permitted=False).receipt
+        over = ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY if serves else ExactnessClass.EXACT
+        assert (receipt.exactness, receipt.producer_digest) == (over, rig.digests[serves])
+
+    @pytest.mark.parametrize("serves", [False, True], ids=["shadow", "canary"])
+    def test_so_does_that_of_an_engine_that_is_adopted(self, rig: PairedRig, serves: bool) -> None:
+        session = rig.open(serves=serves, compared=True)
+        for tokens in (CHUNK, 1):
+            self.forward(session, tokens)
+        rig.paired.swap()
+        receipt = self.forward(session, 1, permitted=False).receipt
+        assert receipt.manifest_digest == rig.digests[1]
+        over = ExactnessClass.EXACT if serves else ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY
+        assert (receipt.exactness, receipt.producer_digest) == (over, rig.digests[serves])
+        assert self.published(session) is serves
 
 
 class PairedMachine(RuleBasedStateMachine):
