@@ -224,8 +224,8 @@ class AgentServer:
                 expired = await self.node.expire_idle_sessions()
                 if expired:
                     log.info("%d idle sessions expired", expired)
-                    self._metrics.sessions_expired.inc(expired)
-                self._metrics.idle_chunks_demoted.inc(await self.node.demote_idle_sessions())
+                    self._metrics.expired_sessions.inc(expired)
+                self._metrics.idle_demoted_chunks.inc(await self.node.demote_idle_sessions())
                 await self.node.refresh_reports()
                 await self._tend_blocks()
                 self._metrics.sessions.set(self.node.session_count())

@@ -184,11 +184,11 @@ class Metrics:
             registry=registry,
         )
         self.sessions = Gauge("kvtier_agent_sessions", "Open sessions", registry=registry)
-        self.sessions_expired = Counter(
-            "kvtier_agent_sessions_expired", "Sessions ended for want of frames", registry=registry
+        self.expired_sessions = Counter(
+            "kvtier_agent_expired_sessions", "Sessions ended for want of frames", registry=registry
         )
-        self.idle_chunks_demoted = Counter(
-            "kvtier_agent_idle_chunks_demoted",
+        self.idle_demoted_chunks = Counter(
+            "kvtier_agent_idle_demoted_chunks",
             "Chunks of idle sessions moved to slower tiers",
             registry=registry,
         )

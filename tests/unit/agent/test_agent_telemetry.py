@@ -92,7 +92,17 @@ def test_metric_names_carry_units_and_labels_are_closed() -> None:
     metrics = Metrics(CollectorRegistry())
     families = list(metrics.registry.collect())
     assert families
-    units = ("_seconds", "_bytes", "_total", "_steps", "_sessions", "_flight", "_failures", "_info")
+    units = (
+        "_seconds",
+        "_bytes",
+        "_total",
+        "_steps",
+        "_sessions",
+        "_chunks",
+        "_flight",
+        "_failures",
+        "_info",
+    )
     for family in families:
         assert family.name.startswith("kvtier_agent_")
         assert family.name.endswith(units), family.name
