@@ -106,17 +106,17 @@ async def test_a_fork_is_a_session_of_the_same_arm_and_no_unit_of_evidence(bench
 async def test_a_fork_uses_its_parents_weights_after_the_parent_has_closed(bench: Bench) -> None:
     session, _ = await opened(bench)
     store = session.host.weights
-    kept = store.put(1, GivenWeights(WeightsShape(1, 1, False, 0.0, 0, False), "kept", bytearray(8)))
-    store.used(1, session.handle.session_id)
+    kept = store.put("alpha", 1, GivenWeights(WeightsShape(1, 1, False, 0.0, 0, False), "kept", bytearray(8)))
+    store.used("alpha", 1, session.handle.session_id)
     answer = await editor(bench).edit(request(bench, session, fork=attention_pb2.ForkEdit()))
     child = bench.node.session(answer.child.session_id, answer.child.generation, "beta")
     await session.host.close_session(session)
     with pytest.raises(CoreError) as refused:
-        store.held(1, "another")
+        store.held("alpha", 1, "another")
     assert refused.value.reason is Reason.MODEL_MISMATCH
-    assert store.held(1, "kept") is kept
+    assert store.held("alpha", 1, "kept") is kept
     await child.host.close_session(child)
-    assert store.held(1, "another") is None
+    assert store.held("alpha", 1, "another") is None
 
 
 @pytest.mark.parametrize("reason", [Reason.STEP_ORDER, Reason.NO_DESTINATION_CAPACITY])

@@ -98,8 +98,8 @@ def test_a_claim_that_ends_after_its_channel_gave_up_is_let_go(
         opened = rig.opened()
         real, gave_up = rig.desk.claim, threading.Event()
 
-        async def claim(session: Session) -> None:
-            await real(session)
+        async def claim(session: Session, by: float) -> None:
+            await real(session, by)
             # A loop that is busy just here.
             gave_up.wait(SECONDS)
 

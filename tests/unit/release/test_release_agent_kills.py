@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-EVERY = 23
+EVERY = 27
 PAIRS = 2
 
 
