@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -14,8 +15,9 @@ from kvtier.v1 import attention_pb2, common_pb2
 from kvtier_agent.attendframes import FrameCount, FrameDesk
 from kvtier_agent.attendstreams import FrameStream
 from kvtier_agent.cachehost import CacheHost
-from kvtier_agent.cachesession import Session
+from kvtier_agent.cachesession import FrameWork, Session
 from kvtier_agent.engine_port import FrameInput, FrameMode, FrameResult
+from kvtier_agent.localchannel.frames import FrameServer, Turn
 from kvtier_agent.telemetry import Metrics, Telemetry
 from kvtier_core.release.enforcement import SessionFacts
 from tests.engine.agent_process import baseline_manifest
@@ -169,6 +171,36 @@ def test_a_defect_in_a_frame_of_a_local_message_fails_that_frame_only(tmp_path: 
             ]
             answers = channel.ask(*frames)
         assert reasons(answers) == ["OK", "OK", "INTERNAL"]
+        rig.settled(lambda: rig.frames.count == 0, "the frames' places")
+
+
+def test_a_defect_while_a_frame_of_a_local_message_is_read_fails_that_frame_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with channel_rig(tmp_path) as rig:
+        opened = [rig.opened() for _ in range(3)]
+        real = FrameServer._work
+
+        def work(server: FrameServer, turn: Turn, *rest: Any) -> FrameWork:
+            made = real(server, turn, *rest)
+            if made.session.handle.session_id == opened[1].session_id:
+                raise ZeroDivisionError("a defect")
+            return made
+
+        monkeypatch.setattr(FrameServer, "_work", work)
+        with rig.channel(opened[0]) as channel:
+            for other in opened[1:]:
+                channel.attach(other.local_channel.token)
+            frames = [
+                channel.frame(
+                    offset=place * ALIGNED,
+                    attachment=place,
+                    generation=one.generation,
+                    session_tag=tag(one.session_id),
+                )
+                for place, one in enumerate(opened)
+            ]
+            assert reasons(channel.ask(*frames)) == ["OK", "INTERNAL", "OK"]
         rig.settled(lambda: rig.frames.count == 0, "the frames' places")
 
 
