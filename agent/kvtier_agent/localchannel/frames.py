@@ -140,6 +140,10 @@ class FrameServer:
             except CoreError as error:
                 turn.refused = error
                 continue
+            except Exception:
+                log.exception("frame failed")
+                turn.refused = CoreError(Reason.INTERNAL, DEFECT)
+                continue
             works.setdefault(work.session.host, []).append((turn, work))
         for host, of_host in works.items():
             answers: Sequence[FrameAnswer | CoreError]
