@@ -48,7 +48,11 @@ class StagingRing:
         self._spans.append((start, start + size))
 
     def write(self, start: int, tensor: Tensor) -> int:
-        """Copies float32 elements to a place that `place` named; where the next ones go."""
+        """Copies float32 elements in the CPU's memory to a place that `place` named; where the next ones go.
+        TypeError for others."""
+        if tensor.dtype is not torch.float32 or not tensor.is_cpu:
+            # They are read by their address.
+            raise TypeError(f"a ring takes float32 of the CPU, not {tensor.dtype} of {tensor.device}")
         size = FLOAT_BYTES * tensor.numel()
         if not 0 <= start <= self.size - size:
             raise ValueError(f"{size} bytes at {start} of a ring of {self.size}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtier.local import memory
-from kvtier_client.localring import AnswerRing
+from kvtier_client.localring import AnswerRing, StagingRing
 
 SIZE = mmap.PAGESIZE
 
@@ -51,3 +51,21 @@ def test_a_closed_ring_is_not_read(rings: tuple[AnswerRing, mmap.mmap]) -> None:
     rings[0].close()
     with pytest.raises(ValueError, match="a ring of 0"):
         rings[0].copy(0, torch.Size([1]))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.ones(8, dtype=torch.bfloat16), id="bfloat16"),
+        pytest.param(torch.ones(8, dtype=torch.float64), id="float64"),
+        pytest.param(torch.ones(8, dtype=torch.float64)[::2], id="float64 apart"),
+        pytest.param(torch.empty(8, device="meta"), id="another device's memory"),
+    ],
+)
+def test_only_float32_of_the_cpu_is_staged(tensor: torch.Tensor) -> None:
+    ring = StagingRing(SIZE)
+    try:
+        with pytest.raises(TypeError, match="float32 of the CPU"):
+            ring.write(0, tensor)
+    finally:
+        ring.close()
