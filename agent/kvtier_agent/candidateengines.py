@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ BlocksOf = Callable[[EnginePort], BlockHost | None]
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
+# While no command of the cache waits: storage that hangs must not keep other caches from being looked after.
+SETTLE_SECONDS = 60.0
 
 
 def paired(host: CacheHost) -> PairedEngine:
@@ -148,7 +151,7 @@ class CandidateEngines:
                 await self.ended(host.name.uid, 0.0)
         if not self._idle(host):
             return
-        await asyncio.to_thread(paired(host).settle)
+        await asyncio.to_thread(paired(host).settle, time.monotonic() + SETTLE_SECONDS)
         async with hold(host.name.uid):
             if self._idle(host):
                 await self._closed(host)
@@ -168,7 +171,7 @@ class CandidateEngines:
             return False
         if engines.beside is None:
             return True
-        await asyncio.to_thread(engines.settle)
+        await asyncio.to_thread(engines.settle, time.monotonic() + CLOSE_SECONDS)
         if not await self._blocks_ended(uid):
             return False
         slot = await asyncio.to_thread(engines.detach)

@@ -103,9 +103,9 @@ class PairedEngine:
             self.beside = None
             return beside
 
-    def settle(self) -> int:
-        """Brings sessions out of the second engine; how many are left in it, since they cannot be carried or
-        find no room. For a thread."""
+    def settle(self, until: float | None = None) -> int:
+        """Brings sessions out of the second engine; how many are left in it, since they cannot be carried,
+        find no room or were not read by then, seconds on the engines' clock. For a thread."""
         beside = self.beside
         if beside is None:
             return 0
@@ -113,7 +113,7 @@ class PairedEngine:
             with seat.lock:
                 if not seat.closed and seat.within(beside):
                     try:
-                        self._bring_home(seat)
+                        self._bring_home(seat, until)
                     except CoreError as error:
                         log.debug("session %s stays where it is: %s", seat.session_id, error.message)
         return self.seated_in(beside)
@@ -214,23 +214,23 @@ class PairedEngine:
     def edit_session(self, request: EditRequest) -> EditAnswer:
         """An edited session is the baseline's: a candidate's engine keeps no history but its own."""
         with self.seated(request.session_id, request.generation) as seat:
-            self._leave(seat)
+            self._leave(seat, request.deadline)
             return seat.home.engine.edit_session(replace(request, generation=seat.at))
 
     def fork_session(self, request: ForkRequest) -> SessionHandle:
         with self.seated(request.session_id, request.generation) as seat:
-            self._leave(seat)
+            self._leave(seat, request.deadline)
             handle = seat.home.engine.fork_session(replace(request, generation=seat.at))
             self._seat(handle, seat.home, seat.refusal, told=True)
             return handle
 
-    def _leave(self, seat: Seat) -> None:
+    def _leave(self, seat: Seat, deadline: float | None) -> None:
         """Brings it home for good, where it can be carried; one of a former baseline may stay there."""
         mirrored = seat.mirror is not None
         if mirrored or (seat.home is not self.running and not seat.home.retired):
             message = "a session that was edited or forked is the baseline's"
             seat.refusal, seat.told = CoreError(Reason.UNSUPPORTED, message), True
-        self._settled(seat)
+        self._settled(seat, deadline)
 
     def _settled(self, seat: Seat, deadline: float | None = None) -> None:
         """Home, or in the engine of a former baseline from which it cannot go: that is exact, too."""

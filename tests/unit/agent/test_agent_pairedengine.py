@@ -4,6 +4,7 @@ engine is empty. Every answer has the bits of one engine alone."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,19 @@ from tests.unit.agent.paired_rig import (
     paired_rig,
     ran,
 )
-from tests.unit.core.builders import CHUNK, LAYERS, SCALE, FakeClock, gpu, manifest, quest
+from tests.unit.core.builders import (
+    CHUNK,
+    LAYERS,
+    SCALE,
+    FakeClock,
+    cpu,
+    engine,
+    gpu,
+    manifest,
+    nvme,
+    quest,
+)
+from tests.unit.core.nvme_files import Gate, ScriptedFiles
 
 NO_ROOM = CoreError(Reason.NO_DESTINATION_CAPACITY, "full")
 
@@ -251,6 +264,41 @@ def test_bytes_of_both_engines_are_the_caches(rig: PairedRig) -> None:
     assert set(after) == {"hbm", "ram", "flash"}
     moved = sum(after[name].used_bytes - before[name].used_bytes for name in after)
     assert moved == rig.running.used + rig.beside.used > 0
+
+
+def test_storage_that_hangs_holds_whoever_empties_an_engine_no_longer_than_asked(tmp_path: Path) -> None:
+    files, tiers = ScriptedFiles(), (gpu(LAYERS), cpu(2), nvme(64))
+    (tmp_path / "slow").mkdir()
+    with (
+        paired_rig(tmp_path) as rig,
+        engine(tmp_path / "slow", tiers, files=files, clock=time.monotonic) as core,
+    ):
+        assert rig.paired.detach() is not None
+        rig.beside, digest = SmallEngine(core), manifest(tiers).digest()
+        rig.terms = own_terms(rig.digests[0], digest)
+        rig.paired.attach(rig.beside, digest, "second")  # type: ignore[arg-type]
+        session = rig.open(serves=True)
+        session.forward(2 * CHUNK)
+        gate = files.script = Gate("read")
+        try:
+            assert rig.paired.settle(time.monotonic() + 0.05) == 1
+            assert not gate.opened.is_set()
+            handle = session.handle
+            until = time.monotonic() + 0.05
+            for asked in (
+                lambda: rig.paired.fork_session(
+                    ForkRequest(handle.session_id, handle.generation, deadline=until)
+                ),
+                lambda: rig.paired.edit_session(
+                    EditRequest(handle.session_id, handle.generation, Drop(()), 0, until)
+                ),
+            ):
+                with pytest.raises(CoreError) as late:
+                    asked()
+                assert late.value.reason is Reason.DEADLINE
+        finally:
+            gate.opened.set()
+        assert rig.paired.settle() == 0
 
 
 class TestBlocks:
