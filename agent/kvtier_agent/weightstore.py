@@ -23,6 +23,8 @@ from kvtier_core.errors import CoreError, Reason
 MAX_BYTES = 1 << 30
 # Users that have closed and are not forgotten yet, besides as many as are open.
 _MOST_CLOSED = 64
+# As many layers of tenants are looked at for those that no open session uses, besides as many as are used.
+_MOST_UNUSED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class WeightStore:
         self._is_open = is_open
         self._max_bytes = max_bytes
         self._layers: dict[tuple[str, int], _Held] = {}
+        self._look_at = _MOST_UNUSED
         self._arriving = 0
 
     @property
@@ -90,9 +93,7 @@ class WeightStore:
         for key, held in list(self._layers.items()):
             if self.held_bytes + self._arriving + size <= self._max_bytes:
                 return
-            self._forget_closed(held)
-            if not held.users:
-                del self._layers[key]
+            self._forget_if_unused(key, held)
         others = self.held_bytes + self._arriving
         if others + size > self._max_bytes:
             raise CoreError(
@@ -109,6 +110,11 @@ class WeightStore:
         name = (weights.digest, weights.shape)
         same = (one.weights for one in self._layers.values())
         kept = next((one for one in same if (one.digest, one.shape) == name), weights)
+        if len(self._layers) >= self._look_at:
+            # Equal weights take no room, so nothing else would ever forget tenants that have gone.
+            for key, held in list(self._layers.items()):
+                self._forget_if_unused(key, held)
+            self._look_at = 2 * len(self._layers) + _MOST_UNUSED
         self._layers[tenant, layer] = _Held(kept)
         return kept
 
@@ -131,6 +137,11 @@ class WeightStore:
         if len(held.users) >= held.look_at:
             self._forget_closed(held)
             held.look_at = 2 * len(held.users) + _MOST_CLOSED
+
+    def _forget_if_unused(self, key: tuple[str, int], held: _Held) -> None:
+        self._forget_closed(held)
+        if not held.users:
+            del self._layers[key]
 
     def _forget_closed(self, held: _Held) -> None:
         held.users = {user for user in held.users if self._is_open(user)}

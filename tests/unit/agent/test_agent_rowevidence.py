@@ -235,6 +235,21 @@ def test_what_one_tenant_says_of_a_model_is_no_other_tenants_business() -> None:
     assert store.held_bytes == 2 * SHAPE.size_bytes
 
 
+def test_tenants_that_come_and_go_leave_nothing_behind() -> None:
+    alive: set[str] = set()
+    store = WeightStore(alive.__contains__)
+    for number in range(5000):
+        tenant, session = f"tenant-{number}", f"session-{number}"
+        alive.add(session)
+        store.put(tenant, 0, given())
+        store.used(tenant, 0, session)
+        if number:
+            alive.remove(session)
+    assert len(store._layers) <= 2000
+    assert store.users("tenant-0", 0) == 1
+    assert store.held_bytes == SHAPE.size_bytes
+
+
 def test_sessions_that_come_and_go_leave_nothing_behind() -> None:
     alive: set[str] = set()
     store = WeightStore(alive.__contains__)
