@@ -29,7 +29,7 @@ PART_CHUNKS = 8
 class CarriedSession:
     """Where a session stands between two frames. frontiers: rows [0, n) of each layer. chunk_tokens: by which
     its answers were merged so far; another engine with the same makes the same rows, bit for bit. histories:
-    (first position, producer's digest), ascending."""
+    (first position, producer's digest), ascending. started: see `Session`."""
 
     spec: SessionSpec
     frontiers: tuple[int, ...]
@@ -40,6 +40,7 @@ class CarriedSession:
     layer: int
     committed: int
     position_epoch: int
+    started: tuple[bytes, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class Carriage:
                 layer=session.layer,
                 committed=session.committed,
                 position_epoch=session.position_epoch,
+                started=session.started,
             )
 
     def rows(self, session_id: str, generation: int, deadline: float | None = None) -> Iterator[CarriedRows]:
@@ -172,7 +174,7 @@ class Carriage:
                 raise CoreError(Reason.SHORT_COPY, f"rows to {frontiers} came of {carried.frontiers}")
             session.step, session.step_first = carried.step, carried.step_first
             session.layer, session.committed = carried.layer, carried.committed
-            session.position_epoch = carried.position_epoch
+            session.position_epoch, session.started = carried.position_epoch, carried.started
             session.snapshot_generation += 1
             later = list(carried.histories[1:])
             if carried.chunk_tokens != self._store.layout.chunk_tokens and any(carried.frontiers):

@@ -347,6 +347,25 @@ def test_blocks_of_another_engine_are_refused_before_their_numbers_mean_others_b
         driver.close()
 
 
+def test_a_session_that_moved_before_its_first_frame_still_says_where_it_started(tmp_path: Path) -> None:
+    with engine(tmp_path / "b", [cpu(64)]) as one, engine(tmp_path / "c", [cpu(64)]) as other:
+        first = computed(one)
+        publish(one, first)
+        first.close()
+        driver = Driver.open(one, ROWS)
+        handle = driver.handle
+        assert ask(one, driver, b"these") == PREFIX
+        state = one.carriage.state(handle.session_id, handle.generation)
+        rows = one.carriage.rows(handle.session_id, handle.generation)
+        moved = replace(driver, engine=other, handle=other.carriage.receive(state, rows))
+        driver.close()
+        assert ask(other, moved, b"these") == PREFIX
+        with pytest.raises(CoreError) as refused:
+            ask(other, moved, b"those")
+        assert refused.value.reason is Reason.STEP_ORDER
+        moved.close()
+
+
 def test_storage_that_hangs_holds_a_publication_no_longer_than_its_deadline(tmp_path: Path) -> None:
     files = ScriptedFiles()
     with engine(tmp_path, [cpu(6), nvme(32)], files=files, clock=time.monotonic) as built:
