@@ -405,12 +405,20 @@ class PairedMachine(RuleBasedStateMachine):
         left = 3 * CHUNK - session.reference.position
         if left:
             permitted = not self.swapped and session.handle.session_id not in self.lost
-            session.forward(min(tokens, left), permitted=permitted)
+            results = session.forward(min(tokens, left), permitted=permitted)
+            by = {one.receipt.manifest_digest for one in results if one.from_candidate}
+            assert by <= ({self.rig.digests[1]} if permitted else set())
 
     @precondition(lambda self: self.open)
     @rule(pick=st.integers(0, 3))
     def loses_permission(self, pick: int) -> None:
         self.lost.add(self.open[pick % len(self.open)].handle.session_id)
+
+    @precondition(lambda self: self.lost)
+    @rule()
+    def regains_permission(self) -> None:
+        """As when a narrower grant is widened again."""
+        self.lost.clear()
 
     @precondition(lambda self: self.open)
     @rule(pick=st.integers(0, 3))
