@@ -9,6 +9,7 @@ this changes an answer, so no manifest has it. It must not know wire messages or
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 
 from kvtier_agent.cachehost import CacheHost
@@ -20,6 +21,7 @@ MOST_CHUNKS = 16
 """Chunks of a session that are moved at a time: frames of others wait meanwhile."""
 MOST_SESSIONS = 8
 NANOSECONDS = 1e9
+log = logging.getLogger(__name__)
 
 
 def lasts_seconds(host: CacheHost, idle_seconds: float) -> float:
@@ -68,6 +70,11 @@ async def _demote(session: Session) -> int:
         moved: int = await session.host.runner.call(
             lambda: engine.demote_session(handle.session_id, handle.generation, MOST_CHUNKS), bounded=False
         )
+    except Exception as error:
+        # Others wait behind it, and it would fail again.
+        session.demoted_ns = used
+        log.warning("rows of session %s do not move down: %r", handle.session_id, error)
+        raise
     finally:
         session.demoting = False
     if not moved:

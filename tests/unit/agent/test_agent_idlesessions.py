@@ -111,6 +111,28 @@ async def test_rows_of_an_idle_session_move_down_once_until_it_is_used_again(tmp
     await bench.close()
 
 
+async def test_sessions_whose_rows_cannot_move_keep_no_others_waiting(tmp_path: Path) -> None:
+    bench = await bench_of(tmp_path, terms(Idle.DEMOTE))
+    engine = Moves(bench, 1)
+    sessions = [await open_session(bench) for _ in range(idlesessions.MOST_SESSIONS + 1)]
+    failing = {one.handle.session_id for one in sessions[:-1]}
+
+    def demote(session_id: str, generation: int, most: int) -> int:
+        if session_id in failing:
+            raise CoreError(Reason.STORAGE_UNAVAILABLE, "the device is gone")
+        return engine(session_id, generation, most)
+
+    bench.engine.demote_session = demote  # type: ignore[attr-defined]
+    bench.clock.advance(IDLE + 0.1)
+    assert [await bench.node.demote_idle_sessions() for _ in range(2)] == [0, 1]
+    # After its next frame it is tried again.
+    failing.clear()
+    sessions[0].host.used(sessions[0])
+    bench.clock.advance(IDLE + 0.1)
+    assert await bench.node.demote_idle_sessions() == 1
+    await bench.close()
+
+
 @pytest.mark.parametrize("declared", [UNDECLARED, terms(Idle.KEEP)], ids=["undeclared", "keep"])
 async def test_rows_stay_where_nobody_wants_them_moved(tmp_path: Path, declared: AdmissionTerms) -> None:
     bench = await bench_of(tmp_path, declared)
