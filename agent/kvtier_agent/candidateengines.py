@@ -174,14 +174,20 @@ class CandidateEngines:
         await asyncio.to_thread(engines.settle, time.monotonic() + CLOSE_SECONDS)
         if not await self._blocks_ended(uid):
             return False
-        slot = await asyncio.to_thread(engines.detach)
+        if not await asyncio.to_thread(self._taken_out, engines, uid):
+            return False
+        if not await self.ended(uid, CLOSE_SECONDS):
+            log.warning("cache %s: a second engine does not end; no other is built until it has", uid)
+            return False
+        return True
+
+    def _taken_out(self, engines: PairedEngine, uid: str) -> bool:
+        """Whether it is; for a thread. What is taken out is known to be ending, whoever still waits for it."""
+        slot = engines.detach()
         if slot is None:
             return False
         end = BlockingEnd(slot.engine.close, f"close-second-{uid}")
         self._ending[uid] = _Ending(slot.place, slot.engine.live_manifest(), end)
-        if not await self.ended(uid, CLOSE_SECONDS):
-            log.warning("cache %s: a second engine does not end; no other is built until it has", uid)
-            return False
         return True
 
     async def ended(self, uid: str, seconds: float) -> bool:

@@ -178,6 +178,35 @@ async def test_a_node_says_that_a_second_engine_does_not_end_and_keeps_its_folde
     hanging.set()
 
 
+async def test_one_that_is_taken_out_while_the_agent_stops_ends_with_the_node(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = await granted(bench)
+    await bench.node.revoke(bench.command(), "IntentAbort", b"nonce")
+    take_out, entered, go_on, taken = (
+        bench.node._candidates._taken_out,
+        *(threading.Event() for _ in range(3)),
+    )
+
+    def slow(engines: PairedEngine, uid: str) -> bool:
+        entered.set()
+        assert go_on.wait(WAIT_SECONDS)
+        done = take_out(engines, uid)
+        taken.set()
+        return done
+
+    monkeypatch.setattr(bench.node._candidates, "_taken_out", slow)
+    tending = asyncio.ensure_future(bench.node.tend_candidates())
+    assert await asyncio.to_thread(entered.wait, WAIT_SECONDS)
+    tending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tending
+    go_on.set()
+    assert await asyncio.to_thread(taken.wait, WAIT_SECONDS)
+    assert not await bench.node.close(WAIT_SECONDS)
+    assert second.closed
+
+
 async def test_keys_of_a_removed_cache_are_not_called_erased_while_its_second_engine_goes_on(
     bench: Bench, hanging: threading.Event
 ) -> None:
