@@ -182,7 +182,7 @@ class CandidateEngines:
         return True
 
     def _taken_out(self, engines: PairedEngine, uid: str) -> bool:
-        """Whether it is; for a thread. What is taken out is known to be ending, whoever still waits for it."""
+        """Whether it is; for a thread. What is taken out is known to be ending, whoever waits for it."""
         slot = engines.detach()
         if slot is None:
             return False
