@@ -165,30 +165,36 @@ class Placement:
 
     def send_down(self, lines: Sequence[int], most: int) -> int:
         """Moves up to `most` sealed chunks among `lines`, each to the slowest home with a free slot: what
-        nobody uses makes way, and moves nobody else's. Returns how many moved."""
-        moved = 0
+        nobody uses makes way, and moves nobody else's. Returns how many moved. After as many refusals it is
+        over, too: others wait meanwhile, and a device that fails may take its time for each."""
+        moved = refused = 0
         for tier in self.homes:
             with self._lock:
-                there = set(self._directory.sealed_in(tier).tolist())
+                here = self._directory.sealed_in(tier)
+                there = set(here[self._directory.readers[here] == 0].tolist())
             for line in [line for line in lines if line in there]:
-                if moved == most:
-                    return moved
-                moved += self._send_down(line, tier)
+                for lower in reversed([item for item in self.homes if item > tier]):
+                    if moved == most or refused >= most:
+                        return moved
+                    sent = self._send_down(line, lower)
+                    if sent:
+                        moved += 1
+                        break
+                    refused += sent is not None
         return moved
 
-    def _send_down(self, line: int, tier: int) -> bool:
-        for lower in reversed([item for item in self.homes if item > tier]):
-            with self._claim(lower, 1):
-                with self._lock:
-                    free = self._ledger.available(lower) >= 1 and has_memory(self._tiers[lower])
-                if not free:
-                    continue
-                try:
-                    self._demote(line, lower)
-                except CoreError:
-                    continue
-                return True
-        return False
+    def _send_down(self, line: int, lower: int) -> bool | None:
+        """Whether the chunk moved; None: there is no free slot."""
+        with self._claim(lower, 1):
+            with self._lock:
+                free = self._ledger.available(lower) >= 1 and has_memory(self._tiers[lower])
+            if not free:
+                return None
+            try:
+                self._demote(line, lower)
+            except CoreError:
+                return False
+            return True
 
     def slot(self, tier: int, owner: int, deadline: float | None = None) -> SlotRef:
         """A slot whose credit is held. Memory may be another namespace's all the same, since it is handed out

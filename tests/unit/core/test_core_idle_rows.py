@@ -48,6 +48,25 @@ def test_rows_move_to_the_slowest_tier_and_answer_the_same_bits(tmp_path: Path) 
         assert slots_used(built) == [0, 0]
 
 
+def test_a_device_that_refuses_is_asked_no_more_often_than_rows_were_to_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(tmp_path, [cpu(24), nvme(32)]) as built:
+        driver = filled(built)
+        asked = []
+
+        def refuse(line: int, lower: int) -> None:
+            asked.append(line)
+            raise CoreError(Reason.STORAGE_UNAVAILABLE, "the device is gone")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(built._store.placement, "_demote", refuse)
+            assert moved_down(built, driver, 2) == 0
+        assert len(asked) == 2 < CHUNKS * LAYERS
+        assert moved_down(built, driver, 2) == 2
+        driver.close()
+
+
 def test_no_more_moves_than_there_is_room_for(tmp_path: Path) -> None:
     with engine(tmp_path, [cpu(24), nvme(4)]) as built:
         first, second = filled(built), filled(built)
