@@ -16,6 +16,7 @@ from kvtier_operator.ports import JsonObject, NodeView
 
 DTYPE_BYTES = {Dtype.FLOAT32: 4, Dtype.FLOAT16: 2, Dtype.BFLOAT16: 2}
 PROBLEMS_SHOWN = 6
+DEFAULT_TTL = "1h"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ def unsupported(cache: JsonObject) -> tuple[Problem, ...]:
         )
     if (spec.get("sessions") or {}).get("interruption", "drop") != "drop":
         found.append("spec.sessions.interruption preserve is not implemented; legal now: drop")
+    ttl = str((spec.get("sessions") or {}).get("ttl", DEFAULT_TTL))
+    if parse_duration(ttl, "spec.sessions.ttl") == 0:
+        found.append(f"spec.sessions.ttl {ttl} leaves a session no time between frames; legal: longer than 0")
     return tuple(Problem("", "NotImplemented", message) for message in found)
 
 
@@ -88,7 +92,7 @@ def admission_of(cache: JsonObject) -> control.CacheAdmission:
 
 
 def _sessions_of(said: JsonObject) -> control.CacheSessions:
-    seconds = parse_duration(str(said.get("ttl", "1h")), "spec.sessions.ttl")
+    seconds = parse_duration(str(said.get("ttl", DEFAULT_TTL)), "spec.sessions.ttl")
     return control.CacheSessions(idle=str(said.get("idle", "demote")), ttl_ms=round(seconds * 1000))
 
 

@@ -205,6 +205,8 @@ async def test_a_missing_reference_is_named_and_nothing_is_adopted(drop: ObjectK
             id="retain",
         ),
         pytest.param({"sessions": {"interruption": "preserve"}}, "interruption preserve", id="preserve"),
+        pytest.param({"sessions": {"ttl": "0"}}, "spec.sessions.ttl 0 leaves", id="ttl-zero"),
+        pytest.param({"sessions": {"ttl": "0m0s"}}, "spec.sessions.ttl 0m0s leaves", id="ttl-zero-long"),
     ],
 )
 async def test_what_is_not_carried_out_is_said_before_anything_is_served(
