@@ -49,6 +49,7 @@ from kvtier_crds.manifest import RuntimeManifest
 
 log = logging.getLogger(__name__)
 _EXACT = FrameMode(False, False, None, lambda: False)
+OPENING_SECONDS = 5.0
 # What a candidate's engine may refuse while the baseline's can still answer.
 _FALLS_BACK = frozenset(
     {
@@ -94,14 +95,19 @@ class PairedEngine:
         retired, self.running = self.running, self.beside
         retired.retired, self.beside = True, retired
 
-    def detach(self) -> Slot | None:
-        """The second engine, for its caller to close; None while a session is in it. For a thread."""
-        with self._opening:
+    def detach(self, seconds: float = OPENING_SECONDS) -> Slot | None:
+        """The second engine, for its caller to close; None while a session is in it, or is being opened for
+        longer than that. For a thread."""
+        if not self._opening.acquire(timeout=seconds):
+            return None
+        try:
             beside = self.beside
             if beside is None or self.seated_in(beside):
                 return None
             self.beside = None
             return beside
+        finally:
+            self._opening.release()
 
     def settle(self, until: float | None = None) -> int:
         """Brings sessions out of the second engine; how many are left in it, since they cannot be carried,

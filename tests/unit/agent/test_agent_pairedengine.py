@@ -238,6 +238,29 @@ def test_an_engine_that_is_replaced_while_a_session_is_opened_in_it_is_not_empty
     assert ran(session.forward()) == {(rig.digests[1], False, "")}
 
 
+def test_a_session_that_is_never_opened_keeps_nobody_waiting(
+    rig: PairedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens, hangs, ends = rig.running.open_session, threading.Event(), threading.Event()
+
+    def hanging(terms: SessionTerms) -> SessionHandle:
+        hangs.set()
+        assert ends.wait(60.0)
+        return opens(terms)
+
+    monkeypatch.setattr(rig.running, "open_session", hanging)
+    opening = threading.Thread(target=rig.open)
+    opening.start()
+    try:
+        assert hangs.wait(60.0)
+        assert rig.paired.detach(0.01) is None
+        assert opening.is_alive()
+    finally:
+        ends.set()
+        opening.join()
+    assert rig.paired.detach() is not None
+
+
 def test_frames_of_many_sessions_are_answered_where_each_is(rig: PairedRig) -> None:
     plain, compared, returned = rig.open(), rig.open(compared=True), rig.open(serves=True)
     sessions = [plain, compared, returned]
