@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -111,17 +112,21 @@ class PairedEngine:
 
     def settle(self, until: float | None = None) -> int:
         """Brings sessions out of the second engine; how many are left in it, since they cannot be carried,
-        find no room or were not read by then, seconds on the engines' clock. For a thread."""
+        find no room, are stepped or were not read by then, seconds on time.monotonic. For a thread."""
         beside = self.beside
         if beside is None:
             return 0
         for seat in self._all():
-            with seat.lock:
+            # A step holds it, and may hang where no deadline reaches.
+            if not seat.lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
+                continue
+            try:
                 if not seat.closed and seat.within(beside):
-                    try:
-                        self._bring_home(seat, until)
-                    except CoreError as error:
-                        log.debug("session %s stays where it is: %s", seat.session_id, error.message)
+                    self._bring_home(seat, until)
+            except CoreError as error:
+                log.debug("session %s stays where it is: %s", seat.session_id, error.message)
+            finally:
+                seat.lock.release()
         return self.seated_in(beside)
 
     def seated_in(self, slot: Slot) -> int:

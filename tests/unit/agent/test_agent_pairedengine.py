@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier_agent.engine_port import FrameResult, SessionHandle, SessionTerms
+from kvtier_agent.engine_port import FrameInput, FrameMode, FrameResult, SessionHandle, SessionTerms
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
@@ -322,6 +322,31 @@ def test_storage_that_hangs_holds_whoever_empties_an_engine_no_longer_than_asked
         finally:
             gate.opened.set()
         assert rig.paired.settle() == 0
+
+
+def test_a_step_that_hangs_holds_whoever_empties_an_engine_no_longer_than_asked(
+    rig: PairedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, other = rig.open(serves=True), rig.open(serves=True)
+    steps, hangs, ends = rig.beside.step, threading.Event(), threading.Event()
+
+    def hanging(frame: FrameInput, mode: FrameMode) -> FrameResult:
+        hangs.set()
+        assert ends.wait(60.0)
+        return steps(frame, mode)
+
+    monkeypatch.setattr(rig.beside, "step", hanging)
+    stepping = threading.Thread(target=rig.paired.step, args=(session.frame(0, 0, 5), session.mode()))
+    stepping.start()
+    try:
+        assert hangs.wait(60.0)
+        assert rig.paired.settle(time.monotonic()) == 1, "the other one is home"
+        assert stepping.is_alive()
+    finally:
+        ends.set()
+        stepping.join()
+    assert rig.paired.settle() == 0
+    other.close()
 
 
 class TestBlocks:
