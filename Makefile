@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup venv controlplane clustertools demo test lint generate bench soak unit house selectors kernels engine simulation cluster e2e clean
+.PHONY: help setup venv controlplane clustertools demo test lint generate bench soak unit rollout house selectors kernels engine simulation cluster e2e clean
 
 PYTHON ?= python3
 SUITE ?=
@@ -32,6 +32,9 @@ lint: venv ## style, types, import rules, generated files
 
 unit: venv ## the unit suites, one a core
 	@$(BIN)/python hack/suites.py unit-core unit
+
+rollout: venv ## walks of rollouts, on an API server in memory
+	@$(BIN)/python hack/suites.py $@
 
 house: venv ## the house, the vocabulary and the plugin
 	@$(BIN)/python hack/suites.py $@

@@ -59,14 +59,14 @@ def suite(name: str, deadline_s: float, *folders: str, cores: float = 1.0, **env
 
 # The unit suites are two, each for one core and under two minutes: the core's tests compute, the others
 # are many and short. What computes more than that runs with others of its kind (kernels, selectors and their
-# evaluation), and what starts programs or reads the whole repository is the house's.
+# evaluation, walks of rollouts), and what starts programs or reads the whole repository is the house's.
 _CORE = ("tests/unit/core",)
 _EVALUATING = tuple(f"tests/unit/house/test_bench_{name}.py" for name in ("selectors", "selectors_anchor"))
 _HOUSE = (
     *("tests/unit/house", "tests/unit/crds", "tests/unit/kubectl"),
     *(f"--ignore={name}" for name in _EVALUATING),  # they import the evaluation, and that transformers
 )
-_APART = ("core", "kernels", "selectors", "eval", "house", "crds", "kubectl", "__pycache__")
+_APART = ("core", "kernels", "selectors", "eval", "rollout", "house", "crds", "kubectl", "__pycache__")
 _OTHERS = tuple(
     f"tests/unit/{folder.name}"
     for folder in sorted((REPOSITORY / "tests" / "unit").iterdir())
@@ -113,25 +113,24 @@ _OWN = "tests/e2e/test_demo_own_cluster.py"
 CORES = 2.5
 
 # Groups run one after the other. The steps of a group are started in this order, each when there is room
-# for it: the longest first, and the cluster's, which mostly wait, beside what computes.
+# for it: the longest first. What waits for clusters, agents and leases leaves a part of its core to others.
 GROUPS: tuple[tuple[Step, ...], ...] = (
     (
+        suite("cluster", 2700, "tests/cluster", *(f"--ignore={name}" for name in _BESIDE), cores=0.25),
+        suite("cluster-beside", 2700, *_BESIDE, cores=0.5),
+        suite("engine", 2700, "tests/engine", *(f"--ignore={name}" for name in _AGENTS), cores=0.75),
         suite("unit-core", 1800, *_CORE, *(f"--ignore={name}" for name in _SELECTING)),
         suite("unit", 1800, *_OTHERS),
-    ),
-    (
-        suite("cluster-beside", 2700, *_BESIDE, cores=0.5),
-        suite("cluster", 2700, "tests/cluster", *(f"--ignore={name}" for name in _BESIDE), cores=0.5),
-        suite("engine", 2700, "tests/engine", *(f"--ignore={name}" for name in _AGENTS)),
-        suite("engine-agents", 2700, *_AGENTS),
-        suite("kernels", 1800, "tests/kernels", TRITON_INTERPRET="1"),
+        suite("engine-agents", 2700, *_AGENTS, cores=0.5),
+        suite("kernels", 1800, "tests/kernels", TRITON_INTERPRET="1", cores=0.75),
+        suite("rollout", 1800, "tests/unit/rollout"),
         suite("eval", 1800, "tests/unit/eval", *_EVALUATING),
         suite("house", 1800, *_HOUSE),
         suite("selectors", 1800, "tests/unit/selectors", *_SELECTING),
-        suite("kernels-cpu", 1800, "tests/unit/kernels"),
+        suite("kernels-cpu", 1800, "tests/unit/kernels", cores=0.75),
         Step("lint", ("hack/lint",), 1800),
         suite("demo-own", 1800, _OWN, cores=0.5),
-        suite("simulation", 1800, "tests/simulation"),
+        suite("simulation", 1800, "tests/simulation", cores=0.5),
     ),
     (suite("e2e", 2700, "tests/e2e", f"--ignore={_OWN}"),),
 )
