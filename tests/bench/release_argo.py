@@ -18,8 +18,9 @@ from pathlib import Path
 from aiohttp import web
 
 from tests.bench.release_api import Admin, Json, until
-from tests.bench.release_processes import end_with_parent, free_port
+from tests.bench.release_processes import end_with_parent
 from tests.cluster.kvtier_localplane import Cluster, find_argo_rollouts
+from tests.ports import free_port
 
 SPACE = "argo"
 NAME = "peer"
@@ -141,7 +142,7 @@ async def argo(cluster: Cluster, admin: Admin, folder: Path) -> AsyncIterator[Ar
         await until(
             lambda: (peer.rollout.get("status") or {}).get("phase") == "Healthy",
             SECONDS,
-            lambda: f"never healthy: {peer.rollout.get('status')}",
+            lambda: f"never healthy: {peer.rollout.get('status')}; {process.poll()=}; {_last_words(folder)}",
         )
         yield peer
 
@@ -156,6 +157,10 @@ def _start(program: Path, cluster: Cluster, folder: Path) -> subprocess.Popen[by
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=end_with_parent
         )
+
+
+def _last_words(folder: Path) -> str:
+    return (folder / "argo.log").read_text(errors="replace")[-2000:]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

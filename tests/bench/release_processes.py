@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from tests.bench.release_api import Json
 from tests.cluster.kvtier_localplane import Certificate
+from tests.ports import free_port
 
 READY_SECONDS = 180.0
 ANSWER_SECONDS = 60.0
@@ -120,9 +120,3 @@ async def start_agents(spec: dict[str, Any], folder: Path) -> Child:
     file.write_text(json.dumps(spec), encoding="utf-8")
     child, _ = await Child.start(["-m", "tests.release_agents", str(file)], folder / "agents.log")
     return child
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
