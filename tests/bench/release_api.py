@@ -75,18 +75,19 @@ class Admin:
 
     async def watch(self, path: str, seen: Callable[[str, Json, float], None]) -> None:
         """Until cancelled: calls `seen` with type, object and moment (monotonic) for everything that exists
-        and then for each change. A broken watch begins again."""
+        and then for each change. A broken watch begins again; so does one that is refused, as the first of a
+        kind is that was defined just now."""
         while True:
-            listed = await self.get(path)
-            now = time.monotonic()
-            for item in listed["items"]:
-                seen("ADDED", item, now)
-            version = listed["metadata"]["resourceVersion"]
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, ApiFailed):
-                async for event in self._events(path, version):
+                listed = await self.get(path)
+                now = time.monotonic()
+                for item in listed["items"]:
+                    seen("ADDED", item, now)
+                async for event in self._events(path, listed["metadata"]["resourceVersion"]):
                     if event["type"] == "ERROR":
                         break
                     seen(event["type"], event["object"], time.monotonic())
+            await asyncio.sleep(0.1)
 
     async def _events(self, path: str, version: str) -> AsyncIterator[Json]:
         query = f"{path}?watch=1&resourceVersion={version}"
