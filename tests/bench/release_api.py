@@ -87,7 +87,7 @@ class Admin:
                     if event["type"] == "ERROR":
                         break
                     seen(event["type"], event["object"], time.monotonic())
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
 
     async def _events(self, path: str, version: str) -> AsyncIterator[Json]:
         query = f"{path}?watch=1&resourceVersion={version}"
