@@ -4,14 +4,16 @@ Why it exists: bytes read from storage must prove by themselves which block they
 that they are whole; what a process left behind must be usable by the next one from its headers alone. It must
 not know files, threads or sessions.
 
-Header, little-endian, within one sector of the page, the rest of the page zero:
+Header, little-endian, within one sector of the page, then its segment table, the rest of the page zero:
 magic 8s | version u32 | checksum kind 8s | key 32s | logical u64 | slot generation u64 | replica generation
 u64 | rows u32 | payload length u64 | seal u64 | payload checksum u64 | flags u32 | namespace 32s | authority
 epoch u64 | slot u64 | store epoch u64 | commit group u64 | cost f64 | layout 64s | dtype 16s | codec 16s |
 key reference 64s | salt 16s | nonce 12s | tag 16s | crc32c of all before u32
 
 seal: XXH3-64 of the plain payload, masked when the block is encrypted. payload checksum: of the bytes as
-they lie on the device, by the kind named.
+they lie on the device, by the kind named. tag: of version 2 only; version 3 has one for each segment.
+
+Version 2 has no table: such a block is read as a whole.
 """
 
 from __future__ import annotations
@@ -27,16 +29,21 @@ import crc32c
 from kvtier_core.checksums import checksum
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import CODEC_IDENTITY, LAYOUT_ID, ChunkLayout
+from kvtier_core.tiers import segments
+from kvtier_core.tiers.segments import Life, SegmentTable
 from kvtier_core.tiers.slots import BlockIdentity, SlotRef
 from kvtier_core.tiers.staging import PAGE
 
-MAGIC = b"KVTBLK\x00\x02"
-VERSION = 2
+MAGIC = b"KVTBLK\x00\x03"
+VERSION = 3
+WITHOUT_TABLE = (b"KVTBLK\x00\x02", 2)
 _FIELDS = struct.Struct("<8sI8s32sQQQIQQQI32sQQQQd64s16s16s64s16s12s16s")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CRC.size
 _PAYLOAD_CHECKSUM_AT = struct.calcsize("<8sI8s32sQQQIQQ")
+_FLAGS_AT = struct.calcsize("<8sI8s32sQQQIQQQ")
 _TAG_AT = _FIELDS.size - 16
+TABLE_ROOM = PAGE - HEADER_BYTES
 KEY_BYTES = 32
 NO_NAMESPACE = bytes(KEY_BYTES)
 _U64 = (1 << 64) - 1
@@ -103,6 +110,15 @@ class BlockHeader(NamedTuple):
         return bool(self.flags & _ENCRYPTED)
 
     @property
+    def segmented(self) -> bool:
+        """A table of segments lies behind it."""
+        return self.version == VERSION
+
+    @property
+    def life(self) -> Life:
+        return Life(self.key, self.slot_generation, self.slot, self.store_epoch, self.payload_checksum)
+
+    @property
     def reference(self) -> str:
         return text(self.key_reference)
 
@@ -125,13 +141,15 @@ class BlockHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """What all blocks of one store have in common. kind: the payload checksum's name."""
+    """What all blocks of one store have in common. kind: the payload checksum's name. page_bytes: what a
+    segment should hold at least; no two blocks need agree on it."""
 
     payload_bytes: int
     kind: str
     layout: str = LAYOUT_ID
     dtype: str = "float32"
     codec: str = CODEC_IDENTITY
+    page_bytes: int = PAGE
 
     def __post_init__(self) -> None:
         for value, width in self._texts:
@@ -159,9 +177,22 @@ class BlockFormat:
         """Bytes of one slot: header page and body."""
         return PAGE + self.body_bytes
 
+    @cached_property
+    def segment_bytes(self) -> int:
+        """Of a plain block."""
+        return segments.segment_bytes(
+            self.payload_bytes, TABLE_ROOM, segments.CHECKSUM_WIDTH, self.page_bytes
+        )
+
+    @cached_property
+    def sealed_segment_bytes(self) -> int:
+        """Of an encrypted one."""
+        least = max(segments.SEALED_BYTES, self.page_bytes)
+        return segments.segment_bytes(self.payload_bytes, TABLE_ROOM, segments.TAG_WIDTH, least)
+
     @classmethod
     def of(cls, layout: ChunkLayout, kind: str) -> BlockFormat:
-        return cls(layout.payload_bytes, kind)
+        return cls(layout.payload_bytes, kind, page_bytes=segments.page_bytes(layout))
 
 
 class HeaderWriter:
@@ -184,8 +215,8 @@ class HeaderWriter:
         payload_checksum: int,
         sealed_by: tuple[str, bytes, bytes] | None = None,
     ) -> bytearray:
-        """HEADER_BYTES of a header. sealed_by: (key reference, salt, nonce) of an encrypted block, whose tag
-        and payload checksum `amend` fills in."""
+        """HEADER_BYTES of a header. sealed_by: (key reference, salt, nonce) of an encrypted block, whose
+        payload checksum `amend` fills in."""
         reference, salt, nonce = sealed_by or ("", b"", b"")
         flags = (_DURABLE if identity.durable else 0) | (_ENCRYPTED if sealed_by else 0)
         flags |= _DROPPABLE if identity.droppable else 0
@@ -228,18 +259,41 @@ def finish(header: bytearray | memoryview) -> None:
     _CRC.pack_into(header, _FIELDS.size, crc32c.crc32c(header[: _FIELDS.size]))
 
 
-def amend(header: bytearray, payload_checksum: int, tag: bytes) -> None:
+def amend(header: bytearray, payload_checksum: int) -> None:
     """Fills in what is known only after the payload was encrypted."""
     struct.pack_into("<Q", header, _PAYLOAD_CHECKSUM_AT, payload_checksum)
-    header[_TAG_AT : _TAG_AT + 16] = tag
     finish(header)
 
 
 def associated_data(header: bytes | bytearray | memoryview) -> bytes:
-    """What encryption binds to the payload: every field but the tag and the ciphertext's checksum."""
-    fields = bytearray(header[:_TAG_AT])
+    """What encryption binds to the payload: every field but the ciphertext's checksum, and DROPPABLE, which
+    may be written anew under the same payload. Of version 2 every field but checksum and tag."""
+    fields = bytearray(header[: _FIELDS.size])
     fields[_PAYLOAD_CHECKSUM_AT : _PAYLOAD_CHECKSUM_AT + 8] = bytes(8)
+    if fields[:8] == WITHOUT_TABLE[0]:
+        return bytes(fields[:_TAG_AT])
+    fields[_FLAGS_AT] &= ~_DROPPABLE & 0xFF
     return bytes(fields)
+
+
+def table_of(page: memoryview | bytes, header: BlockHeader) -> SegmentTable | None:
+    """The segment table in a header page that was read as `header`; None: it has none, or not its own."""
+    if not header.segmented:
+        return None
+    return segments.decode(page[HEADER_BYTES:PAGE], header.life, header.length)
+
+
+def check_table(page: memoryview | bytes, header: BlockHeader, ref: SlotRef) -> SegmentTable | None:
+    """As `table_of`; CHECKSUM_MISMATCH where the table is not the one that was written."""
+    found = table_of(page, header)
+    wanted = segments.TAG_WIDTH if header.encrypted else segments.CHECKSUM_WIDTH
+    if header.segmented and (found is None or found.width != wanted):
+        raise CoreError(
+            Reason.CHECKSUM_MISMATCH,
+            f"the segment table of slot {ref.slot} changed",
+            {"logical": f"{header.logical:#x}", "slot": ref.slot},
+        )
+    return found
 
 
 def erased_page(ref: SlotRef, store_epoch: int) -> bytearray:
@@ -262,7 +316,7 @@ def read_header(page: memoryview | bytes) -> tuple[HeaderState, BlockHeader | No
     if crc32c.crc32c(fields) != stored:
         return HeaderState.TORN, None
     header = BlockHeader._make(_FIELDS.unpack(fields))
-    if header.magic != MAGIC or header.version != VERSION:
+    if (header.magic, header.version) not in ((MAGIC, VERSION), WITHOUT_TABLE):
         return HeaderState.FOREIGN, None
     return HeaderState.VALID, header
 

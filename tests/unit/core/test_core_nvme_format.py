@@ -23,6 +23,7 @@ from kvtier_core.tiers.block import (
 )
 from kvtier_core.tiers.nvme import superblock
 from kvtier_core.tiers.nvme.superblock import Superblock
+from kvtier_core.tiers.segments import Life, SegmentTable
 from kvtier_core.tiers.staging import PAGE
 
 FORM = BlockFormat(4096, "xxh3")
@@ -43,21 +44,24 @@ def check(data: bytearray, named: BlockIdentity = NAMED, ref: SlotRef = REF, epo
 
 
 def test_headers_are_what_they_were() -> None:
-    """A change of these digests is a new version of the format, and stores of the old one are dropped."""
+    """A change of these digests is a new version of the format; blocks of version 2 are still read."""
     plain = HeaderWriter(FORM, 2).pack(REF, NAMED, 12, NAMED.checksum, NAMED.checksum)
     sealed = HeaderWriter(FORM, 2).pack(REF, NAMED, 12, 99, 0, SEALED)
     assert HEADER_BYTES == 388
     assert hashlib.sha256(plain).hexdigest() == GOLDEN["plain"]
     assert hashlib.sha256(sealed).hexdigest() == GOLDEN["sealed"]
     assert hashlib.sha256(erased_page(REF, 2)).hexdigest() == GOLDEN["erased"]
+    table = SegmentTable(PAGE, 8, bytes(range(16))).encode(Life(NAMED.chunk_digest, REF.generation, 5, 2, 7))
+    assert hashlib.sha256(table).hexdigest() == GOLDEN["table"]
     block = Superblock(7, 9, 11, 8192, 4096, 100, "kv-head-major-f32/1", "xxh3", True)
     assert hashlib.sha256(superblock.encode(block)).hexdigest() == GOLDEN["superblock"]
 
 
 GOLDEN = {
-    "plain": "5e7b3d6baf7e72711124b1d3172ad5cd4af1e23d19f722871bfd6a34b9b5bbb6",
-    "sealed": "857526a92605d3f73e23c6802cb59c5348ce627f78e0e1016a356fd230eb881d",
-    "erased": "41d315db1e4e3dcdc561f1aac65fedcc1e4fd179d11291b82bfb1e24255786b5",
+    "plain": "b1f7614d6988dc9f80f86d1668a84d1086b2d6167e68677a853680d4714d35ae",
+    "sealed": "ef996879bc6b74be89bd2607e3ea814fa39dc3234e4bf5b85c8a5a14f93d3fdd",
+    "erased": "a6de9e72965d2307a855877873f604da857c53764c3609aa997bcfeb876514da",
+    "table": "7dc9512aaf18242e8ba7414e964fb4331d96a11202cddc898182869e9626cb08",
     "superblock": "7af5488715d2df58b3cebed828ec092d28bb11aa4dd3917070b9f2a39d26e47e",
 }
 

@@ -1,4 +1,4 @@
-"""Encryption at rest: AES-256-GCM of a payload, bound to its header.
+"""Encryption at rest: AES-256-GCM of each segment of a payload, bound to the block's header.
 
 Why it exists: storage outlives processes and tenants. The header is the associated data, so a ciphertext that
 is moved under another header, of the same tenant even, does not open; destroying a namespace's key makes its
@@ -8,7 +8,8 @@ Nonces: each opening of a store draws a 128-bit salt, and each (reference, salt,
 own, derived by HKDF-SHA256. Under such a key nonces are counted from zero and the count never repeats, within
 the process because it only grows, beyond it because no other process draws that salt. So neither a restart
 nor a disk that is restored from a copy can repeat a nonce, and nothing about nonces must be durable. Salt and
-nonce lie in the header.
+nonce lie in the header. The count has the last eight bytes; the first four are 1 + the segment's index, so
+that no segment opens in another's place. A block of version 2 is one message, whose nonce has zeros there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.block import BlockHeader, associated_data
 from kvtier_core.tiers.keyform import KEY_BYTES as KEY_BYTES
 from kvtier_core.tiers.keyform import MAX_REFERENCE_BYTES as MAX_REFERENCE_BYTES
+from kvtier_core.tiers.segments import SegmentTable
 
 SALT_BYTES = 16
 NONCE_BYTES = 12
@@ -121,28 +123,45 @@ class BlockCipher:
 
     def encrypt(
         self, sealed_by: tuple[str, bytes, bytes], namespace: bytes, header: bytearray, plain: memoryview,
-        target: memoryview,
+        target: memoryview, segment: int,
     ) -> bytes:  # fmt: skip
-        """Writes the ciphertext to `target` (len(plain) + TAG_BYTES) and returns the tag."""
+        """Writes the ciphertext to `target` (len(plain) + TAG_BYTES, the rest scratch) and returns the tags
+        of its segments, one after the other."""
         reference, salt, nonce = sealed_by
-        cipher = self._key(reference, salt, namespace).cipher
-        cipher.encrypt_into(nonce, plain, associated_data(header), target)
-        return bytes(target[len(plain) :])
+        cipher, bound = self._key(reference, salt, namespace).cipher, associated_data(header)
+        tags = []
+        for at, start in enumerate(range(0, len(plain), segment)):
+            end = min(start + segment, len(plain))
+            # The tag arrives where the next segment's ciphertext will.
+            cipher.encrypt_into(_nonce(nonce, at), plain[start:end], bound, target[start : end + TAG_BYTES])
+            tags.append(bytes(target[end : end + TAG_BYTES]))
+        return b"".join(tags)
 
     def decrypt(self, header: BlockHeader, page: memoryview, stored: memoryview, target: memoryview) -> None:
-        """Decrypts `stored` (payload + room for TAG_BYTES) into `target`. CHECKSUM_MISMATCH when it is not
-        what was encrypted under this header; KEY_UNAVAILABLE. After an error `target` holds nothing of it."""
+        """Decrypts `stored` (payload + room for TAG_BYTES) of version 2 into `target`. CHECKSUM_MISMATCH when
+        it is not what was encrypted under this header; KEY_UNAVAILABLE. After an error `target` holds nothing
+        of it."""
         derived = self._key(header.reference, header.salt, header.namespace)
-        stored[len(target) : len(target) + TAG_BYTES] = header.tag
-        try:
-            derived.cipher.decrypt_into(
-                header.nonce, stored[: len(target) + TAG_BYTES], associated_data(page), target
-            )
-        except InvalidTag:
-            target[:] = bytes(len(target))
-            raise CoreError(
-                Reason.CHECKSUM_MISMATCH, f"slot {header.slot} is not what was encrypted under its header"
-            ) from None
+        _open(derived.cipher, header, header.nonce, header.tag, associated_data(page), stored, target)
+
+    def decrypt_segments(
+        self, header: BlockHeader, page: memoryview, table: SegmentTable, first: int, stored: memoryview,
+        target: memoryview,
+    ) -> None:  # fmt: skip
+        """As `decrypt`, of segments from `first` on: `stored` has len(target) bytes of them and room for
+        TAG_BYTES, and is scratch afterwards."""
+        cipher = self._key(header.reference, header.salt, header.namespace).cipher
+        bound = associated_data(page)
+        starts = range(0, len(target), table.segment)
+        # From the last: a tag is put where the segment behind it began, which has been opened by then.
+        for at in range(len(starts) - 1, -1, -1):
+            start, end = starts[at], min(starts[at] + table.segment, len(target))
+            nonce, tag = _nonce(header.nonce, first + at), table.entry(first + at)
+            try:
+                _open(cipher, header, nonce, tag, bound, stored[start:], target[start:end])
+            except CoreError:
+                target[:] = bytes(len(target))
+                raise
 
     def forget(self) -> None:
         """Drops derived keys, so that a key destroyed at the provider opens nothing here any more."""
@@ -174,6 +193,24 @@ class BlockCipher:
             if len(self._derived) > _CACHED_KEYS:
                 self._derived.popitem(last=False)
         return derived
+
+
+def _nonce(nonce: bytes, segment: int) -> bytes:
+    return (segment + 1).to_bytes(4, "big") + nonce[4:]
+
+
+def _open(
+    cipher: AESGCM, header: BlockHeader, nonce: bytes, tag: bytes, bound: bytes, stored: memoryview,
+    target: memoryview,
+) -> None:  # fmt: skip
+    stored[len(target) : len(target) + TAG_BYTES] = tag
+    try:
+        cipher.decrypt_into(nonce, stored[: len(target) + TAG_BYTES], bound, target)
+    except InvalidTag:
+        target[:] = bytes(len(target))
+        raise CoreError(
+            Reason.CHECKSUM_MISMATCH, f"slot {header.slot} is not what was encrypted under its header"
+        ) from None
 
 
 def _reference(namespace: bytes) -> str:

@@ -24,6 +24,7 @@ from kvtier_core.tiers.block import (
     BlockHeader,
     HeaderState,
     page_state,
+    table_of,
 )
 from kvtier_core.tiers.fileops import Buffer
 from kvtier_core.tiers.nvme.crypto import BlockCipher, KeyProvider
@@ -162,6 +163,7 @@ class Scanner:
             return Scanned(slot, header, DropReason.UNREADABLE, page)
         body = block[PAGE : PAGE + self._form.payload_bytes]
         torn = checksum(self._form.kind, body) != header.payload_checksum
+        torn = torn or (header.segmented and table_of(block, header) is None)
         return Scanned(slot, header, DropReason.TORN_PAYLOAD if torn else None, page, True)
 
     def _fill(self, buffer: memoryview, slot: int) -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from kvtier_core.checksums import checksum
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.tiers import segments
 from kvtier_core.tiers.block import (
-    HEADER_BYTES,
     BlockFormat,
     BlockHeader,
     HeaderWriter,
@@ -22,10 +22,14 @@ from kvtier_core.tiers.block import (
     check_header,
     check_payload,
     check_seal,
+    check_table,
 )
 from kvtier_core.tiers.nvme.crypto import TAG_BYTES, BlockCipher
 from kvtier_core.tiers.nvme.file import BlockFile, RunScratch, aligned
+from kvtier_core.tiers.nvme.pages import KnownPages
 from kvtier_core.tiers.nvme.slots import NvmeSlots
+from kvtier_core.tiers.segments import Life, SegmentTable
+from kvtier_core.tiers.slots import BlockIdentity, SlotRef
 from kvtier_core.tiers.staging import PAGE
 from kvtier_core.tiers.transfer import TransferItem
 
@@ -85,10 +89,16 @@ class Store:
         self.epoch = epoch
         self.cipher = cipher
         self.guard = SlotGuard()
+        self.pages = KnownPages()
         self.run_blocks = max(1, min(MAX_RUN_BLOCKS, run_bytes // form.stride))
         self._headers = HeaderWriter(form, epoch)
         self._local = threading.local()
         self._whole = form.payload_bytes // PAGE * PAGE
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of the blocks that this opening writes."""
+        return self.form.segment_bytes if self.cipher is None else self.form.sealed_segment_bytes
 
     def scratch(self) -> RunScratch:
         """This thread's own, so that a hung call can only write where nobody else looks."""
@@ -135,7 +145,9 @@ class Store:
             rest = len(body) - self._whole
             pieces.tail[:rest] = body[self._whole :]
             pieces.tail[rest:] = bytes(PAGE - rest)
-        _write_page(pieces.page, header)
+        found = segments.checksums(self.form.kind, body, self.form.segment_bytes)
+        table = SegmentTable(self.form.segment_bytes, segments.CHECKSUM_WIDTH, found)
+        self._write_page(pieces.page, header, table, item.ref, identity, own)
         return pieces
 
     def _encrypt(
@@ -146,12 +158,31 @@ class Store:
         masked = cipher.mask(sealed_by, identity.namespace, identity.checksum)
         header = self._headers.pack(item.ref, identity, group, masked, 0, sealed_by)
         target = scratch.body(at)
-        tag = cipher.encrypt(sealed_by, identity.namespace, header, plain, target[: len(plain) + TAG_BYTES])
+        segment = self.form.sealed_segment_bytes
+        room = target[: len(plain) + TAG_BYTES]
+        tags = cipher.encrypt(sealed_by, identity.namespace, header, plain, room, segment)
         target[len(plain) :] = bytes(len(target) - len(plain))
-        amend(header, checksum(self.form.kind, target[: len(plain)]), tag)
+        own = checksum(self.form.kind, target[: len(plain)])
+        amend(header, own)
         block = scratch.block(at)
-        _write_page(block[:PAGE], header)
+        table = SegmentTable(segment, segments.TAG_WIDTH, tags)
+        self._write_page(block[:PAGE], header, table, item.ref, identity, own)
         return Pieces([block], block[:PAGE], True, None)
+
+    def _write_page(
+        self,
+        page: memoryview,
+        header: bytearray,
+        table: SegmentTable,
+        ref: SlotRef,
+        identity: BlockIdentity,
+        payload_checksum: int,
+    ) -> None:
+        life = Life(identity.chunk_digest, ref.generation, ref.slot, self.epoch, payload_checksum)
+        known = bytes(header) + table.encode(life)
+        page[: len(known)] = known
+        page[len(known) :] = bytes(PAGE - len(known))
+        self.pages.remember(ref, known)
 
     def pieces(self, item: TransferItem, scratch: RunScratch, at: int) -> Pieces:
         """Buffers of one stored block, `form.stride` bytes in all: the landing's own where storage can move
@@ -179,14 +210,15 @@ class Store:
         """Verifies a block that was read into `pieces` and leaves its payload in the landing.
         CHECKSUM_MISMATCH, IDENTITY_MISMATCH, RECYCLED_DESTINATION, NOT_VISIBLE, CODEC_OR_LAYOUT_MISMATCH,
         SHORT_COPY, KEY_UNAVAILABLE; the landing's bytes are nobody's then."""
-        header = check_header(pieces.page, self.form, item.ref, item.identity, self.epoch)
+        header, table = self.named(pieces.page, item)
         body = item.landing.body
         if self.cipher is not None:
-            self._decrypt(header, pieces.page, item, scratch.body(at), self.cipher)
+            stored = scratch.body(at)
+            if table is None:
+                self.cipher.decrypt(header, pieces.page, stored, body)
+            else:
+                self.cipher.decrypt_segments(header, pieces.page, table, 0, stored, body)
             return
-        if header.encrypted:
-            raise CoreError(Reason.KEY_UNAVAILABLE, f"slot {header.slot} is encrypted and no keys are given")
-        check_seal(header.seal, item.ref, item.identity)
         if pieces.bounced:
             stored = pieces.buffers[0][PAGE : PAGE + len(body)]
             check_payload(self.form.kind, header, stored, item.ref)
@@ -196,23 +228,21 @@ class Store:
             body[self._whole :] = pieces.tail[: len(body) - self._whole]
         check_payload(self.form.kind, header, body, item.ref)
 
-    def _decrypt(
-        self,
-        header: BlockHeader,
-        page: memoryview,
-        item: TransferItem,
-        stored: memoryview,
-        cipher: BlockCipher,
-    ) -> None:
+    def named(self, page: memoryview, item: TransferItem) -> tuple[BlockHeader, SegmentTable | None]:
+        """Believes a header page, seal included, and says what its payload must be. Raises as `believe`
+        does."""
+        header = check_header(page, self.form, item.ref, item.identity, self.epoch)
+        if self.cipher is None:
+            if header.encrypted:
+                raise CoreError(
+                    Reason.KEY_UNAVAILABLE, f"slot {header.slot} is encrypted and no keys are given"
+                )
+            check_seal(header.seal, item.ref, item.identity)
+            return header, check_table(page, header, item.ref)
         if not header.encrypted:
             # Whoever can write to the device could otherwise pass off plain bytes for ours.
             raise CoreError(
                 Reason.IDENTITY_MISMATCH, f"slot {header.slot} is not encrypted as this store's blocks are"
             )
-        check_seal(cipher.seal_of(header), item.ref, item.identity)
-        cipher.decrypt(header, page, stored, item.landing.body)
-
-
-def _write_page(page: memoryview, header: bytearray) -> None:
-    page[:HEADER_BYTES] = header
-    page[HEADER_BYTES:] = bytes(PAGE - HEADER_BYTES)
+        check_seal(self.cipher.seal_of(header), item.ref, item.identity)
+        return header, check_table(page, header, item.ref)

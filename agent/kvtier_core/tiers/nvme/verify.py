@@ -19,12 +19,14 @@ from pathlib import Path
 
 from kvtier_core.checksums import checksum
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.tiers.block import HEADER_BYTES, BlockFormat, BlockHeader
+from kvtier_core.tiers.block import HEADER_BYTES, BlockFormat, BlockHeader, check_table
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme import superblock
 from kvtier_core.tiers.nvme.crypto import TAG_BYTES, BlockCipher, KeyProvider
 from kvtier_core.tiers.nvme.recovery import DropReason, classify
 from kvtier_core.tiers.nvme.superblock import SUPERBLOCK_BYTES, Superblock
+from kvtier_core.tiers.segments import checksums
+from kvtier_core.tiers.slots import SlotRef
 from kvtier_core.tiers.staging import PAGE
 
 MAX_FINDINGS = 1000
@@ -196,14 +198,24 @@ def _payload(
     verdict: BlockVerdict,
 ) -> BlockVerdict:
     body = block[PAGE : PAGE + form.payload_bytes]
+    try:
+        table = check_table(block, header, SlotRef(header.slot, header.slot_generation))
+    except CoreError:
+        return BlockVerdict.DAMAGED_HEADER
     if checksum(form.kind, body) != header.payload_checksum:
         return BlockVerdict.DAMAGED_PAYLOAD
     if not header.encrypted:
+        if table is not None and table.entries != checksums(form.kind, body, table.segment):
+            return BlockVerdict.DAMAGED_HEADER
         return verdict if checksum("xxh3", body) == header.seal else BlockVerdict.DAMAGED_PAYLOAD
     if cipher is None:
         return BlockVerdict.SEALED
+    page, stored = block[:PAGE], block[PAGE : PAGE + form.payload_bytes + TAG_BYTES]
     try:
-        cipher.decrypt(header, block[:PAGE], block[PAGE : PAGE + form.payload_bytes + TAG_BYTES], plain)
+        if table is None:
+            cipher.decrypt(header, page, stored, plain)
+        else:
+            cipher.decrypt_segments(header, page, table, 0, stored, plain)
         return verdict if checksum("xxh3", plain) == cipher.seal_of(header) else BlockVerdict.NOT_DECRYPTED
     except CoreError as error:
         verdicts = {

@@ -238,6 +238,7 @@ class EraseJob(Job):
         to = self._to
         page = to.store.scratch().header(0)
         page[:] = erased_page(ref, to.store.epoch)
+        to.store.pages.forget(ref.slot)
         try:
             done = to.store.file.write([page], to.store.file.offset(ref.slot))
         except OSError as error:
