@@ -23,13 +23,14 @@ from kvtier_operator.ports import (
 )
 from kvtier_operator.revisions import Role
 from kvtier_operator.rollout import effects
+from kvtier_operator.rollout.evaluation import current_look
 from kvtier_operator.rollout.feed import EvidenceFeed, LookSource
 from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run, reference
-from kvtier_operator.rollout.inputs import Plan, Rpc
+from kvtier_operator.rollout.inputs import GateVerdict, Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
 from kvtier_operator.rollout.probing import ProbeJobs
-from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.state import GateStatus, RolloutState
 from kvtier_operator.rollout.status import StatusUnreadable, as_written
 from kvtier_operator.rollout.vocabulary import Phase, Stage
 from kvtier_operator.telemetry import trace_context
@@ -195,7 +196,11 @@ class KVRolloutReconciler:
             with telemetry.span(span.name, dict(span.attributes), uid=uid, attempt=state.attempt):
                 pass
         before = {gate.name: (gate.verdict, gate.reason) for gate in facts.state.gates}
-        for gate in state.gates:
+        # A step that is left takes its gates with it; what they said at its last look is told all the same.
+        look = current_look(facts.state, facts.inputs)
+        judged: dict[str, GateStatus | GateVerdict] = {gate.name: gate for gate in state.gates}
+        judged |= {gate.name: gate for gate in look.verdicts} if look is not None else {}
+        for gate in judged.values():
             if before.get(gate.name) == (gate.verdict, gate.reason):
                 continue
             attributes: dict[str, str | int | float | bool] = {

@@ -161,11 +161,12 @@ def _worth_writing(old: RolloutState, new: RolloutState, inputs: Inputs) -> bool
 
 
 def _settled(state: RolloutState) -> tuple[object, ...]:
-    """All of it that is compared. That evidence is still too little is no news: no gate says as much."""
+    """All of it that is compared. Of gates only what speaks against the step: one that passes, or has too
+    little evidence yet, waits for the next step's write, or for that of moved numbers."""
     gates = [
-        (one.name, one.metric, one.verdict, one.reason, one.fail_only, one.overridden)
+        (one.name, one.metric, one.verdict, one.reason, one.fail_only)
         for one in state.gates
-        if one.verdict is not Verdict.INSUFFICIENT
+        if one.verdict not in (Verdict.INSUFFICIENT, Verdict.PASS)
     ]
     conditions = [
         (one.type, one.status, one.reason, one.observed_generation, one.last_transition)

@@ -480,6 +480,7 @@ async def test_more_late_nodes_refuse_than_can_be_named() -> None:
     assert world.status["excludedCount"] == 10
     assert ": 2 not named, late-0 (" in world.condition("Degraded")["message"]
     assert world.status["holders"] == {"nodes": ["node-0", "node-1"], "count": 2}
+    await world.run(12)  # what the gates say is written by then
     world.restart()
     before = world.api.writes
     await world.run(15)

@@ -152,13 +152,6 @@ async def test_a_lost_manifest_of_the_baseline_names_itself() -> None:
             id="another-device",
         ),
         pytest.param(
-            {"overrides": {"placement": SLICES, "admission": {"queue": 9}}},
-            {},
-            "SharedByAllSessions",
-            "admission",
-            id="admission",
-        ),
-        pytest.param(
             {"overrides": {"tiers": [{"tierClassName": "nobody", "budget": "1Gi", "role": "resident"}]}},
             {},
             "ReferenceMissing",
@@ -192,6 +185,10 @@ async def test_what_cannot_stand_beside_the_baseline_is_refused_before_any_agent
         pytest.param(FROM_SPEC, {"tiers": SMALLER}, id="tiers-of-the-spec"),
         pytest.param(FROM_SPEC, {"chunkTokens": 128}, id="chunk-tokens"),
         pytest.param({"overrides": {"tiers": SMALLER, "placement": SLICES}}, {}, id="with-a-placement"),
+        pytest.param({"overrides": {"admission": {"queue": 9}}}, {}, id="admission"),
+        pytest.param(
+            {"overrides": {"placement": SLICES, "admission": {"queue": 9}}}, {}, id="admission-and-placement"
+        ),
     ],
 )
 async def test_a_candidate_for_an_engine_of_its_own_is_released_like_any_exact_one(
@@ -201,6 +198,7 @@ async def test_a_candidate_for_an_engine_of_its_own_is_released_like_any_exact_o
     if edit:
         edit_cache(world, **edit)
     await world.until("Progressing", "Canary")
+    await world.run(12)
     assert {row["name"] for row in world.status["gates"]} >= {"outputMismatches", "allocationFailures"}
     await world.until("Completed")
     assert world.cache_status["baseline"]["digest"] == world.status["candidate"]["digest"] != world.baseline

@@ -11,6 +11,7 @@ from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World
 
 
@@ -61,6 +62,48 @@ async def test_quiet_rollout_whose_status_has_no_room_is_not_written(phase: str)
     before = world.api.writes
     await world.run(120)
     assert world.api.writes == before
+
+
+async def test_a_step_costs_two_writes_and_its_gates_no_further_one() -> None:
+    """The fence in the KVCache and the status that carries it; what the gates have said goes with it."""
+    world = World(
+        stages=[
+            {"name": "Shadow", "minDuration": "5s"},
+            {"name": "Canary", "trafficFraction": "5%", "minDuration": "5s"},
+            {"name": "Ramp", "steps": ["10%", "50%"], "stepDuration": "5s"},
+            {"name": "Full", "soak": "1h", "holdback": "2%"},
+        ]
+    )
+    await world.until("Progressing", "Canary")
+    fence, before = world.status["fence"], world.api.writes
+    await world.until("Progressing", "Full")
+    moves = world.status["fence"] - fence
+    assert moves == 3
+    assert world.api.writes - before == 2 * moves
+
+
+async def test_gates_that_pass_are_written_within_some_seconds_of_a_long_step() -> None:
+    world = World(stages=[{"name": "Shadow", "minDuration": "9h"}, {"name": "Full", "soak": "1h"}])
+    await world.until("Progressing", "Shadow")
+    before = world.api.writes
+    await world.run(25)
+    assert {row["verdict"] for row in world.status["gates"]} == {"Pass"}
+    assert world.api.writes <= before + 1
+
+
+async def test_a_gate_that_cannot_be_read_is_written_at_once() -> None:
+    world = World(stages=[{"name": "Shadow", "minDuration": "9h"}, {"name": "Full", "soak": "1h"}])
+    look = world.feed.look
+
+    async def unreadable(reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
+        found = await look(reading, state, spec, now)
+        verdicts = tuple(replace(one, verdict=Verdict.PROVIDER_ERROR) for one in found.verdicts)
+        return replace(found, verdicts=verdicts)
+
+    world.feed.look = unreadable  # type: ignore[method-assign]
+    await world.until("Progressing", "Shadow")
+    await world.run(2)
+    assert world.condition("Degraded")["reason"] == "ProviderError"
 
 
 async def test_numbers_that_move_are_written_now_and_then() -> None:
