@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
-from kvtier_operator.fleet import lease_end, lease_key, pool_of
+from kvtier_operator.fleet import StoreFleet, lease_end, lease_key, pool_of
 from kvtier_operator.ports import (
     AgentError,
     AgentUnreachable,
@@ -98,10 +98,8 @@ class KVNodeReconciler:
             # All that are left, not only this one's: a deletion that was missed is made up for.
             deps.agents.retain({node["metadata"]["name"] for node in deps.store.list_all(Kind.KV_NODE)})
             return Done()
-        namespace, pool = pool_of(node)
-        view = next((v for v in deps.fleet.members(namespace, pool) if v.target.name == key.name), None)
-        if view is None:
-            return Done()
+        namespace, _ = pool_of(node)
+        view = StoreFleet(deps.store, deps.clock).view(node)
         lease = deps.store.get(lease_key(namespace, key.name))
         decided = plan(
             view,

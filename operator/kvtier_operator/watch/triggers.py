@@ -32,6 +32,7 @@ WATCHED = (*RECONCILED, Kind.NODE, Kind.LEASE, Kind.DAEMON_SET)
 
 # Of these, others go by what a user has written. Their statuses are ours, and some are written once a minute.
 _READ_BY_SPEC = frozenset({Kind.TIER_CLASS, Kind.KV_SELECTOR, Kind.AGENT_POOL})
+_FINISHED = ("Completed", "RolledBack", "Invalid")
 
 
 def relevant(key: ObjectKey) -> bool:
@@ -70,6 +71,8 @@ def affected(
                     if version is not None:
                         keys |= _of_pool(store, *pool_of(version))
             else:
+                # Its own reconcile is of its liveness and its boot, which are among those facts.
+                keys.discard(key)
                 for namespace, name in _let_go(before, after):
                     keys |= _rollouts_of(store, namespace, name)
         case Kind.LEASE:
@@ -95,22 +98,25 @@ def affected(
                 if owner.get("kind") == Kind.AGENT_POOL.value:
                     keys.add(ObjectKey(Kind.AGENT_POOL, key.namespace, owner["name"]))
         case Kind.KV_CACHE:
+            if before is not None and after is not None and _only_fenced(key, before, after, store):
+                keys.discard(key)
             keys |= _rollouts_of(store, key.namespace, key.name)
         case Kind.KV_ROLLOUT:
             cache = _cache_name(obj.get("spec") or {})
             keys |= _rollouts_of(store, key.namespace, cache)
-            if cache and (before is None or after is None or _phase(before) != _phase(after)):
+            on = store.get(ObjectKey(Kind.KV_CACHE, key.namespace, cache)) if cache else None
+            if cache and (before is None or after is None or _standing(before) != _standing(after)):
                 keys.add(ObjectKey(Kind.KV_CACHE, key.namespace, cache))
-                on = store.get(ObjectKey(Kind.KV_CACHE, key.namespace, cache))
+                # An AgentPool holds its updates while a rollout on its nodes is unfinished.
+                pool = (((on or {}).get("spec") or {}).get("poolRef") or {}).get("name", "")
+                if pool:
+                    keys.add(ObjectKey(Kind.AGENT_POOL, key.namespace, pool))
+            if cache and (before is None or after is None or _holding(before) != _holding(after)):
                 # A selector's indexes are those of the agents that hold its candidate.
                 for holder in ((obj.get("spec") or {}).get("candidate") or {}, (on or {}).get("spec") or {}):
                     selector = (holder.get("selectorRef") or {}).get("name", "")
                     if selector:
                         keys.add(ObjectKey(Kind.KV_SELECTOR, key.namespace, selector))
-                # An AgentPool holds its updates while a rollout on its nodes is unfinished.
-                pool = (((on or {}).get("spec") or {}).get("poolRef") or {}).get("name", "")
-                if pool:
-                    keys.add(ObjectKey(Kind.AGENT_POOL, key.namespace, pool))
         case _:
             pass
     return keys
@@ -137,10 +143,39 @@ def _cache_name(rollout_spec: JsonObject) -> str:
     return str((rollout_spec.get("cacheRef") or {}).get("name", ""))
 
 
-def _phase(rollout: JsonObject) -> tuple[str, bool]:
-    """What others than the rollout itself go by: whether it is finished, and whether it has a fence."""
+def _only_fenced(key: ObjectKey, before: JsonObject, after: JsonObject, store: Store) -> bool:
+    """Whether its number has moved and nothing else, for a rollout that owns it: the cache's own reconcile
+    would ask each agent what it runs, at the moment at which all of them are told of that number."""
+    if _but_for_the_fence(before) != _but_for_the_fence(after):
+        return False
+    owners = store.list_all(Kind.KV_ROLLOUT, key.namespace)
+    return any(_cache_name(one.get("spec") or {}) == key.name and _standing(one)[1] for one in owners)
+
+
+def _but_for_the_fence(cache: JsonObject) -> tuple[object, ...]:
+    metadata, status = cache["metadata"], cache.get("status") or {}
+    rest = {name: value for name, value in status.items() if name not in ("fence", "digestBudget")}
+    facts = ("uid", "generation", "deletionTimestamp", "finalizers", "labels")
+    return bool(status.get("fence")), rest, cache.get("spec"), *(metadata.get(name) for name in facts)
+
+
+def _standing(rollout: JsonObject) -> tuple[bool, bool]:
+    """What a KVCache and an AgentPool go by: whether it is finished, and whether, unfinished, it has a fence
+    by which it owns its cache."""
     status = rollout.get("status") or {}
-    return str(status.get("phase")), bool(status.get("fence"))
+    finished = str(status.get("phase")) in _FINISHED
+    return finished, bool(status.get("fence")) and not finished
+
+
+def _holding(rollout: JsonObject) -> tuple[object, ...]:
+    """What a selector goes by: whose candidate agents may hold."""
+    status = rollout.get("status") or {}
+    held = status.get("stage") not in (None, "Off", "ExactBaseline")
+    return (
+        held,
+        (status.get("candidate") or {}).get("digest") if held else "",
+        status.get("phase") in _FINISHED,
+    )
 
 
 def _agent_facts(kv_node: JsonObject) -> tuple[object, ...]:
@@ -155,7 +190,7 @@ def _agent_facts(kv_node: JsonObject) -> tuple[object, ...]:
     ]
     return (
         kv_node.get("spec"),
-        kv_node["metadata"].get("deletionTimestamp"),
+        *(kv_node["metadata"].get(name) for name in ("uid", "deletionTimestamp")),
         *(status.get(name) for name in ("bootID", "numericsVersion", "agentVersion")),
         tiers,
         conditions,

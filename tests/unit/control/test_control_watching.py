@@ -217,6 +217,46 @@ def test_a_rollout_that_moves_wakes_its_cache_pool_and_selector(bench: Bench) ->
         assert affected(ROLLOUT, after, later, bench.store) == {ROLLOUT}, "nobody else goes by that"
 
 
+OWNING = {"phase": "RollingBack", "stage": "ExactBaseline", "fence": 4}
+
+
+@pytest.mark.parametrize(
+    "rollout, changed, wakes",
+    [
+        pytest.param(OWNING, {"fence": 5}, False, id="the-number-of-a-rollout-that-owns-it"),
+        pytest.param({}, {"fence": 5}, True, id="a-number-that-is-its-own"),
+        pytest.param(OWNING | {"phase": "RolledBack"}, {"fence": 5}, True, id="of-one-that-has-ended"),
+        pytest.param(OWNING, {"fence": 5, "approved": {"digest": "d"}}, True, id="with-an-approval"),
+        pytest.param(OWNING, {"baseline": {"digest": "e"}}, True, id="another-baseline"),
+        pytest.param(OWNING, {"fence": None}, True, id="the-number-was-lost"),
+    ],
+)
+def test_a_cache_is_not_woken_by_the_number_of_the_rollout_that_owns_it(
+    bench: Bench, rollout: JsonObject, changed: JsonObject, wakes: bool
+) -> None:
+    """It would ask all agents what they run while they are told of that number; the rollout is woken."""
+    bench.store.put(ROLLOUT, (bench.store.get(ROLLOUT) or {}) | {"status": rollout})
+    before = (bench.store.get(CACHE) or {}) | {"status": {"fence": 4, "baseline": {"digest": "d"}}}
+    after = before | {"status": before["status"] | changed}
+    assert affected(CACHE, before, after, bench.store) == {ROLLOUT} | ({CACHE} if wakes else set())
+
+
+def test_a_return_wakes_its_cache_when_it_ends(bench: Bench) -> None:
+    base = bench.store.get(ROLLOUT)
+    assert base is not None
+    walking, returning, ended = (
+        base | {"status": {"phase": phase, "stage": stage, "fence": 4, "candidate": {"digest": "d"}}}
+        for phase, stage in (
+            ("Progressing", "Canary"),
+            ("RollingBack", "ExactBaseline"),
+            ("RolledBack", "ExactBaseline"),
+        )
+    )
+    selector = key(Kind.KV_SELECTOR, "quest-64")
+    assert affected(ROLLOUT, walking, returning, bench.store) == {ROLLOUT, selector}
+    assert affected(ROLLOUT, returning, ended, bench.store) == {ROLLOUT, CACHE, POOL, selector}
+
+
 def agent(**status: Any) -> JsonObject:
     spec = {"address": "a:1", "poolRef": {"namespace": "serving", "name": "default"}}
     tier = {"class": "cpu-dram", "state": "Ready", "capacity": 10, "used": 1}
@@ -267,7 +307,9 @@ def holding(cache: str, digest: str = "d") -> JsonObject:
 def test_of_an_agents_status_only_what_others_decide_by_wakes_them(
     bench: Bench, before: JsonObject, after: JsonObject, woken: set[ObjectKey]
 ) -> None:
-    assert affected(NODE_A, before, after, bench.store) == {NODE_A} | woken
+    """Its own reconcile goes by those, too: 200 agents that let go at once are not looked at one by one."""
+    itself = {NODE_A} if POOL in woken else set()
+    assert affected(NODE_A, before, after, bench.store) == itself | woken
 
 
 LEASE = key(Kind.LEASE, "kvnode-a")
