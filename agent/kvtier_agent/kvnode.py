@@ -1,7 +1,7 @@
 """What this agent says of itself in its KVNode: a pure function of the node, and when to write it.
 
-A write happens on a change of a condition, a candidate or a digest at once, and of a number by more than 5 %
-at most once a minute. Knows no HTTP. Shape: api.md, KVNode.
+A write happens on a change of a condition or a digest at once, of a candidate within seconds, and of a number
+by more than 5 % at most once a minute. Knows no HTTP. Shape: api.md, KVNode.
 """
 
 from __future__ import annotations
@@ -147,6 +147,15 @@ def must_write(written: Json | None, wanted: Json, seconds_since_write: float) -
         for tier in wanted["tiers"]
         for name in _NUMBERS
     )
+
+
+def may_wait(written: Json | None, wanted: Json) -> bool:
+    """Whether nothing but candidates has changed. Nobody decides by these alone, and a whole fleet is granted
+    or revoked one at one moment, at which the operator has its own writes to make."""
+    if written is None or written["candidates"] == wanted["candidates"]:
+        return False
+    before, after = ({**one, "candidates": None} for one in (written, wanted))
+    return _without_numbers(before) == _without_numbers(after)
 
 
 def _moved(before: float | None, after: float | None) -> bool:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Protocol
+from urllib.request import getproxies_environment
 
 import aiohttp
 from kubernetes.aio import client as aio_client
@@ -36,6 +37,8 @@ REQUEST_SECONDS = 4.0
 POLL_SECONDS = 2.0
 VERIFY_SECONDS = 60.0
 MAX_BACKOFF_SECONDS = 30.0
+MIN_SPREAD_SECONDS, MAX_SPREAD_SECONDS = 1.0, 5.0
+"""By how long candidates that came or went are told later, by chance: a fleet changes all at once."""
 _APPLY = "application/apply-patch+yaml"
 
 
@@ -121,6 +124,8 @@ class KubernetesTransport:
                 await aio_config.load_kube_config(  # type: ignore[no-untyped-call]
                     config_file=self._kubeconfig, client_configuration=configuration, persist_config=False
                 )
+            # Else aiohttp has threads look for a proxy and a ~/.netrc at each request.
+            configuration.client_session_kwargs = {"trust_env": bool(getproxies_environment())}
             self._client = aio_client.ApiClient(configuration=configuration)
         return self._client
 
@@ -154,6 +159,8 @@ class ClusterRegistration:
         self._verified_at = 0.0
         self._generation = 0
         self._released = False
+        self._due: float | None = None
+        """When candidates that have changed are told at the latest."""
         self._status_lock = asyncio.Lock()
         # A renewal on its way must not arrive after the release.
         self._lease_lock = asyncio.Lock()
@@ -194,6 +201,9 @@ class ClusterRegistration:
             stamp = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
             status = kvnode.status_of(self._node, self._generation, stamp, self._written)
             if not kvnode.must_write(self._written, status, self._monotonic() - self._written_at):
+                self._due = None
+                return
+            if kvnode.may_wait(self._written, status) and not self._is_due():
                 return
             body = self._node_object()
             body["status"] = status
@@ -204,6 +214,15 @@ class ClusterRegistration:
                     self._generation, self._written = 0, None
                 raise
             self._written, self._written_at = status, self._monotonic()
+            self._due = None
+
+    def _is_due(self) -> bool:
+        """Whether candidates that have changed have waited long enough, from the first change on."""
+        now = self._monotonic()
+        if self._due is None:
+            spread = MAX_SPREAD_SECONDS - MIN_SPREAD_SECONDS
+            self._due = now + MIN_SPREAD_SECONDS + spread * self._jitter()
+        return self._released or now >= self._due
 
     async def _keep_lease(self) -> None:
         failures = 0
@@ -232,8 +251,11 @@ class ClusterRegistration:
             if failures:
                 await asyncio.sleep(self._backoff(failures))
                 continue
+            wait = POLL_SECONDS
+            if self._due is not None:
+                wait = min(wait, max(0.01, self._due - self._monotonic()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._node.changed.wait(), POLL_SECONDS)
+                await asyncio.wait_for(self._node.changed.wait(), wait)
 
     async def _verify(self) -> None:
         """Somebody may have deleted the object; then it is made again."""

@@ -15,7 +15,7 @@ from kvtier_agent import kvnode
 from kvtier_agent.cli import build_parser
 from kvtier_agent.config import AgentConfig
 from kvtier_agent.engine_port import TierReport
-from kvtier_agent.registration import ClusterRegistration, KubeError
+from kvtier_agent.registration import MIN_SPREAD_SECONDS, ClusterRegistration, KubeError
 from kvtier_agent.telemetry import Metrics
 from kvtier_crds.models.kvnode import KVNode
 from tests.unit.agent.agent_fakes import Bench
@@ -170,9 +170,15 @@ async def test_numbers_wait_for_a_minute_and_five_percent(registered: Registered
     assert len(registered.statuses) == 3
 
 
-async def test_a_candidate_is_written_at_once_and_leaves_at_once(registered: Registered) -> None:
+async def test_a_candidate_is_written_within_seconds_and_leaves_within_seconds(
+    registered: Registered,
+) -> None:
+    """Two hundred agents are granted one at one moment, and let go of it at another."""
     await registered.registration.write_node()
     await registered.bench.grant(stage="Canary")
+    await registered.registration.write_node()
+    assert registered.statuses[-1]["candidates"] == []
+    registered.seconds += MIN_SPREAD_SECONDS
     await registered.registration.write_node()
     [held] = registered.statuses[-1]["candidates"]
     assert held == {
@@ -186,7 +192,34 @@ async def test_a_candidate_is_written_at_once_and_leaves_at_once(registered: Reg
     }
     registered.bench.clock.advance(61)
     await registered.registration.write_node()
+    assert len(registered.statuses) == 2
+    registered.seconds += MIN_SPREAD_SECONDS
+    await registered.registration.write_node()
     assert registered.statuses[-1]["candidates"] == []
+    assert len(registered.statuses) == 3
+
+
+async def test_a_candidate_that_came_and_went_meanwhile_is_not_written(registered: Registered) -> None:
+    await registered.registration.write_node()
+    await registered.bench.grant(stage="Canary")
+    await registered.registration.write_node()
+    registered.bench.clock.advance(61)
+    registered.seconds += MIN_SPREAD_SECONDS
+    await registered.registration.write_node()
+    assert len(registered.statuses) == 1
+    # Nor has the next one waited already.
+    await registered.bench.grant(stage="Canary")
+    await registered.registration.write_node()
+    assert len(registered.statuses) == 1
+
+
+async def test_a_condition_takes_a_candidate_that_waits_with_it(registered: Registered) -> None:
+    await registered.registration.write_node()
+    await registered.bench.grant(stage="Canary")
+    registered.bench.node.draining = True
+    await registered.registration.write_node()
+    assert condition(registered.statuses[-1], "Draining")["status"] == "True"
+    assert len(registered.statuses[-1]["candidates"]) == 1
 
 
 async def test_conditions_keep_their_transition_time(registered: Registered) -> None:
