@@ -27,17 +27,29 @@ class Landing:
     header: memoryview | None = None
 
 
+@dataclass(slots=True)
+class Ranges:
+    """What of a payload a read is for. spans: bytes [first, last), ascending and apart. A tier may bring
+    more, up to the whole payload; what it brings is verified, and the rest of the landing is nobody's.
+    read_bytes: what left the device for it, stated before `done`; a tier that knows no ranges leaves what its
+    caller put there, the whole payload."""
+
+    spans: tuple[tuple[int, int], ...]
+    read_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class TransferItem:
     """One block: for a read, `ref` is the source and `landing` receives; for a write, `landing` is the
     source and `ref` receives. `identity` is what the copy must be: verified on every read, written on every
     write. ahead: a tier with a queue reads it before what waits there; few are, or the others would
-    starve."""
+    starve. ranges: of a read that needs no more of the payload; None: all of it."""
 
     ref: SlotRef
     identity: BlockIdentity
     landing: Landing
     ahead: bool = False
+    ranges: Ranges | None = None
 
 
 @dataclass(frozen=True, slots=True)

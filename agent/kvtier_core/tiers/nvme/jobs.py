@@ -22,6 +22,8 @@ from kvtier_core.tiers.nvme.store import Pieces, Store
 from kvtier_core.tiers.slots import SlotRef, SlotState
 from kvtier_core.tiers.transfer import TransferItem
 
+SHARE_BYTES = 256 << 10
+
 
 class IoCounts:
     """System calls and bytes since the store was opened. Thread-safe."""
@@ -57,7 +59,8 @@ class Health(Protocol):
 
 @dataclass(slots=True)
 class Backend:
-    """What jobs share."""
+    """What jobs share. threads: that run them. seek_bytes: what the device reads in the time of one more
+    call."""
 
     store: Store
     commit: GroupCommit
@@ -67,6 +70,8 @@ class Backend:
     counts: IoCounts
     read_back: bool = False
     budget: WriteBudget | None = None
+    threads: int = 1
+    seek_bytes: int = 0
 
 
 class Settling(Protocol):
@@ -173,6 +178,14 @@ class ReadJob(Job):
 
     def _short(self, index: int, done: int, wanted: int) -> CoreError:
         return self._to.health.short("read", done, wanted, self._items[index].ref)
+
+
+def shares(backend: Backend, items: Sequence[TransferItem], indexes: Sequence[int]) -> list[list[int]]:
+    """Runs of neighbours, no longer than `run_bytes`, and shorter where all threads can have one."""
+    store = backend.store
+    share = -(-len(indexes) // backend.threads)
+    limit = min(store.run_blocks, max(share, SHARE_BYTES // store.form.stride, 1))
+    return runs(slots_of(items, indexes), indexes, limit)
 
 
 def slots_of(items: Sequence[TransferItem], indexes: Sequence[int]) -> dict[int, int]:

@@ -33,7 +33,7 @@ from kvtier_core.tiers.base import (
 )
 from kvtier_core.tiers.block import BlockFormat
 from kvtier_core.tiers.fileops import FileOps
-from kvtier_core.tiers.nvme.batch import Batch, runs
+from kvtier_core.tiers.nvme.batch import Batch
 from kvtier_core.tiers.nvme.calls import CallJob, LeadJob, SoloWriter
 from kvtier_core.tiers.nvme.crypto import BlockCipher, KeyProvider
 from kvtier_core.tiers.nvme.endurance import WriteBudget
@@ -41,9 +41,10 @@ from kvtier_core.tiers.nvme.file import BlockFile
 from kvtier_core.tiers.nvme.groupcommit import GroupCommit
 from kvtier_core.tiers.nvme.health import TierHealth
 from kvtier_core.tiers.nvme.iopool import IoPool
-from kvtier_core.tiers.nvme.jobs import Backend, IoCounts, ReadJob
+from kvtier_core.tiers.nvme.jobs import Backend, IoCounts, shares
 from kvtier_core.tiers.nvme.opening import Recovered, SuperblockKeeper, recover
 from kvtier_core.tiers.nvme.pace import Load, Pace, Way
+from kvtier_core.tiers.nvme.rangedjobs import read_jobs
 from kvtier_core.tiers.nvme.recovery import RecoveredBlock, RecoveryReport
 from kvtier_core.tiers.nvme.slots import NvmeSlots
 from kvtier_core.tiers.nvme.store import Pieces, Store
@@ -57,7 +58,6 @@ PERSISTENT = ("node", "durable")
 GROW_BLOCKS = 16
 EXTENT_BYTES = 64 << 20
 COMMIT_BYTES = 64 << 20
-SHARE_BYTES = 256 << 10
 RECORD_GROUPS = 16
 RECORD_BYTES = 16 << 20
 CLOSE_SECONDS = 5.0
@@ -68,7 +68,8 @@ class NvmeOptions:
     """threads: I/Os at a time. queue_items: blocks that may wait. spare_threads: may replace hung ones.
     run_bytes: the most that one system call moves. read_back: blocks written by `submit_write` are read again
     before they count. budget: of bytes written. pace: of bytes a second. keys: encrypt at rest under them.
-    random: bytes from a CSPRNG.
+    random: bytes from a CSPRNG. seek_bytes: what the device reads in the time of one more call, for reads of
+    parts.
     """
 
     threads: int = 4
@@ -80,6 +81,7 @@ class NvmeOptions:
     pace: Pace | None = None
     keys: KeyProvider | None = None
     random: Callable[[int], bytes] = os.urandom
+    seek_bytes: int = 16 << 10
 
 
 class NvmeTier(Tier):
@@ -126,10 +128,10 @@ class NvmeTier(Tier):
         self._recorded = self._first_group
         self._unrecorded = 0
         self._fenced: CoreError | None = None
-        epoch = self.recovery.epoch
-        self._store = Store(self._form, self._file, self.slots, epoch, self.options.run_bytes, cipher)
-        limit = max(1, COMMIT_BYTES // self._block)
-        self.commit = GroupCommit(self._flush, self._flushed, limit, self._first_group)
+        opened = self.recovery.epoch, self.options.run_bytes, cipher
+        self._store = Store(self._form, self._file, self.slots, *opened)
+        most = max(1, COMMIT_BYTES // self._block)
+        self.commit = GroupCommit(self._flush, self._flushed, most, self._first_group)
         self.counts = IoCounts()
         self._pool = IoPool(
             f"tier {name}",
@@ -149,6 +151,8 @@ class NvmeTier(Tier):
             self.counts,
             self.options.read_back,
             self.options.budget,
+            self.options.threads,
+            self.options.seek_bytes,
         )
         self._charged: set[SlotRef] = set()
         self.pinned_bytes = 2 * len(self._write_buffer)
@@ -169,16 +173,10 @@ class NvmeTier(Tier):
         keeper = self._keeper = SuperblockKeeper(self._file, self._form, self.slots.capacity)
         self._file.open(o_direct, keeper.begin)
         started = self.clock() if self.clock else 0.0
+        threads, keys, failed = self.options.threads, self.options.keys, self._health.failed
         try:
             found = recover(
-                self._file,
-                keeper,
-                self._form,
-                self.slots.capacity,
-                self.options.threads,
-                self.options.keys,
-                cipher,
-                self._health.failed,
+                self._file, keeper, self._form, self.slots.capacity, threads, keys, cipher, failed
             )
         except CoreError:
             self._file.release()
@@ -248,10 +246,8 @@ class NvmeTier(Tier):
     # Batches.
 
     def submit_read(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
-        """Neighbouring slots are read by one system call, up to `run_bytes`."""
-        batch = Batch(sink, len(items))
-        parts = self._parts(items, range(len(items)))
-        jobs = [ReadJob(self._backend, batch, items, part, deadline) for part in parts]
+        """As `read_jobs`."""
+        jobs = read_jobs(self._backend, Batch(sink, len(items)), items, deadline)
         self._pool.submit(jobs, first=any(item.ahead for item in items))
 
     def submit_write(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
@@ -264,7 +260,7 @@ class NvmeTier(Tier):
         jobs: list[WriteJob] = []
         for durable in (True, False):
             chosen = [i for i, item in enumerate(items) if item.identity.durable is durable]
-            parts = self._parts(items, chosen)
+            parts = shares(self._backend, items, chosen)
             jobs += [WriteJob(self._backend, batch, items, part, deadline, durable) for part in parts]
         charged = self._charged.intersection(item.ref for item in items)
         self._charged -= charged
@@ -290,13 +286,6 @@ class NvmeTier(Tier):
             for _ in range(durable):
                 self.commit.withdraw()
             raise
-
-    def _parts(self, items: Sequence[TransferItem], indexes: Sequence[int]) -> list[list[int]]:
-        """Runs of neighbours, no longer than `run_bytes`, and shorter where all threads can have one."""
-        share = -(-len(indexes) // self.options.threads)
-        limit = min(self._store.run_blocks, max(share, SHARE_BYTES // self._block, 1))
-        slots = {index: items[index].ref.slot for index in indexes}
-        return runs(slots, indexes, limit)
 
     def _lead_later(self) -> None:
         self._pool.submit([LeadJob(self.commit, float("inf"))], inner=True)
