@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
@@ -69,38 +69,25 @@ class CacheFrames:
 
     async def attend(self, session: Session, frame: FrameInput, queries: int) -> FrameAnswer:
         """Computes one frame of the session's stream; raises CoreError with the session unchanged."""
-        session.frames_running += 1
+        session.begin_frame()
         try:
             return await self._attend(self._prepare(session, frame, queries))
         finally:
-            session.frames_running -= 1
+            session.end_frame()
 
     async def attend_many(self, frames: Sequence[FrameWork]) -> list[FrameAnswer | CoreError]:
         """As `attend`, for frames of different sessions of this cache; one that fails harms no other."""
-        for work in frames:
-            work.session.frames_running += 1
-        try:
-            prepared = [self._prepared(work) for work in frames]
-            plain = _plain(prepared)
-            results: Sequence[FrameResult | CoreError] = ()
-            if plain:
+        with _running(frames):
+            batch = _Batch([self._prepared(work) for work in frames])
+            if batch.plain:
                 try:
-                    results = await self._runner.call(lambda: self._together(plain))
+                    results = await self._runner.call(lambda: self._together(batch.plain))
                 except CoreError as error:
-                    results = [error] * len(plain)
-            computed = dict(zip(map(id, plain), results, strict=True))
-            answers: list[FrameAnswer | CoreError] = []
-            for one in prepared:
-                if isinstance(one, CoreError):
-                    answers.append(one)
-                elif id(one) in computed:
-                    answers.append(self._guarded(self._settled, one, computed[id(one)], self._evidence))
-                else:
-                    answers.append(await self._attend_guarded(one))
-            return answers
-        finally:
-            for work in frames:
-                work.session.frames_running -= 1
+                    results = [error] * len(batch.plain)
+                self._settle_all(batch, results, self._evidence)
+            for index, one in batch.others():
+                batch.answers[index] = await self._attend_guarded(one)
+            return batch.all_answers()
 
     async def _attend_guarded(self, one: PreparedFrame) -> FrameAnswer | CoreError:
         try:
@@ -118,41 +105,37 @@ class CacheFrames:
         what is seen of the frames goes there, from this thread."""
         if len(frames) == 1:
             return [self._guarded(self.attend_one_now, frames[0], evidence)]
-        for work in frames:
-            work.session.frames_running += 1
-        try:
-            prepared = [self._prepared(work) for work in frames]
-            plain = _plain(prepared)
-            results: Sequence[FrameResult | CoreError] = ()
-            if plain:
+        with _running(frames):
+            batch = _Batch([self._prepared(work) for work in frames])
+            if batch.plain:
+                results: Sequence[FrameResult | CoreError]
                 try:
-                    results = self._runner.here(self._together, plain)
+                    results = self._runner.here(self._together, batch.plain)
                 except CoreError as error:
-                    results = [error] * len(plain)
-            computed = dict(zip(map(id, plain), results, strict=True))
-            answers: list[FrameAnswer | CoreError] = []
-            for one in prepared:
-                if isinstance(one, CoreError):
-                    answers.append(one)
-                elif id(one) in computed:
-                    answers.append(self._guarded(self._settled, one, computed[id(one)], evidence))
-                else:
-                    answers.append(self._guarded(self._attend_now, one, evidence))
-            return answers
-        finally:
-            for work in frames:
-                work.session.frames_running -= 1
+                    results = [error] * len(batch.plain)
+                self._settle_all(batch, results, evidence)
+            for index, one in batch.others():
+                batch.answers[index] = self._guarded(self._attend_now, one, evidence)
+            return batch.all_answers()
 
     def attend_one_now(self, work: FrameWork, evidence: FrameEvidence) -> FrameAnswer | CoreError:
         """As `attend_now`, of one frame; a defect is raised."""
-        work.session.frames_running += 1
+        session = work.session
+        session.begin_frame()
         try:
-            one = self._prepare(work.session, work.frame, work.queries)
+            one = self._prepare(session, work.frame, work.queries)
             if one.candidates:
                 return self._attend_now(one, evidence)
             return self._settled(one, self._computed(one), evidence)
         finally:
-            work.session.frames_running -= 1
+            session.end_frame()
+
+    def _settle_all(
+        self, batch: _Batch, results: Sequence[FrameResult | CoreError], evidence: FrameEvidence
+    ) -> None:
+        """Of the frames that were computed together."""
+        for index, one, result in zip(batch.places, batch.plain, results, strict=True):
+            batch.answers[index] = self._guarded(self._settled, one, result, evidence)
 
     def _prepared(self, work: FrameWork) -> PreparedFrame | CoreError:
         return self._guarded(self._prepare, work.session, work.frame, work.queries)
@@ -341,9 +324,44 @@ class CacheFrames:
             evidence.zero_tolerance(window, ILLEGAL_FALLBACKS)
 
 
-def _plain(prepared: Sequence[PreparedFrame | CoreError]) -> list[PreparedFrame]:
-    """Those that no candidate answers."""
-    return [one for one in prepared if isinstance(one, PreparedFrame) and not one.candidates]
+class _Batch:
+    """Frames of one message: those that no candidate answers are computed together, the others one by one."""
+
+    def __init__(self, prepared: Sequence[PreparedFrame | CoreError]) -> None:
+        self._prepared = prepared
+        self.answers: list[FrameAnswer | CoreError | None] = [
+            one if isinstance(one, CoreError) else None for one in prepared
+        ]
+        together = [
+            (index, one)
+            for index, one in enumerate(prepared)
+            if isinstance(one, PreparedFrame) and not one.candidates
+        ]
+        self.places = [index for index, _ in together]
+        self.plain = [one for _, one in together]
+
+    def others(self) -> list[tuple[int, PreparedFrame]]:
+        """Those that have no answer yet, with their places."""
+        return [
+            (index, one)
+            for index, one in enumerate(self._prepared)
+            if isinstance(one, PreparedFrame) and self.answers[index] is None
+        ]
+
+    def all_answers(self) -> list[FrameAnswer | CoreError]:
+        return [answer for answer in self.answers if answer is not None]
+
+
+@contextmanager
+def _running(frames: Sequence[FrameWork]) -> Iterator[None]:
+    """Their sessions are in use meanwhile."""
+    for work in frames:
+        work.session.begin_frame()
+    try:
+        yield
+    finally:
+        for work in frames:
+            work.session.end_frame()
 
 
 def count_refusal(

@@ -7,6 +7,7 @@ know no wire message and no engine.
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,17 @@ class Session:
     demoted_ns: int = -1
     demoting: bool = False
     ended: str = ""
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def begin_frame(self) -> None:
+        """A frame or an edit runs from now on. From any thread, as its end: one comes on a channel's thread,
+        another on the event loop."""
+        with self._counting:
+            self.frames_running += 1
+
+    def end_frame(self) -> None:
+        with self._counting:
+            self.frames_running -= 1
 
     def begin_again(self) -> None:
         """After an edit steps may have any number, so that none seen before says anything of them, but that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,39 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 def reasons(answers: Sequence[attention_pb2.AttendAnswer]) -> list[str]:
     return [common_pb2.Reason.Name(one.error.reason) if one.HasField("error") else "OK" for one in answers]
+
+
+class Counted(Session):
+    """Its frames may be counted by one thread at a time only: `+=` reads, adds and writes."""
+
+    counted_by: int
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "frames_running" and "_counting" in self.__dict__:
+            assert self._counting.locked()
+            object.__setattr__(self, "counted_by", getattr(self, "counted_by", 0) + 1)
+        super().__setattr__(name, value)
+
+
+async def test_frames_are_counted_under_a_lock_whatever_brings_them(bench: Bench) -> None:
+    stream = Stream(bench)
+    made = await stream.opened(2)
+    sessions = [Counted(**{one.name: getattr(s, one.name) for one in fields(s) if one.init}) for s in made]
+    host = stream.host
+    works = [
+        FrameWork(
+            one,
+            FrameInput(one.handle.session_id, one.handle.generation, 0, 0, 0, b"", b"", 0, b"", 0),
+            1,
+        )
+        for one in sessions
+    ]
+    await host.frames.attend(works[0].session, works[0].frame, 1)
+    await host.frames.attend_many(works)
+    await asyncio.to_thread(host.frames.attend_now, works, host.evidence)
+    await asyncio.to_thread(host.frames.attend_one_now, works[1], host.evidence)
+    assert [one.counted_by for one in sessions] == [6, 6]
+    assert [one.frames_running for one in sessions] == [0, 0]
 
 
 async def test_a_defect_in_a_frame_of_a_grpc_message_fails_that_frame_only(bench: Bench) -> None:
