@@ -52,11 +52,13 @@ class SessionTerms:
 
 @dataclass(frozen=True)
 class SessionHandle:
-    """asked: what its engine sends with frames; None: nothing."""
+    """asked: what its engine sends with frames; None: nothing. chunk_tokens: by which its answers are merged
+    where that is not what the cache's baseline says; 0: it is."""
 
     session_id: str
     generation: int
     asked: EvidenceAsked | None = None
+    chunk_tokens: int = 0
 
 
 # What is made for each frame is not frozen: a frozen one of so many fields costs three times as much, and at

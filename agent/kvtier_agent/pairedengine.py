@@ -154,10 +154,12 @@ class PairedEngine:
                 return self._open(plain, self.running, gone, told=True)
             if terms.compared:
                 handle = self._open(plain, self.running)
-                self._mirror(self._seats[handle.session_id], beside, plain)
-                return handle
+                seat = self._seats[handle.session_id]
+                self._mirror(seat, beside, plain)
+                answers = beside if terms.serves and seat.mirror is beside else self.running
+                return self._merged_by(handle, answers)
             try:
-                return self._open(plain, beside)
+                return self._merged_by(self._open(plain, beside), beside)
             except CoreError as error:
                 if error.reason not in _FALLS_BACK:
                     raise
@@ -169,6 +171,10 @@ class PairedEngine:
         handle = home.engine.open_session(terms)
         self._seat(handle, home, refusal, told)
         return handle
+
+    def _merged_by(self, handle: SessionHandle, slot: Slot) -> SessionHandle:
+        """As its client is told of it."""
+        return handle if self.same_chunks(slot) else replace(handle, chunk_tokens=slot.chunk_tokens)
 
     def _seat(self, handle: SessionHandle, home: Slot, refusal: CoreError | None, told: bool) -> None:
         name, at = handle.session_id, handle.generation

@@ -61,11 +61,11 @@ class SessionEditor:
             deadline,
         )
         runner = session.host.runner
-        session.frames_running += 1
+        session.begin_frame()
         try:
             answer = await runner.call(lambda: runner.engine.edit_session(asked))
         finally:
-            session.frames_running -= 1
+            session.end_frame()
             session.host.used(session)
         if answer.changed:
             session.begin_again()
@@ -173,7 +173,7 @@ def opened_message(node: Node, session: Session) -> attention_pb2.OpenSessionRes
         baseline_digest=host.baseline_digest,
         sampled=assignment.sampled,
         window=None if session.window is None else convert.window_key(session.window),
-        chunk_tokens=host.manifest.chunk_tokens,
+        chunk_tokens=session.handle.chunk_tokens or host.manifest.chunk_tokens,
         query_block_tokens=QUERY_BLOCK_TOKENS,
         cache=convert.cache_ref(host.name),
         evidence=None if asked is None else evidence_wanted(asked),

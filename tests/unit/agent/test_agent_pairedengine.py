@@ -405,6 +405,26 @@ class TestOtherChunks:
             return False
         return True
 
+    @pytest.mark.parametrize(
+        ("serves", "compared", "told"),
+        [(False, True, 0), (True, True, CHUNK // 2), (True, False, CHUNK // 2), (None, False, 0)],
+        ids=["shadow", "canary-compared", "canary", "no-candidate"],
+    )
+    def test_a_client_is_told_by_which_chunks_its_answers_are_merged(
+        self, rig: PairedRig, serves: bool | None, compared: bool, told: int
+    ) -> None:
+        terms = None if serves is None else rig.terms
+        opened = rig.paired.open_session(
+            SessionTerms("acme", 0.125, 0, terms, serves=bool(serves), compared=compared)
+        )
+        assert opened.chunk_tokens == told
+
+    def test_a_session_without_room_beside_is_told_of_the_baselines_chunks(self, rig: PairedRig) -> None:
+        rig.beside.refusal = CoreError(Reason.NO_DESTINATION_CAPACITY, "full")
+        opened = rig.paired.open_session(SessionTerms("acme", 0.125, 0, rig.terms, serves=True))
+        both = rig.paired.open_session(SessionTerms("acme", 0.125, 0, rig.terms, serves=True, compared=True))
+        assert (opened.chunk_tokens, both.chunk_tokens) == (0, 0)
+
     @pytest.mark.parametrize("serves", [False, True], ids=["shadow", "canary"])
     def test_the_history_of_an_engine_names_whose_answers_were_published(
         self, rig: PairedRig, serves: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kvtier.weights import WeightsShape
 from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.cachesession import Session
 from kvtier_agent.candidateengines import paired
-from kvtier_agent.sessionedits import SessionEditor
+from kvtier_agent.sessionedits import SessionEditor, opened_message
 from kvtier_agent.weightstore import GivenWeights
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Move, Operation, Reposition, Truncate
 from kvtier_core.errors import CoreError, Reason
@@ -101,6 +102,14 @@ async def test_a_fork_is_a_session_of_the_same_arm_and_no_unit_of_evidence(bench
         bench.node.session(answer.child.session_id, answer.child.generation, "alpha")
     await session.host.close_session(child)
     assert bench.node.session(session.handle.session_id, session.handle.generation, "beta") is session
+
+
+async def test_an_engine_is_told_of_the_chunks_of_the_engine_that_answers_it(bench: Bench) -> None:
+    session, _ = await opened(bench)
+    baselines = session.host.manifest.chunk_tokens
+    assert opened_message(bench.node, session).chunk_tokens == baselines
+    session.handle = replace(session.handle, chunk_tokens=2 * baselines)
+    assert opened_message(bench.node, session).chunk_tokens == 2 * baselines
 
 
 async def test_a_fork_uses_its_parents_weights_after_the_parent_has_closed(bench: Bench) -> None:
