@@ -29,9 +29,11 @@ class StagingBuffer:
         self.block = memoryview(self._map)
         self.header = self.block[:PAGE]
         self.body = self.block[PAGE : PAGE + layout.payload_bytes]
-        self.payload: Tensor = torch.frombuffer(
-            self._map, dtype=torch.float32, count=layout.floats, offset=PAGE
-        ).view(layout.shape)
+        # Made within a step, and written by a thread that is in none.
+        with torch.inference_mode(False):
+            self.payload: Tensor = torch.frombuffer(
+                self._map, dtype=torch.float32, count=layout.floats, offset=PAGE
+            ).view(layout.shape)
 
     def __len__(self) -> int:
         return len(self.block)
