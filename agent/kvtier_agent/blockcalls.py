@@ -59,6 +59,7 @@ class Call:
     """A call whose caller is known. deadline: absolute seconds of the host's clock."""
 
     host: BlockHost
+    cache: CacheHost
     manifest: RuntimeManifest
     caller: Caller
     deadline: float
@@ -96,7 +97,7 @@ class BlockCalls:
         cache, host, deadline = self._place(scope)
         generation = host.store.moves.cache_generation
         caller = caller_of(scope, cache.manifest, generation, source_needed=source_needed)
-        return Call(host, cache.manifest, caller, deadline)
+        return Call(host, cache, cache.manifest, caller, deadline)
 
     async def _keys(self, call: Call, span: Span) -> NDArray[np.uint8]:
         return await call.host.run(lambda: span.keys(call.caller.source))
@@ -250,11 +251,18 @@ class BlockCalls:
             span = None if whole else span_of(request.span)
             store, namespace = call.host.store, call.caller.namespace
 
+            delete: Callable[[BlockStore], _Ordered]
             if span is None:
-                orders, answer = await call.host.run(partial(_delete_namespace, store, namespace))
+                delete = partial(_delete_namespace, namespace=namespace)
             else:
-                keys = await self._keys(call, span)
-                orders, answer = await call.host.run(partial(_delete_keys, store, namespace, keys))
+                delete = partial(_delete_keys, namespace=namespace, keys=await self._keys(call, span))
+            call.cache.deletions += 1
+            orders, answer = await call.host.run(partial(delete, store))
+            beside = call.cache.blocks_beside
+            if beside is not None:
+                # Copies that sessions of a candidate's engine start from.
+                orders += (await beside.run(partial(delete, beside.store)))[0]
+                beside.store.parts.wake()
             self._metrics.deletions_requested.inc(len(orders))
             store.parts.wake()
             done = await call.host.until(lambda: all(map(_done, orders)), call.deadline)

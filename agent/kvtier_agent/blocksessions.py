@@ -20,6 +20,7 @@ from kvtier.v1 import blocks_pb2
 from kvtier_agent import convert
 from kvtier_agent.blockcalls import BlockCalls, Call
 from kvtier_agent.blockhost import BlockHost
+from kvtier_agent.blocksbeside import bring, call_for, put_once
 from kvtier_agent.blockscope import MAX_BLOCKS, Span, check_cost, span_of
 from kvtier_agent.blockstoring import stored_message
 from kvtier_agent.cachesession import Session
@@ -52,12 +53,15 @@ class BlockSessions:
     async def start(self, request: blocks_pb2.StartSessionRequest) -> blocks_pb2.StartSessionResponse:
         """Reads that are not over in time end the prefix before them. May be repeated when its answer was
         lost, also while the first call goes on."""
-        call, session, prefixes = self._of(request.scope, request.session_id, request.session_generation)
+        common, session, prefixes = self._of(request.scope, request.session_id, request.session_generation)
+        call = call_for(common, session)
         host = call.host
         with host.call():
             span = span_of(request.span, tokens_needed=True)
             keys = await host.run(partial(_keys, call.source, span, call.manifest))
             asked = hashlib.sha256(keys.tobytes()).digest()
+            if host is not common.host:
+                await bring([key.tobytes() for key in keys], common, session, host)
             fetch = await host.run(
                 lambda: host.store.fetch(
                     [key.tobytes() for key in keys], namespace=call.caller.namespace, deadline=call.deadline
@@ -107,6 +111,11 @@ class BlockSessions:
                 ]
                 mine = keys[chunk * layers : (chunk + 1) * layers]
                 outcomes += await _put(call, mine, payloads, request)
+                own = call_for(call, session)
+                if own is not call:
+                    # Its engine's other sessions find them under that engine's bounds.
+                    with own.host.call():
+                        await put_once(mine, payloads, own)
             if request.durable:
                 await _write_through(call, keys, outcomes)
             there = [each.outcome in THERE for each in outcomes]

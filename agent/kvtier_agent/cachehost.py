@@ -16,7 +16,7 @@ from kvtier_agent.engine_port import EngineRunner, SessionTerms, TierReport
 from kvtier_agent.evidence_port import EvidencePort, Outcome
 from kvtier_agent.rowevidence import GIVES_NOTHING, EngineGives
 from kvtier_agent.weightstore import WeightStore
-from kvtier_core.admission import UNDECLARED, AdmissionTerms
+from kvtier_core.admission import UNDECLARED, AdmissionTerms, brought
 from kvtier_core.errors import CoreError
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.enforcement import (
@@ -26,7 +26,7 @@ from kvtier_core.release.enforcement import (
     SessionFacts,
 )
 from kvtier_core.selectors.lifecycle.works import IndexState
-from kvtier_crds.beside import needs_own_engine
+from kvtier_crds.beside import needs_rebuilding
 from kvtier_crds.manifest import RuntimeManifest, model_fingerprint
 from kvtier_evidence.window import WindowKey
 
@@ -61,6 +61,10 @@ class CacheHost:
         self.plan: NodePlan | None = None
         self.indexes: Sequence[IndexState] = ()
         self.blocks = blocks
+        # Of a candidate's engine: what its own sessions share.
+        self.blocks_beside: BlockHost | None = None
+        # How often blocks were deleted: what is copied meanwhile may be of them.
+        self.deletions = 0
         self.key_secret = key_secret
         self.admission = UNDECLARED
         self.sessions: dict[str, Session] = {}
@@ -70,7 +74,9 @@ class CacheHost:
         self.frames = CacheFrames(runner, enforcement, evidence, clock, manifest.model.geometry.layers)
 
     def admit(self, terms: AdmissionTerms) -> None:
-        """What transfers of its blocks may take from now on; for a thread. See `BlockStore.admit`."""
+        """What transfers of its blocks may take from now on, where the manifest has no bounds of its own; for
+        a thread. See `BlockStore.admit`."""
+        terms = brought(self.manifest.admission, terms)
         if terms != self.admission and self.blocks is not None:
             self.blocks.store.admit(terms)
         self.admission = terms
@@ -80,7 +86,7 @@ class CacheHost:
         return (
             manifest != self.manifest
             and key_secret == self.key_secret
-            and not needs_own_engine(self.manifest, manifest)
+            and not needs_rebuilding(self.manifest, manifest)
         )
 
     def become(self, manifest: RuntimeManifest) -> None:

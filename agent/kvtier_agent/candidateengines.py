@@ -20,7 +20,7 @@ from kvtier_agent.endings import BlockingEnd
 from kvtier_agent.engine_port import EnginePort
 from kvtier_agent.pairedengine import PairedEngine
 from kvtier_agent.tierdirs import FIRST, NodeTier, NodeTiers, other_place
-from kvtier_core.admission import UNDECLARED
+from kvtier_core.admission import UNDECLARED, brought
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.fences import FenceRecord, Judgement
 from kvtier_crds.manifest import RuntimeManifest
@@ -87,13 +87,15 @@ class CandidateEngines:
         self._former_blocks: dict[str, BlockHost] = {}
         self._building: dict[str, RuntimeManifest] = {}
         self._ending: dict[str, _Ending] = {}
+        # Whose second engine has lost its blocks already, and is not used again.
+        self._begun: set[str] = set()
 
     async def prepare(self, host: CacheHost, candidate: RuntimeManifest, hosts: Iterable[CacheHost]) -> None:
         """Has an engine for it beside the baseline's; again is nothing. TIER_INCAPABLE, STORAGE_UNAVAILABLE,
         NO_DESTINATION_CAPACITY with numbers; QUEUE_FULL while an earlier one has not ended."""
         engines, digest, uid = paired(host), candidate.digest(), host.name.uid
         beside = engines.beside
-        if beside is not None and beside.digest == digest and not beside.retired:
+        if beside is not None and beside.digest == digest and self._serves(host):
             return
         if not await self._closed(host):
             left = 0 if engines.beside is None else engines.seated_in(engines.beside)
@@ -114,10 +116,25 @@ class CandidateEngines:
             if (runs := built.live_manifest().digest()) != digest:
                 await asyncio.to_thread(built.close)
                 raise CoreError(Reason.UNSUPPORTED, f"an engine for {digest} would run {runs}")
+            try:
+                host.blocks_beside = await self._blocks_beside(host, built)
+            except BaseException:
+                await asyncio.to_thread(built.close)
+                raise
+            self._begun.discard(uid)
             engines.attach(built, digest, place)
         finally:
             del self._building[uid]
         log.info("cache %s: an engine for candidate %s is there", uid, digest)
+
+    async def _blocks_beside(self, host: CacheHost, built: EnginePort) -> BlockHost | None:
+        """What the candidate's own sessions share, under its own bounds, or those of the baseline. What
+        `BlockStore.admit` refuses."""
+        blocks = self._blocks_of(built)
+        terms = brought(built.live_manifest().admission, host.admission)
+        if blocks is not None and terms != UNDECLARED:
+            await asyncio.to_thread(blocks.store.admit, terms)
+        return blocks
 
     def _promised(self, hosts: Iterable[CacheHost]) -> list[RuntimeManifest]:
         """What has room on this node now."""
@@ -129,16 +146,22 @@ class CandidateEngines:
         if host is None or host.key_secret != key_secret:
             return False
         beside = paired(host).beside
-        return beside is not None and beside.digest == digest and not beside.retired
+        return beside is not None and beside.digest == digest and self._serves(host)
+
+    def _serves(self, host: CacheHost) -> bool:
+        """Whether the second engine is a candidate's and its end has not begun."""
+        beside = paired(host).beside
+        return beside is not None and not beside.retired and host.name.uid not in self._begun
 
     def adopt(self, host: CacheHost, manifest: RuntimeManifest) -> None:
-        """The second engine is the baseline's now. Sessions move to it, with their rows; shared blocks do
-        not, so they are missed and computed again."""
+        """The second engine is the baseline's now, and its blocks are what all sessions share. Sessions move
+        to it, with their rows; blocks that no session of the candidate asked for do not."""
         engines, former = paired(host), host.blocks
         engines.swap()
         host.become(manifest)
-        host.blocks = self._blocks_of(engines.running.engine)
-        # The new store has no bounds yet, whatever those of the former one were.
+        taken, host.blocks_beside = host.blocks_beside, None
+        host.blocks = taken or self._blocks_of(engines.running.engine)
+        # The new store may have other bounds, whatever those of the former one were.
         host.admission = UNDECLARED
         if former is not None:
             self._former_blocks[host.name.uid] = former
@@ -174,6 +197,9 @@ class CandidateEngines:
         await asyncio.to_thread(engines.settle, time.monotonic() + CLOSE_SECONDS)
         if not await self._blocks_ended(uid):
             return False
+        if engines.seated_in(engines.beside) or not await self._beside_ended(host):
+            return False
+        self._begun.add(uid)
         if not await asyncio.to_thread(self._taken_out, engines, uid):
             return False
         if not await self.ended(uid, CLOSE_SECONDS):
@@ -188,6 +214,7 @@ class CandidateEngines:
             return False
         end = BlockingEnd(slot.engine.close, f"close-second-{uid}")
         self._ending[uid] = _Ending(slot.place, slot.engine.live_manifest(), end)
+        self._begun.discard(uid)
         return True
 
     async def ended(self, uid: str, seconds: float) -> bool:
@@ -213,6 +240,16 @@ class CandidateEngines:
     def former_blocks(self, uid: str) -> BlockHost | None:
         """Blocks of a baseline that was replaced, for its caller to end."""
         return self._former_blocks.pop(uid, None)
+
+    @staticmethod
+    async def _beside_ended(host: CacheHost) -> bool:
+        """Whether nothing runs on the candidate's blocks any more; nobody begins anything on them then."""
+        beside = host.blocks_beside
+        if beside is not None:
+            if not await beside.close(CLOSE_SECONDS):
+                return False
+            host.blocks_beside = None
+        return True
 
     async def _blocks_ended(self, uid: str) -> bool:
         former = self._former_blocks.get(uid)

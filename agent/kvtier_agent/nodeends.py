@@ -31,7 +31,7 @@ class CacheEnds:
     def begin(self, uid: str, host: CacheHost, former: BlockHost | None = None) -> None:
         """From here on it is to end; `end` and `close` wait for it. former: blocks of a baseline before."""
         self._runners[uid] = host.runner
-        blocks = [each for each in (host.blocks, former) if each is not None]
+        blocks = [each for each in (host.blocks, host.blocks_beside, former) if each is not None]
         if blocks:
             self._blocks[uid] = blocks
 

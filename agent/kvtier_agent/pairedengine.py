@@ -129,6 +129,14 @@ class PairedEngine:
                 seat.lock.release()
         return self.seated_in(beside)
 
+    def beside_alone(self, session_id: str) -> bool:
+        """Whether the candidate's engine alone has the session, whose rows are bit by bit what the baseline's
+        would be."""
+        seat, beside = self._seats.get(session_id), self.beside
+        if seat is None or beside is None or beside.retired:
+            return False
+        return seat.home is beside and seat.mirror is None and self.same_chunks(beside)
+
     def seated_in(self, slot: Slot) -> int:
         return sum(seat.within(slot) for seat in self._all())
 
@@ -463,15 +471,17 @@ class SessionPrefixes:
         self._paired = paired
 
     def start(self, session_id: str, generation: int, fetch: Fetch, asked: bytes = b"") -> int:
-        """See `Prefixes.start`. UNSUPPORTED too for a session with rows in a candidate's engine, which knows
-        no block of the baseline's."""
-        with self._paired.seated(session_id, generation) as seat:
-            prefixes = self._paired.prefixes_of(self._paired.running)
-            if seat.home is not self._paired.running or seat.mirror is not None:
+        """See `Prefixes.start`; the blocks are of the engine in which the session is. UNSUPPORTED too for a
+        session that is in two, and in one that merges other chunks than the baseline's."""
+        paired = self._paired
+        with paired.seated(session_id, generation) as seat:
+            alone = seat.home is paired.running and seat.mirror is None
+            if not alone and not paired.beside_alone(session_id):
                 raise CoreError(
-                    Reason.UNSUPPORTED, "a session of a candidate's own engine computes all of its rows"
+                    Reason.UNSUPPORTED,
+                    "a session of two engines or other chunks computes all of its rows",
                 )
-            return prefixes.start(session_id, seat.at, fetch, asked)
+            return paired.prefixes_of(seat.home).start(session_id, seat.at, fetch, asked)
 
     def payload(
         self, session_id: str, generation: int, layer: int, chunk: int, until: float | None = None

@@ -197,19 +197,22 @@ class AgentServer:
         )
 
     def _block_hosts(self) -> list[BlockHost]:
-        return [host.blocks for host in list(self.node.caches.values()) if host.blocks is not None]
+        hosts = list(self.node.caches.values())
+        both = [each for host in hosts for each in (host.blocks, host.blocks_beside)]
+        return [each for each in both if each is not None]
 
     async def _tend_blocks(self) -> None:
         """Ends pins whose time is over. A store that failed is a fault of its cache: nothing moves on."""
         for uid, host in list(self.node.caches.items()):
-            if host.blocks is None:
-                continue
-            if not host.blocks.failure:
-                await host.blocks.tend()
-            elif uid not in self.node.faults:
-                self.node.faults[uid] = f"INTERNAL: the block store failed: {host.blocks.failure}"
-                self.node.changed.set()
-                log.error("cache %s: %s", uid, self.node.faults[uid])
+            for blocks in (host.blocks, host.blocks_beside):
+                if blocks is None:
+                    continue
+                if not blocks.failure:
+                    await blocks.tend()
+                elif uid not in self.node.faults:
+                    self.node.faults[uid] = f"INTERNAL: the block store failed: {blocks.failure}"
+                    self.node.changed.set()
+                    log.error("cache %s: %s", uid, self.node.faults[uid])
 
     async def _housekeeping(self) -> None:
         """Expires idle sessions and late pins and refreshes gauges, once a second."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_crds.manifest import Admission as Bounds
 
 UNAVAILABLE = math.inf
 
@@ -67,6 +68,20 @@ class AdmissionTerms:
 
 
 UNDECLARED = AdmissionTerms()
+
+
+def brought(admission: Bounds | None, terms: AdmissionTerms = UNDECLARED) -> AdmissionTerms:
+    """The terms, with the bounds of a manifest in their place where it has some; sessions are as in terms."""
+    if admission is None:
+        return terms
+    return replace(
+        terms,
+        pinned=admission.pinned_bytes,
+        staging=admission.staging_bytes,
+        link=admission.link_bytes,
+        queue=admission.queue,
+        policy=AdmissionPolicy(admission.policy.value),
+    )
 
 
 class AdmissionReason(StrEnum):

@@ -37,6 +37,7 @@ from kvtier_core.tiers.nvme.tier import PERSISTENT, store_path
 from kvtier_core.tiers.staging import block_bytes
 from kvtier_crds.manifest import (
     NUMERICS_VERSION,
+    Admission,
     Checksum,
     Contract,
     Dtype,
@@ -85,6 +86,7 @@ class LiveConfiguration:
     tiers: tuple[LiveTier, ...]
     placement: Placement
     contract: Contract
+    admission: Admission | None = None
 
     def device_kind(self) -> str:
         for live in self.tiers:
@@ -107,7 +109,7 @@ class LiveConfiguration:
             placement=self.placement,
             selector=None,
             contract=self.contract,
-        )
+        ).admitting(self.admission)
 
 
 def device_kind(device: torch.device) -> str:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from kvtier_core.admission import brought
 from kvtier_core.assembly import LiveConfiguration, Node, build_tiers, check_manifest, close_tiers
 from kvtier_core.carrying import Carriage
 from kvtier_core.composition import compose
@@ -56,7 +57,7 @@ from kvtier_core.streaming import READ_TIMEOUT_SECONDS
 from kvtier_core.tiers.base import TierMount
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
 from kvtier_core.tiers.nvme.crypto import KeyProvider
-from kvtier_crds.beside import changed_fields, needs_own_engine
+from kvtier_crds.beside import changed_fields, needs_rebuilding
 from kvtier_crds.manifest import Fallback, RuntimeManifest
 
 STAGING_BUFFERS = WINDOW
@@ -105,6 +106,7 @@ class CacheEngine:
             tiers=live,
             placement=manifest.placement,
             contract=manifest.contract,
+            admission=manifest.admission,
         )
         works, cache = indexes or IndexWorks(clock), manifest.tenancy.cache_uid
         self.selectors = SelectorDesk(geometry, manifest.page_tokens, works, cache)
@@ -139,6 +141,17 @@ class CacheEngine:
         self.carriage = Carriage(*mine, self._runner, self.open_session, self.close_session)
         producers = self._runner.producer, self._runner.digest_of
         self._edits = Edits(self._store, manifest.model, clock, self._number, *producers)
+        try:
+            self._bound(manifest)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _bound(self, manifest: RuntimeManifest) -> None:
+        """Bounds of transfers that the manifest brings. What `BlockStore.admit` refuses; TIER_INCAPABLE where
+        there is nothing that they would bound."""
+        if manifest.admission is not None:
+            self.blocks.store.admit(brought(manifest.admission))
 
     # Sessions.
 
@@ -155,12 +168,19 @@ class CacheEngine:
         next frame on; sessions go on. UNSUPPORTED when anything else differs, MANIFEST_INVALID."""
         check_manifest(manifest)
         running = self.live_manifest()
-        if needs_own_engine(running, manifest):
+        if needs_rebuilding(running, manifest):
             fields = ", ".join(changed_fields(running, manifest))
             raise CoreError(Reason.UNSUPPORTED, f"{fields} cannot all change in an engine that runs")
         with self._lock:
+            if manifest.admission != running.admission:
+                self._bound(manifest)
             self._manifest = manifest
-            self._live = replace(self._live, placement=manifest.placement, contract=manifest.contract)
+            self._live = replace(
+                self._live,
+                placement=manifest.placement,
+                contract=manifest.contract,
+                admission=manifest.admission,
+            )
             self._plans.adopt(manifest.contract)
             self._runner.baseline_digest = manifest.digest()
             self._resident.rename(self._runner.baseline_digest)

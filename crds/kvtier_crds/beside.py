@@ -12,8 +12,14 @@ from kvtier_crds.manifest import RuntimeManifest
 BESIDE = frozenset({"selector", "contract", "placement"})
 """Fields of which each session may have its own in one engine. Rows, tiers and numerics are one for all."""
 
-OWN_ENGINE = frozenset({"tiers", "page_tokens", "chunk_tokens"})
-"""Fields that an engine is built for; a candidate that changes one has an engine beside the baseline's."""
+OWN_ENGINE = frozenset({"tiers", "page_tokens", "chunk_tokens", "admission"})
+"""Fields that an engine is built for, or whose bounds all of its sessions pay from; a candidate that changes
+one has an engine beside the baseline's."""
+
+# The version of the words follows from what is said.
+_SCHEMA = frozenset({"manifest_schema"})
+# What an engine that runs can take over once it is for all of its sessions.
+_IN_PLACE = frozenset({"admission"})
 
 
 def changed_fields(old: RuntimeManifest, new: RuntimeManifest) -> tuple[str, ...]:
@@ -24,6 +30,11 @@ def changed_fields(old: RuntimeManifest, new: RuntimeManifest) -> tuple[str, ...
 def needs_own_engine(running: RuntimeManifest, candidate: RuntimeManifest) -> bool:
     """Whether one engine cannot answer by both."""
     return bool(_changed(running, candidate) - BESIDE)
+
+
+def needs_rebuilding(running: RuntimeManifest, wanted: RuntimeManifest) -> bool:
+    """Whether an engine that runs cannot go on by the wanted manifest, for all of its sessions."""
+    return bool(_changed(running, wanted) - BESIDE - _IN_PLACE)
 
 
 def needs_new_cache(running: RuntimeManifest, candidate: RuntimeManifest) -> str:
@@ -47,12 +58,13 @@ def needs_new_cache(running: RuntimeManifest, candidate: RuntimeManifest) -> str
 
 def beside(running: RuntimeManifest, candidate: RuntimeManifest) -> RuntimeManifest:
     """What would run: the baseline with everything that a candidate may change taken from it."""
-    return running.model_copy(update={name: getattr(candidate, name) for name in BESIDE | OWN_ENGINE})
+    taken = BESIDE | OWN_ENGINE | _SCHEMA
+    return running.model_copy(update={name: getattr(candidate, name) for name in taken})
 
 
 def _changed(old: RuntimeManifest, new: RuntimeManifest) -> frozenset[str]:
     before, after = old.model_dump(), new.model_dump()
-    return frozenset(name for name in after if before[name] != after[name])
+    return frozenset(name for name in after if before[name] != after[name]) - _SCHEMA
 
 
 def _written(name: str) -> str:

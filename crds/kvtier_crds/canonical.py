@@ -104,9 +104,10 @@ def canonical_decimal(value: Any) -> str:
 DecimalText = Annotated[str, BeforeValidator(canonical_decimal), Field(max_length=64)]
 
 
-def canonical_json(part: BaseModel) -> bytes:
-    """Sorted keys, no spaces, UTF-8, every field present. Raises UnicodeEncodeError on a lone surrogate."""
-    document = part.model_dump(mode="json", by_alias=True)
+def canonical_json(part: BaseModel, without: frozenset[str] = frozenset()) -> bytes:
+    """Sorted keys, no spaces, UTF-8, every field present but those of the top level that the schema does not
+    know. Raises UnicodeEncodeError on a lone surrogate."""
+    document = part.model_dump(mode="json", by_alias=True, exclude=set(without))
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8")
 

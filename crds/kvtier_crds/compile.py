@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from kvtier_crds import manifest as m
 from kvtier_crds.canonical import Parameters, Scalar, canonical_decimal
 from kvtier_crds.models.common import Struct
+from kvtier_crds.models.kvcache import Admission as AdmissionSpec
 from kvtier_crds.models.kvcache import CacheTier, KVCache
 from kvtier_crds.models.kvcache import Model as ModelSpec
 from kvtier_crds.models.kvselector import KVSelector, SelectorGate
@@ -122,6 +123,21 @@ def compile_model(model: ModelSpec) -> m.Model:
             interleaved=rope.interleaved,
         ),
         position_contract=model.position_contract,
+    )
+
+
+def compile_admission(spec: AdmissionSpec) -> m.Admission:
+    """Bounds of transfers as a manifest of the second schema has them. QuantityError names the field."""
+
+    def size(value: int | str | None, name: str) -> int | None:
+        return None if value is None else parse_bytes(value, f"spec.admission.{name}")
+
+    return m.Admission(
+        pinned_bytes=size(spec.pinned, "pinned"),
+        staging_bytes=size(spec.staging, "staging"),
+        link_bytes=size(spec.link, "link"),
+        queue=spec.queue,
+        policy=spec.policy,
     )
 
 

@@ -7,7 +7,8 @@ which stays beside the manifest and never enters its digest).
 
 Encoding (`kvtier.dev/manifest/v1`): JSON with sorted keys, no spaces, UTF-8; no floats: numbers are integers
 and decimals are strings in plain notation without trailing zeros; every field is present, an absent value is
-`null`. A digest is always recomputed under the schema that the bytes name.
+`null`. A digest is always recomputed under the schema that the bytes name. `v2` is `v1` with `admission`, and
+is written only where a rollout brought bounds of transfers: so no digest moved when it came to be.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from pydantic.alias_generators import to_camel
 from kvtier_crds.canonical import INT64_MAX, DecimalText, Parameters, canonical_json, sha256_digest
 
 MANIFEST_SCHEMA: Literal["kvtier.dev/manifest/v1"] = "kvtier.dev/manifest/v1"
+MANIFEST_SCHEMA_2: Literal["kvtier.dev/manifest/v2"] = "kvtier.dev/manifest/v2"
 NUMERICS_VERSION = "f32-chunk-merge/2"
 MAX_MANIFEST_BYTES = 256 * 1024
+_SINCE_2 = frozenset({"admission"})
 
 
 class ManifestReason(StrEnum):
@@ -88,6 +91,12 @@ class Fallback(StrEnum):
     RECOMPUTE = "recompute"
     POSTPONE = "postpone"
     DEGRADE = "degrade"
+
+
+class AdmissionPolicy(StrEnum):
+    FIFO = "fifo"
+    EARLIEST_DEADLINE = "earliestDeadline"
+    EXACT_DEADLINE_COALESCING = "exactDeadlineCoalescing"
 
 
 class CapPolicy(StrEnum):
@@ -245,10 +254,23 @@ class Contract(_Part):
         return tuple(fallback for fallback in Fallback if fallback in fallbacks)
 
 
+class Admission(_Part):
+    """Bounds of transfers of shared blocks on each node, where a rollout brought them; None: no bound of its
+    own. queue: requests that may wait for reads."""
+
+    pinned_bytes: StrictPositive | None = None
+    staging_bytes: StrictPositive | None = None
+    link_bytes: StrictPositive | None = None
+    queue: StrictPositive
+    policy: AdmissionPolicy
+
+
 class RuntimeManifest(_Part):
     """All that shapes an answer: two manifests are equal if and only if their digests are."""
 
-    manifest_schema: Annotated[Literal["kvtier.dev/manifest/v1"], Field(alias="schema")] = MANIFEST_SCHEMA
+    manifest_schema: Annotated[
+        Literal["kvtier.dev/manifest/v1", "kvtier.dev/manifest/v2"], Field(alias="schema")
+    ] = MANIFEST_SCHEMA
     numerics_version: Name = NUMERICS_VERSION
     device_kind: Name
     tenancy: Tenancy
@@ -259,9 +281,12 @@ class RuntimeManifest(_Part):
     placement: Placement
     selector: Selector | None = None
     contract: Contract
+    admission: Admission | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if (self.admission is not None) != (self.manifest_schema == MANIFEST_SCHEMA_2):
+            raise ValueError(f"admission is written under {MANIFEST_SCHEMA_2}, and that with it only")
         names = [tier.tier_class_name for tier in self.tiers]
         if len(set(names)) != len(names):
             raise ValueError("tiers must name each tier class once")
@@ -280,11 +305,16 @@ class RuntimeManifest(_Part):
 
     def canonical(self) -> bytes:
         """The one encoding of this manifest; `parse` accepts exactly these bytes."""
-        return canonical_json(self)
+        return canonical_json(self, frozenset() if self.admission is not None else _SINCE_2)
 
     def digest(self) -> str:
         """`sha256:<hex>` of the canonical bytes."""
         return sha256_digest(self.canonical())
+
+    def admitting(self, admission: Admission | None) -> RuntimeManifest:
+        """The same with these bounds of transfers, or with none of its own."""
+        schema = MANIFEST_SCHEMA if admission is None else MANIFEST_SCHEMA_2
+        return self.model_copy(update={"manifest_schema": schema, "admission": admission})
 
     def exact(self) -> RuntimeManifest:
         """The exact configuration behind this one: no selector, exactness `exact`, no `degrade`."""
@@ -308,10 +338,11 @@ class RuntimeManifest(_Part):
             raise ManifestError(ManifestReason.MALFORMED, f"not JSON in UTF-8: {error}") from error
         if not isinstance(document, dict):
             raise ManifestError(ManifestReason.MALFORMED, "the document is not an object")
-        if document.get("schema") != MANIFEST_SCHEMA:
+        if document.get("schema") not in (MANIFEST_SCHEMA, MANIFEST_SCHEMA_2):
             raise ManifestError(
                 ManifestReason.UNKNOWN_SCHEMA,
-                f"schema {document.get('schema')!r}, this version reads {MANIFEST_SCHEMA!r}",
+                f"schema {document.get('schema')!r}, this version reads {MANIFEST_SCHEMA!r} and "
+                f"{MANIFEST_SCHEMA_2!r}",
             )
         try:
             manifest = RuntimeManifest.model_validate(document)

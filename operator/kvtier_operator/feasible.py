@@ -75,8 +75,20 @@ def unsupported(cache: JsonObject) -> tuple[Problem, ...]:
     return tuple(Problem("", "NotImplemented", message) for message in found)
 
 
-def admission_of(cache: JsonObject) -> control.CacheAdmission:
-    """What agents act on; QuantityError names the field."""
+def admission_of(cache: JsonObject, running: RuntimeManifest | None = None) -> control.CacheAdmission:
+    """What agents act on: bounds that a rollout brought are the manifest's, others the spec's. QuantityError
+    names the field."""
+    sessions = _sessions_of(cache["spec"].get("sessions") or {})
+    if running is not None and running.admission is not None:
+        brought = running.admission
+        return control.CacheAdmission(
+            pinned_bytes=brought.pinned_bytes,
+            staging_bytes=brought.staging_bytes,
+            link_bytes=brought.link_bytes,
+            queue=brought.queue,
+            policy=brought.policy.value,
+            sessions=sessions,
+        )
     said = cache["spec"].get("admission") or {}
     sizes = {
         f"{name}_bytes": parse_bytes(said[name], f"spec.admission.{name}")
@@ -87,7 +99,7 @@ def admission_of(cache: JsonObject) -> control.CacheAdmission:
         **sizes,
         queue=int(said.get("queue", 256)),
         policy=str(said.get("policy", "fifo")),
-        sessions=_sessions_of(cache["spec"].get("sessions") or {}),
+        sessions=sessions,
     )
 
 

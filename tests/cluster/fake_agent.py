@@ -67,6 +67,7 @@ class AgentState:
     tiers: tuple[dict[str, Any], ...] = DEFAULT_TIERS
     caches: dict[str, Held] = field(default_factory=dict)
     removed: dict[str, int] = field(default_factory=dict)
+    admissions: dict[str, tuple[int, str]] = field(default_factory=dict)
     boot_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     calls: list[str] = field(default_factory=list)
     used: dict[str, int] = field(default_factory=dict)
@@ -114,6 +115,7 @@ class FakeControl(ControlServicer):
             held = self._judge(request, "Apply")
             held.digest = request.digest
             self.state.caches[request.cache.uid] = held
+            self.state.admissions[request.cache.uid] = (request.admission.queue, request.admission.policy)
             return control.ApplyBaselineResponse(running_digest=actual, boot_id=self.state.boot_id)
 
         return await self._answer("ApplyBaseline", context, run)

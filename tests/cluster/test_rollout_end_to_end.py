@@ -364,12 +364,30 @@ def test_a_candidate_with_other_tiers_needs_room_and_then_becomes_the_baseline(w
     assert world.holders(uid) == []
 
 
-def test_what_no_session_could_have_alone_is_no_candidate(world: World) -> None:
-    world.cache("later")
-    apply(world.cluster, rollout("later", "later", candidate={"overrides": {"admission": {"queue": 4}}}))
-    world.reach("later", "Invalid")
-    found = condition(world.get("kvrollout", "later"), "Feasible")
-    assert (found["status"], found["reason"]) == ("False", "SharedByAllSessions")
+def test_bounds_of_transfers_are_a_candidate_and_from_then_on_the_baselines(world: World) -> None:
+    """An edit of them is taken at once before, and asks for a rollout afterwards."""
+    uid = world.cache("bounded")
+    gates = [gate for gate in rollout("x", "x")["spec"]["gates"] if gate["name"] in ("tail", "stall")]
+    bounds = {"queue": 4, "policy": "earliestDeadline"}
+    overrides = {"overrides": {"admission": bounds}}
+    apply(world.cluster, rollout("bounds", "bounded", candidate=overrides, gates=gates))
+    status = world.reach("bounds", "Completed", "Full")
+    digest = status["candidate"]["digest"]
+    assert status["candidate"]["class"] == "exact" and digest != status["baseline"]["digest"]
+    told = wait_condition(
+        world.cluster, "kvcache/bounded", NAMESPACE, "SpecApplied", "False", reason="RolloutRequired"
+    )
+    assert "admission" in condition(told, "SpecApplied")["message"]
+    assert told["status"]["baseline"]["digest"] == digest
+    assert world.holders(uid) == []
+    eventually(
+        lambda: [agent.state.admissions.get(uid) for agent in world.agents] == [(4, "earliestDeadline")] * 2,
+        60,
+        what="both agents act on the bounds",
+    )
+    patch = json.dumps({"spec": {"admission": bounds}})
+    world.cluster.kubectl("patch", "kvc", "bounded", "-n", NAMESPACE, "--type=merge", "-p", patch)
+    wait_condition(world.cluster, "kvcache/bounded", NAMESPACE, "SpecApplied", "True", reason="Applied")
 
 
 def test_an_operator_killed_in_canary_is_followed_by_one_that_resumes(world: World) -> None:

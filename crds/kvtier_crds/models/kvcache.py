@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvtier_crds.manifest import Dtype, Exactness, Fallback, PositionContract, TierRole
+from kvtier_crds.manifest import AdmissionPolicy, Dtype, Exactness, Fallback, PositionContract, TierRole
 from kvtier_crds.models.common import (
     AGE,
     ATOMIC_LIST,
@@ -141,15 +141,10 @@ class Contract(Struct):
     """Absolute difference of fp32 logits from the reference."""
 
 
-class AdmissionPolicy(StrEnum):
-    FIFO = "fifo"
-    EARLIEST_DEADLINE = "earliestDeadline"
-    EXACT_DEADLINE_COALESCING = "exactDeadlineCoalescing"
-
-
 class Admission(Struct):
     """Credits of this cache's transfers on each node, of shared blocks; a transfer that finds none waits its
-    turn. An edit takes effect without a rollout, since it shapes no answer."""
+    turn. An edit takes effect without a rollout, since it shapes no answer. Once a rollout has brought bounds
+    they are the baseline's, and another rollout changes them."""
 
     pinned: Quantity | None = None
     """Bytes that may be pinned at once; absent: what the tiers need; less is refused (ADMISSION_PINNED)."""

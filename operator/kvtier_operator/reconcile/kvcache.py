@@ -49,7 +49,7 @@ from kvtier_operator.reconcile.kvcache_plan import (
     ledger_of,
     status,
 )
-from kvtier_operator.reconcile.kvcache_refs import Resolved, resolve
+from kvtier_operator.reconcile.kvcache_refs import Resolved, declared, resolve
 from kvtier_operator.reconcile.status import write_status
 from kvtier_operator.revisions import (
     Revision,
@@ -114,7 +114,7 @@ class KVCacheReconciler:
         findings = Findings(
             cache=cache,
             missing=resolved.missing,
-            wanted=resolved.wanted,
+            wanted=declared(resolved.wanted, None if adopted is None else adopted.manifest, cache),
             baseline=None if adopted is None else adopted.manifest,
             approved_digest=((cache.get("status") or {}).get("approved") or {}).get("digest", ""),
             feasibility=feasible,
@@ -246,7 +246,7 @@ class KVCacheReconciler:
                 adopted.data,
                 adopted.fence,
                 key_secret(cache),
-                admission_of(cache),
+                admission_of(cache, adopted.manifest),
             )
         results = await self._nodes.converge(views, baseline, uid=_uid(cache), rollout=rollout)
         refused = [result for result in results if result.fence_refused]

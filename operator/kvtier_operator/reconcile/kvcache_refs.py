@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from kvtier_crds.compile import CompileError, compile_manifest
+from kvtier_crds.compile import CompileError, compile_admission, compile_manifest
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_crds.models.kvcache import KVCache
 from kvtier_crds.models.kvselector import KVSelector
@@ -69,3 +69,13 @@ def _compile(
         {name: TierClass.model_validate(obj) for name, obj in classes.items()},
         None if selector is None else KVSelector.model_validate(selector),
     )
+
+
+def declared(
+    wanted: RuntimeManifest | None, running: RuntimeManifest | None, cache: JsonObject
+) -> RuntimeManifest | None:
+    """What the spec says in the words of what runs: bounds of transfers are the manifest's from the rollout
+    on that brought them."""
+    if wanted is None or running is None or running.admission is None:
+        return wanted
+    return wanted.admitting(compile_admission(KVCache.model_validate(cache).spec.admission))

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvtier_crds.beside import changed_fields, needs_new_cache
-from kvtier_crds.compile import CompileError, CompileReason, compile_manifest
+from kvtier_crds.compile import CompileError, CompileReason, compile_admission, compile_manifest
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_crds.models.kvcache import KVCache
 from kvtier_crds.models.kvselector import KVSelector
@@ -26,7 +26,7 @@ from kvtier_operator.rollout.state import CandidateRef, ManifestRef
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass
 from kvtier_operator.selectors import refusal
 
-OVERRIDABLE = ("placement", "tiers")
+OVERRIDABLE = ("placement", "tiers", "admission")
 
 
 @dataclass(frozen=True)
@@ -116,20 +116,16 @@ def _compile(candidate: Mapping[str, Any], sources: Sources) -> tuple[RuntimeMan
 
 def _overridden(overrides: Mapping[str, Any], sources: Sources) -> RuntimeManifest:
     """The baseline with other parts, whatever the KVCache's spec says meanwhile."""
-    unknown = sorted(set(overrides) - set(OVERRIDABLE))
-    if unknown:
-        raise Blocked(
-            Blocker.SHARED,
-            f"candidate.overrides.{unknown[0]}: transfers of all sessions of a cache pay from one set of "
-            f"bounds, so none could be compared under others; an edit of spec.{unknown[0]} needs no rollout",
-        )
     parts = {name: overrides[name] for name in OVERRIDABLE if overrides.get(name) is not None}
-    compiled = _manifest(sources, {**sources.cache["spec"], **parts}, None)
+    model, compiled = _compiled(sources, {**sources.cache["spec"], **parts}, None)
     running = _running(sources)
-    wanted = {name: getattr(compiled, name) for name in parts}
+    wanted = {name: getattr(compiled, name) for name in parts if name != "admission"}
     if "tiers" in wanted:
         wanted["device_kind"] = compiled.device_kind
-    return _beside(running.model_copy(update=wanted), sources)
+    candidate = running.model_copy(update=wanted)
+    if "admission" in parts:
+        candidate = candidate.admitting(compile_admission(model.spec.admission))
+    return _beside(candidate, sources)
 
 
 def _beside(candidate: RuntimeManifest, sources: Sources) -> RuntimeManifest:
@@ -147,10 +143,20 @@ def _running(sources: Sources) -> RuntimeManifest:
 
 
 def _manifest(sources: Sources, spec: Mapping[str, Any], selector: KVSelector | None) -> RuntimeManifest:
+    """As the spec says it; with its bounds of transfers where these are the baseline's."""
+    model, manifest = _compiled(sources, spec, selector)
+    if sources.running is None or sources.running.admission is None:
+        return manifest
+    return manifest.admitting(compile_admission(model.spec.admission))
+
+
+def _compiled(
+    sources: Sources, spec: Mapping[str, Any], selector: KVSelector | None
+) -> tuple[KVCache, RuntimeManifest]:
     metadata = sources.cache["metadata"]
     model = KVCache.model_validate({**sources.cache, "spec": dict(spec)})
     classes = {name: TierClass.model_validate(obj) for name, obj in sources.tier_classes.items()}
-    return compile_manifest(model, metadata["uid"], metadata["namespace"], classes, selector)
+    return model, compile_manifest(model, metadata["uid"], metadata["namespace"], classes, selector)
 
 
 _BLOCKERS = {

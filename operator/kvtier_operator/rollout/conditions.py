@@ -35,7 +35,6 @@ _FEASIBILITY = frozenset(
         Blocker.NO_CHANGE,
         Blocker.NEEDS_NEW_CACHE,
         Blocker.NO_ROOM,
-        Blocker.SHARED,
         Blocker.CONTRACT_FORBIDS,
         Blocker.NO_NODES,
     }

@@ -114,7 +114,6 @@ class Blocker(StrEnum):
     NO_CHANGE = "NoChange"
     NEEDS_NEW_CACHE = "NeedsNewCache"
     NO_ROOM = "NoRoomBeside"
-    SHARED = "SharedByAllSessions"
     CONTRACT_FORBIDS = "ContractForbids"
     CACHE_MISSING = "CacheMissing"
     CACHE_BUSY = "CacheBusy"
@@ -132,7 +131,6 @@ INVALIDATING: frozenset[Blocker] = frozenset(
         Blocker.GATE_MISSING,
         Blocker.NO_CHANGE,
         Blocker.NEEDS_NEW_CACHE,
-        Blocker.SHARED,
         Blocker.CONTRACT_FORBIDS,
     }
 )

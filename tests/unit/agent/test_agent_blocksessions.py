@@ -73,7 +73,7 @@ async def test_what_a_call_holds_stays_until_its_step_is_over_though_its_caller_
     caller = SimpleNamespace(namespace=b"n" * 32)
     call = SimpleNamespace(host=Host(scope), source=None, manifest=None, caller=caller, deadline=1.0)
     handle = SimpleNamespace(session_id="s", generation=1)
-    session = SimpleNamespace(host=SimpleNamespace(runner=runner), handle=handle)
+    session = SimpleNamespace(host=SimpleNamespace(runner=runner, blocks_beside=None), handle=handle)
 
     class Given(BlockSessions):
         def _of(self, scope: object, session_id: str, generation: int) -> Any:

@@ -19,6 +19,7 @@ from kvtier_agent.candidateengines import CandidateEngines, paired
 from kvtier_agent.config import TierConfig
 from kvtier_agent.pairedengine import PairedEngine
 from kvtier_agent.tierdirs import NodeTiers
+from kvtier_core.admission import UNDECLARED
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import SessionFacts
 from kvtier_core.tiers.nvme.tier import store_path
@@ -110,9 +111,8 @@ async def test_one_that_finds_no_room_is_refused_with_numbers_before_the_fence_i
 def hosted(uid: str) -> CacheHost:
     runner = SimpleNamespace(engine=PairedEngine(FakeEngine(baseline_manifest())))
     name = CacheName("kvtier", uid, uid)
-    return cast(
-        CacheHost, SimpleNamespace(name=name, runner=runner, manifest=baseline_manifest(), key_secret="")
-    )
+    told = {"key_secret": "", "admission": UNDECLARED, "blocks_beside": None}
+    return cast(CacheHost, SimpleNamespace(name=name, runner=runner, manifest=baseline_manifest(), **told))
 
 
 async def test_room_is_promised_once_though_engines_of_two_caches_are_built_together(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -350,11 +351,22 @@ def test_a_step_that_hangs_holds_whoever_empties_an_engine_no_longer_than_asked(
 
 
 class TestBlocks:
-    def test_a_candidates_session_starts_from_no_block_of_the_baselines(self, rig: PairedRig) -> None:
-        session = rig.open(serves=True)
+    @pytest.mark.parametrize(
+        ("compared", "reason"),
+        [
+            pytest.param(False, Reason.NOT_VISIBLE, id="only-from-its-own-engines"),
+            pytest.param(True, Reason.UNSUPPORTED, id="from-none-in-two-engines"),
+        ],
+    )
+    def test_a_candidates_session_starts_from_no_block_of_the_baselines(
+        self, rig: PairedRig, compared: bool, reason: Reason
+    ) -> None:
+        session = rig.open(serves=True, compared=compared)
+        mine = rig.running.core.blocks.store.directory
+        blocks = SimpleNamespace(ready=0, of=lambda directory: directory is mine)
         with pytest.raises(CoreError) as refused:
-            rig.paired.prefixes.start(session.handle.session_id, session.handle.generation, object())  # type: ignore[arg-type]
-        assert refused.value.reason is Reason.UNSUPPORTED
+            rig.paired.prefixes.start(session.handle.session_id, session.handle.generation, blocks)  # type: ignore[arg-type]
+        assert refused.value.reason is reason
 
     def test_rows_of_either_engine_become_the_same_blocks(self, rig: PairedRig) -> None:
         def payload(prefixes: Prefixes | object, played: Played) -> bytes:

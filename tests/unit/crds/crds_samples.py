@@ -48,7 +48,8 @@ def selector(**spec: Any) -> KVSelector:
 
 
 def full_document() -> dict[str, Any]:
-    """A manifest in which no field is absent, null or empty, so that each can be changed."""
+    """A manifest of the first schema in which no field is absent, null or empty, so that each can be
+    changed."""
     return {
         "schema": "kvtier.dev/manifest/v1",
         "numericsVersion": "f32-chunk-merge/2",
@@ -105,6 +106,18 @@ def full_document() -> dict[str, Any]:
             "tolerance": "0.001",
         },
     }
+
+
+def bounded_document() -> dict[str, Any]:
+    """The same in the second schema."""
+    admission = {
+        "pinnedBytes": 1 << 30,
+        "stagingBytes": 1 << 28,
+        "linkBytes": 1 << 26,
+        "queue": 128,
+        "policy": "earliestDeadline",
+    }
+    return full_document() | {"schema": "kvtier.dev/manifest/v2", "admission": admission}
 
 
 def full_manifest() -> RuntimeManifest:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from kvtier_crds.beside import beside, changed_fields, needs_own_engine, needs_rebuilding
 from kvtier_crds.canonical import Parameters, canonical_decimal
 from kvtier_crds.compile import compile_manifest
 from kvtier_crds.manifest import (
@@ -27,7 +28,15 @@ from kvtier_crds.manifest import (
     RuntimeManifest,
     model_fingerprint,
 )
-from tests.unit.crds.crds_samples import UID, cache, full_document, full_manifest, selector, tier_classes
+from tests.unit.crds.crds_samples import (
+    UID,
+    bounded_document,
+    cache,
+    full_document,
+    full_manifest,
+    selector,
+    tier_classes,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -39,10 +48,11 @@ def _golden_manifests() -> dict[str, RuntimeManifest]:
         "chat-baseline": compile_manifest(chat, UID, "serving", classes, None).exact(),
         "chat-quest-64": quest,
         "every-field": full_manifest(),
+        "every-field-2": RuntimeManifest.model_validate(bounded_document()),
     }
 
 
-@pytest.mark.parametrize("name", ["chat-baseline", "chat-quest-64", "every-field"])
+@pytest.mark.parametrize("name", ["chat-baseline", "chat-quest-64", "every-field", "every-field-2"])
 def test_golden_vectors_have_not_moved(name: str) -> None:
     manifest = _golden_manifests()[name]
     recorded = json.loads((GOLDEN / "digests.json").read_text(encoding="utf-8"))[name]
@@ -53,7 +63,7 @@ def test_golden_vectors_have_not_moved(name: str) -> None:
     assert RuntimeManifest.parse(data) == manifest
 
 
-@pytest.mark.parametrize("name", ["chat-baseline", "chat-quest-64", "every-field"])
+@pytest.mark.parametrize("name", ["chat-baseline", "chat-quest-64", "every-field", "every-field-2"])
 def test_golden_bytes_follow_the_written_encoding(name: str) -> None:
     """An encoder of its own, from the docstring alone, so that other languages can follow it."""
     data = (GOLDEN / f"{name}.json").read_bytes()
@@ -107,6 +117,7 @@ _OTHER: dict[str, Any] = {
     "kvHeads": 9,
     "pageTokens": 32,
     "chunkTokens": 512,
+    "policy": "fifo",
 }
 
 
@@ -132,14 +143,14 @@ def _other_value(path: tuple[str | int, ...], value: Any) -> Any:
 
 
 _LEAVES = [
-    (path, value) for path, value in _leaves(full_document()) if value is not None and path != ("schema",)
+    (path, value) for path, value in _leaves(bounded_document()) if value is not None and path != ("schema",)
 ]
 _NEEDS_EXACT_COMPANIONS = {("contract", "exactness")}
 
 
 @pytest.mark.parametrize(("path", "value"), _LEAVES, ids=[".".join(map(str, path)) for path, _ in _LEAVES])
 def test_no_field_changes_without_the_digest(path: tuple[str | int, ...], value: Any) -> None:
-    document = _replaced(full_document(), path, _other_value(path, value))
+    document = _replaced(bounded_document(), path, _other_value(path, value))
     if path in _NEEDS_EXACT_COMPANIONS:
         document["selector"] = None
         document["contract"]["allowedFallbacks"] = []
@@ -149,16 +160,34 @@ def test_no_field_changes_without_the_digest(path: tuple[str | int, ...], value:
             RuntimeManifest.model_validate(before).digest()
         )
         return
-    assert RuntimeManifest.model_validate(document).digest() != full_manifest().digest()
+    before = RuntimeManifest.model_validate(bounded_document())
+    assert RuntimeManifest.model_validate(document).digest() != before.digest()
 
 
 def test_every_field_of_the_models_is_in_the_sample() -> None:
     """So that a new field cannot escape the test above."""
     defs = RuntimeManifest.model_json_schema(by_alias=True)
     names = {name for part in (defs, *defs["$defs"].values()) for name in part.get("properties", {})}
-    present = {str(key) for path, _ in _leaves(full_document()) for key in path if isinstance(key, str)}
+    present = {str(key) for path, _ in _leaves(bounded_document()) for key in path if isinstance(key, str)}
     assert names <= present
     assert json.loads(full_manifest().canonical()) == full_document()
+    assert json.loads(RuntimeManifest.model_validate(bounded_document()).canonical()) == bounded_document()
+
+
+def test_bounds_are_what_the_second_schema_adds_and_nothing_else() -> None:
+    bounded = RuntimeManifest.model_validate(bounded_document())
+    assert full_manifest().admitting(bounded.admission) == bounded
+    assert bounded.admitting(None) == full_manifest()
+    assert RuntimeManifest.parse(bounded.canonical()) == bounded
+    assert changed_fields(full_manifest(), bounded) == ("admission",)
+    assert needs_own_engine(full_manifest(), bounded) and not needs_rebuilding(full_manifest(), bounded)
+    assert beside(full_manifest(), bounded) == bounded
+    for wrong in (
+        full_document() | {"schema": "kvtier.dev/manifest/v2", "admission": None},
+        bounded_document() | {"schema": "kvtier.dev/manifest/v1"},
+    ):
+        with pytest.raises(ValidationError, match="admission is written under"):
+            RuntimeManifest.model_validate(wrong)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +322,12 @@ REFUSED = {
     "number": (b"7", ManifestReason.MALFORMED),
     "nested-too-deep": (b'{"a":' * 20000 + b"1" + b"}" * 20000, ManifestReason.MALFORMED),
     "empty": (b"{}", ManifestReason.UNKNOWN_SCHEMA),
-    "newer-schema": (_canonical_with(b"manifest/v1", b"manifest/v2"), ManifestReason.UNKNOWN_SCHEMA),
+    "newer-schema": (_canonical_with(b"manifest/v1", b"manifest/v3"), ManifestReason.UNKNOWN_SCHEMA),
+    "bounds-under-the-first": (
+        _canonical_with(b'{"chunkTokens"', b'{"admission":null,"chunkTokens"'),
+        ManifestReason.NOT_CANONICAL,
+    ),
+    "no-bounds-under-the-second": (_canonical_with(b"manifest/v1", b"manifest/v2"), ManifestReason.INVALID),
     "too-large": (b" " * (MAX_MANIFEST_BYTES + 1), ManifestReason.TOO_LARGE),
     "field-missing": (
         _canonical_with(b'"pageTokens":16,"placement"', b'"placement"'),

@@ -237,7 +237,6 @@ async def test_long_grant_is_extended_before_it_ends() -> None:
     ("candidate", "reason"),
     [
         pytest.param({"fromCacheSpec": True}, "NoChange", id="spec-is-served-already"),
-        pytest.param({"overrides": {"admission": {"queue": 9}}}, "SharedByAllSessions", id="admission"),
         pytest.param({"selectorRef": {"name": "nobody"}}, "ReferenceMissing", id="missing-selector"),
     ],
 )
