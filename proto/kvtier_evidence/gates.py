@@ -62,17 +62,23 @@ def quantile_evidence(
     """
     up = min(float(n), above_up / ONE + missing)
     return Evidence(
-        log_e_counts(Side.PASS, share, n, up, effect.k_pass),
-        log_e_counts(Side.FAIL, share, n, min(float(n), above_down / ONE), effect.k_fail),
+        log_e_counts(Side.PASS, share, n, up, effect.k_pass), quantile_harm(share, n, above_down, effect)
     )
+
+
+def quantile_harm(share: float, n: int, above_down: int, effect: Effect = NO_EFFECT) -> float:
+    """4.1, the Fail side alone, which is all that is asked of a single agent (4.8)."""
+    return log_e_counts(Side.FAIL, share, n, min(float(n), above_down / ONE), effect.k_fail)
 
 
 def mean_evidence(h: Histogram, limit: float, effect: Effect = NO_EFFECT) -> Evidence:
     """4.4: mean of values in [0, 1]; cells rounded outward, missing as 1 (Pass) or 0 (Fail)."""
-    return Evidence(
-        log_e(Side.PASS, limit, h.cells(upper=True), effect.k_pass),
-        log_e(Side.FAIL, limit, h.cells(upper=False), effect.k_fail),
-    )
+    return Evidence(log_e(Side.PASS, limit, h.cells(upper=True), effect.k_pass), mean_harm(h, limit, effect))
+
+
+def mean_harm(h: Histogram, limit: float, effect: Effect = NO_EFFECT) -> float:
+    """4.4, the Fail side alone, which is all that is asked of a single agent (4.8)."""
+    return log_e(Side.FAIL, limit, h.cells(upper=False), effect.k_fail)
 
 
 @dataclass(frozen=True, slots=True)

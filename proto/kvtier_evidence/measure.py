@@ -24,11 +24,13 @@ from kvtier_evidence.gates import (
     ProbeSetOutcome,
     RatioEvidence,
     mean_evidence,
+    mean_harm,
     paired_cells,
     paired_evidence,
     pool_and_agents,
     probe_set_outcome,
     quantile_evidence,
+    quantile_harm,
 )
 from kvtier_evidence.gatespec import GateSpec
 from kvtier_evidence.limits import share_above
@@ -210,18 +212,16 @@ def _quantile(
     k, effect = _effect(gate, merged, both.histogram.n, at)
     up = counts.above_up.get(gate.name, 0)
 
-    def against(c: MetricCounts, above_up: int) -> Evidence:
-        hist = c.histogram
-        return quantile_evidence(
-            share, hist.n, above_up, c.above_down.get(gate.name, 0), hist.missing, effect
-        )
+    below = counts.above_down.get(gate.name, 0)
+    log_pass = quantile_evidence(share, h.n, up, below, h.missing, effect).log_pass
 
-    log_pass = against(counts, up).log_pass
+    def harm(c: MetricCounts) -> float:
+        return quantile_harm(share, c.histogram.n, c.above_down.get(gate.name, 0), effect)
+
     per_agent = {
-        name: against(c.get(gate.metric.name, Arm.CANDIDATE).with_warmup(), 0).log_fail
-        for name, c in agents.items()
+        name: harm(c.get(gate.metric.name, Arm.CANDIDATE).with_warmup()) for name, c in agents.items()
     }
-    log_fail = pool_and_agents(against(both, 0).log_fail, per_agent)
+    log_fail = pool_and_agents(harm(both), per_agent)
     limit = float(gate.limit)
 
     def upper(alpha: float) -> float:
@@ -273,12 +273,10 @@ def _mean(gate: GateSpec, merged: WindowCounts, agents: Mapping[str, WindowCount
     h, both = counts.histogram, counts.with_warmup().histogram
     k, effect = _effect(gate, merged, both.n, at)
     per_agent = {
-        name: mean_evidence(
-            c.get(gate.metric.name, Arm.CANDIDATE).with_warmup().histogram, limit, effect
-        ).log_fail
+        name: mean_harm(c.get(gate.metric.name, Arm.CANDIDATE).with_warmup().histogram, limit, effect)
         for name, c in agents.items()
     }
-    log_fail = pool_and_agents(mean_evidence(both, limit, effect).log_fail, per_agent)
+    log_fail = pool_and_agents(mean_harm(both, limit, effect), per_agent)
 
     def expected() -> float:
         law = [(0.0, 0.6), (min(1.0, 1.25 * limit), 0.4)]

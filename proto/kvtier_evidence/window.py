@@ -83,7 +83,9 @@ class MetricCounts:
         )
 
     def with_warmup(self) -> MetricCounts:
-        """The view of the Fail side: warm-up units included."""
+        """The view of the Fail side: warm-up units included. Not to be changed: it may share its parts."""
+        if not self.warmup.n and not self.warmup_above_down:
+            return MetricCounts(self.histogram, {}, self.above_down)
         out = MetricCounts(self.histogram.copy(), {}, dict(self.above_down))
         out.histogram.merge(self.warmup)
         _add(out.above_down, self.warmup_above_down)
