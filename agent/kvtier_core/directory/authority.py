@@ -298,7 +298,7 @@ class Directory(StoringTable):
         try:
             self.replicas.put(line, tier, slot, slot_generation, generation, ReplicaState.PUBLISHED)
             self._chunk_index.insert(mix(logical + 1), line)
-        except CoreError:
+        except BaseException:
             self.replicas.clear(line, tier)
             columns.give_back(line)
             raise

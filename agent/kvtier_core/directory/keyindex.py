@@ -145,13 +145,25 @@ class KeyIndex:
         order = np.argsort(shards, kind="stable")
         ends = np.cumsum(added)
         fresh = (hashed << _32) | (lines + 1).astype(np.uint64)
-        for shard in np.flatnonzero(added).tolist():
-            mine = order[ends[shard] - added[shard] : ends[shard]]
-            if len(mine) < _BULK:
-                for one in mine.tolist():
-                    self.insert(int(hashed[one]), int(lines[one]))
-                continue
-            self._rebuild(shard, self._size_for(shard, self._count_of[shard] + len(mine)), fresh[mine])
+        done: list[NDArray[np.int64]] = []
+        try:
+            for shard in np.flatnonzero(added).tolist():
+                mine = order[ends[shard] - added[shard] : ends[shard]]
+                if len(mine) >= _BULK:
+                    size = self._size_for(shard, self._count_of[shard] + len(mine))
+                    self._rebuild(shard, size, fresh[mine])
+                    done.append(mine)
+                    continue
+                for at in range(len(mine)):
+                    one = mine[at : at + 1]
+                    self.insert(int(hashed[one[0]]), int(lines[one[0]]))
+                    done.append(one)
+        except BaseException:
+            # Memory may end at any shard; what others hold is theirs, so this call's goes one by one.
+            for part in done:
+                for one in part:
+                    self.remove(int(hashed[one]), int(lines[one]))
+            raise
 
     def remove(self, hashed: int, line: int) -> None:
         """Takes out the entry of that hash and line, which is there, and closes the gap behind it."""
@@ -205,17 +217,20 @@ class KeyIndex:
         """Lays the shard's entries and `fresh` ones out anew in `size` places."""
         base = shard * SHARD_STRIDE
         old = self._entries[base : base + self._size_of[shard]]
-        kept = np.concatenate((old[old != 0], fresh))
-        kept.sort()
-        old[:] = 0
-        homes = (((kept >> _32) * np.uint64(size)) >> _32).astype(np.int64)
+        kept = np.sort(np.concatenate((old[old != 0], fresh)))
+        homes = np.asarray(np.multiply(kept >> _32, np.uint64(size)) >> _32, dtype=np.int64)
         index = np.arange(len(kept))
         places = np.maximum.accumulate(homes - index) + index
         inside = int(np.searchsorted(places, size))
-        self._entries[base + places[:inside]] = kept[:inside]
+        laid = np.zeros(size, dtype=np.uint64)
+        laid[places[:inside]] = kept[:inside]
+        # The last ones run over the end, to the first free places.
+        free = np.flatnonzero(laid == 0)[: len(kept) - inside]
+        laid[free] = kept[inside:]
+        target = self._entries[base : base + size]
+        # A shard never shrinks. Whatever needs memory is behind us, so no key is lost when there is none.
+        np.copyto(target, laid)
         self._size_of[shard] = size
-        for entry in kept[inside:].tolist():
-            self._place(base, size, entry >> 32, (entry & _LOW) - 1)
         self._count_of[shard] = len(kept)
 
     def entries(self) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.uint64]]]:

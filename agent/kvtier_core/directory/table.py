@@ -230,7 +230,7 @@ class BlockTable:
         except (ValueError, TypeError) as error:
             columns.give_back(line)
             raise CoreError(Reason.BAD_ARGUMENT, "a number of the block does not fit") from error
-        except CoreError:
+        except BaseException:
             columns.give_back(line)
             raise
         columns.key.raw[line * KEY_BYTES : (line + 1) * KEY_BYTES] = key
