@@ -26,6 +26,8 @@ from kvtier_core.tiers.base import SlotRef, Tier
 from kvtier_core.transactions import MoveKind, Transactions
 from kvtier_crds.manifest import TierRole
 
+MOVE_SECONDS = 5.0
+"""The most that rows' way to another tier may take where nobody states a deadline."""
 ROWS = b""
 """The namespace of sessions' rows, in tiers."""
 
@@ -163,11 +165,12 @@ class Placement:
             if not self._try_room(tier, deadline):
                 raise self.exhausted(f"tier {self._tiers[tier].name} cannot free {count} slots")
 
-    def send_down(self, lines: Sequence[int], most: int) -> int:
+    def send_down(self, lines: Sequence[int], most: int, deadline: float | None = None) -> int:
         """Moves up to `most` sealed chunks among `lines`, each to the slowest home with a free slot: what
-        nobody uses makes way, and moves nobody else's. Returns how many moved. After as many refusals it is
-        over, too: others wait meanwhile, and a device that fails may take its time for each."""
+        nobody uses makes way, and moves nobody else's. Returns how many moved by `deadline`, or in
+        MOVE_SECONDS. After as many refusals, or one that is late, it is over, too: others wait meanwhile."""
         moved = refused = 0
+        until = self._until(deadline)
         for tier in self.homes:
             with self._lock:
                 here = self._directory.sealed_in(tier)
@@ -176,14 +179,16 @@ class Placement:
                 for lower in reversed([item for item in self.homes if item > tier]):
                     if moved == most or refused >= most:
                         return moved
-                    sent = self._send_down(line, lower)
+                    if self._late(until):
+                        return moved
+                    sent = self._send_down(line, lower, until)
                     if sent:
                         moved += 1
                         break
                     refused += sent is not None
         return moved
 
-    def _send_down(self, line: int, lower: int) -> bool | None:
+    def _send_down(self, line: int, lower: int, deadline: float | None) -> bool | None:
         """Whether the chunk moved; None: there is no free slot."""
         with self._claim(lower, 1):
             with self._lock:
@@ -191,7 +196,7 @@ class Placement:
             if not free:
                 return None
             try:
-                self._demote(line, lower)
+                self._demote(line, lower, deadline)
             except CoreError:
                 return False
             return True
@@ -212,6 +217,7 @@ class Placement:
     @contextmanager
     def _claim(self, tier: int, count: int) -> Iterator[None]:
         with self._lock:
+            self._transactions.settle_detached()
             self._ledger.ledger.claim(slots(tier), count)
         try:
             yield
@@ -237,20 +243,30 @@ class Placement:
         for lower in [item for item in self.homes if item > tier]:
             with self._claim(lower, 1):
                 if self._has_room(lower, deadline) or self._try_room(lower, deadline, moved):
-                    self._demote(line, lower)
+                    self._demote(line, lower, deadline)
                     return True
         return False
 
-    def _demote(self, line: int, lower: int) -> None:
-        """The whole move here and now, its bytes outside of the metadata lock. Raises MoveRefused; the chunk
-        is then still where it was."""
-        moves = self._transactions
+    def _until(self, deadline: float | None) -> float | None:
+        """When a move ends at the latest; None where there is no clock."""
+        clock = self._tiers[0].clock
+        return clock() + MOVE_SECONDS if deadline is None and clock is not None else deadline
+
+    def _late(self, until: float | None) -> bool:
+        clock = self._tiers[0].clock
+        return until is not None and clock is not None and clock() >= until
+
+    def _demote(self, line: int, lower: int, deadline: float | None = None) -> None:
+        """The whole move here and now, its bytes outside of the metadata lock, until `deadline` or for
+        MOVE_SECONDS: TRANSFER_TIMEOUT then. Raises MoveRefused; the chunk is still where it was, and a slot
+        in which bytes may arrive is nobody's until they cannot."""
+        moves, until = self._transactions, self._until(deadline)
         with self._lock:
             move = moves.begin(MoveKind.DEMOTE, line, lower)
         try:
             with self._lock:
                 moves.submit(move)
-            done, error = moves.carry(move)
+            done, error = moves.carry(move, until)
         except BaseException:
             with self._lock:
                 moves.cancel(move)

@@ -173,6 +173,10 @@ class Tier(ABC):
         """Takes a slot out of use while bytes may still arrive in it; `release` ends that."""
         self.slots.advance(ref, SlotState.QUARANTINED)
 
+    def arriving(self, ref: SlotRef) -> bool:
+        """Whether bytes of a `write` that ended with DEADLINE may still arrive in the slot."""
+        return False
+
     def release(self, ref: SlotRef) -> None:
         """Ends this life of the slot. RECYCLED_DESTINATION when it is another's by now."""
         self.slots.release(ref)

@@ -62,6 +62,7 @@ class Holdings:
         self._next = 1
         self._next_transfer = 1
         self._condemned: list[tuple[int, int, int]] = []
+        self._detached: list[Move] = []
         self.cache_generation = 1
         self.moved_bytes: dict[tuple[str, str], int] = {}
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -116,6 +117,9 @@ class Holdings:
             self._directory.unclaim(move.line, move.id)
         move.state = TxnState.DEAD
         if move.asynchronous and not move.drained:
+            if move.detached:
+                self._drop_lease(move)
+                self._detached.append(move)
             self._quarantine(move)
             return
         self._drop_lease(move)

@@ -110,31 +110,43 @@ class MoveMachine(Holdings):
         self._next_transfer += 1
         move.state = TxnState.COPYING
 
-    def copy(self, move: Move) -> Completion:
+    def copy(self, move: Move, deadline: float | None = None) -> Completion:
         """Moves the bytes here and now; touches no state but the destination slot. Raises CoreError of the
         tier."""
         self._expect(move, TxnState.COPYING)
-        done = self._tiers[move.tier].write(move.destination, self._payload(move), move.identity)
+        payload = self._payload(move, deadline)
+        done = self._tiers[move.tier].write(move.destination, payload, move.identity, deadline)
         return completion_of(move, done)
 
-    def carry(self, move: Move) -> tuple[Completion, CoreError | None]:
+    def carry(self, move: Move, deadline: float | None = None) -> tuple[Completion, CoreError | None]:
         """`copy`, read back and validated where it landed, for a caller that does not hold the metadata lock
-        meanwhile; `complete` takes both."""
+        meanwhile; `complete` takes both. After a DEADLINE the slot waits for what may still arrive."""
         move.asynchronous = move.by_write = True
+        tier = self._tiers[move.tier]
         try:
-            done = self.copy(move)
+            done = self.copy(move, deadline)
             if done.bytes == move.identity.length:
-                self._tiers[move.tier].validate(move.destination, move.identity)
+                tier.validate(move.destination, move.identity, deadline)
         except CoreError as error:
+            if tier.arriving(move.destination):
+                move.drained, move.detached = False, True
             return completion_of(move, move.identity.length), error
         return done, None
 
-    def _payload(self, move: Move) -> Tensor:
+    def settle_detached(self) -> None:
+        """Gives slots back in which, after a deadline, bytes could still arrive, and no longer can."""
+        for move in self._detached.copy():
+            if not self._tiers[move.tier].arriving(move.destination):
+                self._detached.remove(move)
+                move.drained = True
+                self._bury(move)
+
+    def _payload(self, move: Move, deadline: float | None = None) -> Tensor:
         source = self._tiers[move.source_tier]
         if source.capability.kernel_readable:
             return source.view(move.source)
         buffer = StagingBuffer(source.layout)
-        source.read(move.source, self.source_identity(move), buffer)
+        source.read(move.source, self.source_identity(move), buffer, deadline)
         return buffer.payload
 
     def source_identity(self, move: Move) -> BlockIdentity:

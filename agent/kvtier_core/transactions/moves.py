@@ -35,8 +35,9 @@ class Move:
     source_tier: NO_TIER for a STORE. keep_source: the source stays as a replica, and stays the authority of a
     promotion. request: whose fetch this is, 0 for nobody's; it is refused when that request's generation
     moved on. deadline: absolute seconds. asynchronous: a tier's threads move the bytes, so that until
-    `drained` the destination is nobody's and the source stays leased. by_write: the destination writes,
-    rather than the source reads. late: its deadline passed while it flew (P7).
+    `drained` the destination is nobody's and the source stays leased. detached: what may still arrive is no
+    longer read from the source. by_write: the destination writes, rather than the source reads. late: its
+    deadline passed while it flew (P7).
     ahead: a read that goes before those that wait in the source's queue."""
 
     id: int
@@ -63,6 +64,7 @@ class Move:
     asynchronous: bool = False
     by_write: bool = False
     drained: bool = True
+    detached: bool = False
     late: bool = False
     ahead: bool = False
     reason: MoveReason = MoveReason.READY

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.base import SlotState
+from kvtier_core.tiers.nvme.calls import CallJob
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_core.tiers.transfer import Landing, TransferItem
 from tests.unit.core.builders import FakeClock
@@ -263,3 +264,23 @@ def test_many_threads_report_each_item_once(tmp_path: Path) -> None:
             tier.release(item.ref)
     assert tier.condition == "Ready"
     tier.close()
+
+
+def test_a_defect_ends_an_inline_call_for_its_caller() -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("a defect")
+
+    call = CallJob(broken, FOREVER)
+    thrown: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call.run()
+        except ZeroDivisionError as error:
+            thrown.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    refused(Reason.INTERNAL, call.wait)
+    thread.join(60)
+    assert thrown and call.returned, "the thread hears of it, too"

@@ -27,6 +27,8 @@ class CallJob:
         self._lock = threading.Lock()
         self._ended = False
         self._error: CoreError | None = None
+        self.returned = False
+        """Its work is over, or will never begin: also after the caller has left."""
 
     def run(self) -> bool:
         error: CoreError | None = None
@@ -34,6 +36,10 @@ class CallJob:
             self._work()
         except CoreError as raised:
             error = raised
+        except BaseException as defect:
+            self.refuse(CoreError(Reason.INTERNAL, f"{type(defect).__name__}: {defect}"))
+            raise
+        self.returned = True
         self._end(error)
         return True
 
@@ -41,6 +47,7 @@ class CallJob:
         self._end(CoreError(Reason.DEADLINE, "storage did not end in time; it may still do so"))
 
     def refuse(self, error: CoreError) -> None:
+        self.returned = True
         self._end(error)
 
     def _end(self, error: CoreError | None) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
@@ -155,6 +156,7 @@ class NvmeTier(Tier):
             self.options.seek_bytes,
         )
         self._charged: set[SlotRef] = set()
+        self._left: dict[SlotRef, CallJob] = {}
         self.pinned_bytes = 2 * len(self._write_buffer)
         self.measured.probes["o_direct"] = str(self.o_direct).lower()
 
@@ -318,10 +320,12 @@ class NvmeTier(Tier):
 
         def work(buffer: StagingBuffer) -> None:
             nonlocal arrived
-            buffer.payload.copy_(payload)
+            # The buffer may be of a caller that infers, and this another thread, where that is asked anew.
+            with torch.inference_mode():
+                buffer.payload.copy_(payload)
             arrived = self._write_now(TransferItem(ref, identity, Landing(buffer.body, buffer.header)))
 
-        self._within(deadline, self._write_buffer, work, Way.WRITE)
+        self._within(deadline, self._write_buffer, work, Way.WRITE, ref)
         self.slots.advance(ref, SlotState.WRITTEN, SlotState.RESERVED)
         # What the caller compares is payload; header and padding came along or the block is short.
         size = self._form.payload_bytes
@@ -379,9 +383,11 @@ class NvmeTier(Tier):
         shared: StagingBuffer,
         work: Callable[[StagingBuffer], None],
         way: Way = Way.READ,
+        written: SlotRef | None = None,
     ) -> StagingBuffer:
         """Runs `work` on a block here, or in the pool with a buffer of its own when there is a deadline to
-        keep. Without one it waits for no pace, and those after it do."""
+        keep. Without one it waits for no pace, and those after it do. written: the slot in which bytes may
+        still arrive when the caller has left."""
         load = Load(way, self._block)
         if deadline is None or self.clock is None:
             if self.options.pace is not None:
@@ -391,8 +397,20 @@ class NvmeTier(Tier):
         own = StagingBuffer(self.layout)
         call = CallJob(lambda: work(own), deadline, load)
         self._pool.submit([call])
-        call.wait()
+        try:
+            call.wait()
+        except CoreError:
+            if written is not None and not call.returned:
+                self._left[written] = call
+            raise
         return own
+
+    def arriving(self, ref: SlotRef) -> bool:
+        left = self._left.get(ref)
+        if left is None or not left.returned:
+            return left is not None
+        self._left.pop(ref, None)
+        return False
 
     def _fetch(self, ref: SlotRef, identity: BlockIdentity, buffer: StagingBuffer) -> None:
         item = TransferItem(ref, identity, Landing(buffer.body, buffer.header))
