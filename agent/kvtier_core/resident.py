@@ -12,9 +12,10 @@ anything is taken, and what commits cannot fail. The bits are those of one state
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -31,21 +32,24 @@ from kvtier_core.selectors.base import SelectorFamily
 from kvtier_core.sessions import RowStore
 from kvtier_kernels.compiled import library
 from kvtier_kernels.ops.chunk_attention.decode import Reading, attend_into, no_rows, reads_in_place
-from kvtier_kernels.ops.chunk_attention.kept import DecodeRoom, KeptDecode
+from kvtier_kernels.ops.chunk_attention.kept import DecodeRoom, KeptBatch, KeptDecode
 from kvtier_kernels.ops.chunk_attention.outputs import outputs
 from kvtier_kernels.ops.chunk_attention.runs import ChunkRun, chunk_runs
+
+if TYPE_CHECKING:
+    from kvtier_kernels.compiled.machine import Library
 
 _GROUP = 64
 """States that are formed between two looks at the clock."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class ResidentLayer:
     """What frames of one layer have in common. runs: its full chunks. payload: of the open chunk
     [2, Hk, C, d]. whole_bytes: payload bytes of the full chunks by tier. clean: the frontier from which the
     open chunk's rows are known to be zero, -1 for not known. decode: what answers a frame alone, where
-    kernels are compiled and one look at the clock is enough. resident False: some chunk is not attended in
-    place, so all of this is empty."""
+    kernels are compiled and one look at the clock is enough. together: what answers it with others, the
+    first of which it is. resident False: some chunk is not attended in place, so all of this is empty."""
 
     stamp: PlacementStamp
     resident: bool
@@ -59,6 +63,21 @@ class ResidentLayer:
     plan_kind: PlanKind
     clean: int = -1
     decode: KeptDecode | None = None
+    together: _Together | None = None
+
+
+@dataclass(slots=True)
+class _Together:
+    """Of frames of these layers, in this order. It keeps none of them, nor their chunks."""
+
+    layers: tuple[weakref.ref[ResidentLayer], ...]
+    batch: KeptBatch
+
+    def of(self, frames: Sequence[ResidentFrame]) -> bool:
+        layers = self.layers
+        return len(frames) == len(layers) and all(
+            layer() is frame.layer for layer, frame in zip(layers, frames, strict=True)
+        )
 
 
 @dataclass(slots=True)
@@ -107,7 +126,10 @@ class ResidentDecode:
         self._row = (1, layout.kv_heads, layout.head_dim)
         self._query = (1, query_heads, layout.head_dim)
         self._able = reads_in_place(layout.chunk_tokens, layout.head_dim)
-        self._room = DecodeRoom(query_heads, layout.kv_heads, layout.head_dim, layout.chunk_tokens)
+        self._shape = query_heads, layout.kv_heads, layout.head_dim, layout.chunk_tokens
+        self._room = DecodeRoom(*self._shape)
+        # By how many frames they have room for, powers of two.
+        self._rooms: dict[int, DecodeRoom] = {}
         self._rows_of = store.directory.cells("rows")
         self._producer_of = store.directory.cells("producer")
 
@@ -238,17 +260,53 @@ class ResidentDecode:
         """The answers [1, Hq, d] of frames of different sessions, or each frame's DEADLINE, looked at between
         groups of chunks. Chunks that several of them share are read once."""
         late: dict[int, CoreError] = {}
-        scaled = self._scaled(frames)
-        totals = no_rows(*scaled.shape)
-        for group in groups_of(shared_readings(frames, self._size)):
+
+        def all_late() -> bool:
             for index, frame in enumerate(frames):
                 if index not in late and self._is_late(frame):
                     late[index] = self._lateness(frame)
-            if len(late) == len(frames):
-                return [late[index] for index in range(len(frames))]
-            attend_into(totals, scaled, group)
-        out = outputs(totals)
+            return len(late) == len(frames)
+
+        out = None
+        if not all_late():
+            compiled = library()
+            if compiled is None or len(frames) == 1:
+                out = self._attended(frames, all_late)
+            else:
+                batch = self._batch(compiled, frames)
+                visible = [(frame.visible - 1) % self._size + 1 for frame in frames]
+                out = batch.output([frame.request.q for frame in frames], visible, all_late)
+        if out is None:
+            return [late[index] for index in range(len(frames))]
         return [late.get(index, out[index : index + 1]) for index in range(len(frames))]
+
+    def _batch(self, compiled: Library, frames: Sequence[ResidentFrame]) -> KeptBatch:
+        """Kept with the first frame's layer, for as long as the same come together."""
+        first = frames[0].layer
+        if first.together is None or not first.together.of(frames):
+            size = 1 << (len(frames) - 1).bit_length()
+            room = self._rooms.get(size)
+            if room is None:
+                room = self._rooms[size] = DecodeRoom(*self._shape, queries=size)
+            batch = KeptBatch(
+                compiled,
+                room,
+                shared_readings(frames, self._size),
+                [frame.session.spec.score_scale for frame in frames],
+                _GROUP,
+            )
+            first.together = _Together(tuple(weakref.ref(frame.layer) for frame in frames), batch)
+        return first.together.batch
+
+    def _attended(self, frames: Sequence[ResidentFrame], over: Callable[[], bool]) -> Tensor | None:
+        """By tensor operations, or one frame of many chunks; None when it is `over` between some of them."""
+        scaled = self._scaled(frames)
+        totals = no_rows(*scaled.shape)
+        for number, group in enumerate(groups_of(shared_readings(frames, self._size))):
+            if number and over():
+                return None
+            attend_into(totals, scaled, group)
+        return outputs(totals)
 
     def _scaled(self, frames: Sequence[ResidentFrame]) -> Tensor:
         if len(frames) == 1:

@@ -58,6 +58,16 @@ class DecodeWord(IntEnum):
     OUT = 3  # float32 [Hq, d]
 
 
+class BatchWord(IntEnum):
+    """Arguments of `decode_begin` and `decode_end`. Addresses but for the count."""
+
+    ATTEND = 0  # arguments of `attend`, query i in slot i
+    COUNT = 1
+    QUERIES = 2  # int64 [count]: addresses of float32 [Hq, d]
+    SCALES = 3  # float32 [count]
+    OUT = 4  # float32 [count, Hq, d]
+
+
 def scratch_floats(heads: int, queries: int, head_dim: int, room: int) -> int:
     """Of the job with the most query heads per KV head, `queries`."""
     states = heads * queries

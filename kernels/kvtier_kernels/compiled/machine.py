@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtier_kernels.compiled.attention import emit_attend, emit_fold
-from kvtier_kernels.compiled.decode import emit_decode
+from kvtier_kernels.compiled.decode import emit_batch, emit_decode
 from kvtier_kernels.compiled.layout import LANES, FoldWord, Job, Word, scratch_floats
 
 Integers = NDArray[np.int64]
@@ -44,18 +44,21 @@ def check_machine() -> None:
 
 class Library:
     """Kernels of this process. Raises UnsupportedMachine. Safe to call from several threads. decode: takes
-    the address of DecodeWord's arguments."""
+    the address of DecodeWord's arguments, decode_begin and decode_end that of BatchWord's, attend_words that
+    of Word's."""
 
     def __init__(self, processor: str = "") -> None:
         """processor: LLVM's name of one to compile for, by default this machine's."""
         check_machine()
         module = ir.Module("kvtier")
         emit_decode(module, emit_attend(module))
+        emit_batch(module)
         emit_fold(module)
         self._engine = built(module, processor)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-        self._attend, self._fold, self.decode = (
-            kind(self._engine.get_function_address(name)) for name in ("attend", "fold", "decode")
+        self.attend_words, self._fold, self.decode, self.decode_begin, self.decode_end = (
+            kind(self._engine.get_function_address(name))
+            for name in ("attend", "fold", "decode", "decode_begin", "decode_end")
         )
         self._local = threading.local()
         self._processor = processor
@@ -93,7 +96,7 @@ class Library:
         if listed:
             self._attend_listed()(words.ctypes.data)
         else:
-            self._attend(words.ctypes.data)
+            self.attend_words(words.ctypes.data)
 
     def _attend_listed(self) -> Any:
         """Compiled when it is first asked for: most processes never do."""

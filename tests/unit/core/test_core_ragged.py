@@ -6,11 +6,15 @@ the memory that they leave is filled with NaN, so that a view or a plan of befor
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
+import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +29,8 @@ from kvtier_core.receipts import StepAnswer, StepMode, StepRequest
 from kvtier_core.tiers.base import PoolTier, SlotState
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.transactions import MoveKind, MoveRefused
-from kvtier_kernels.ops.chunk_attention.decode import Reading, attend_into
-from kvtier_kernels.state import States
+from kvtier_kernels.ops.chunk_attention.decode import Reading
+from kvtier_kernels.ops.chunk_attention.kept import KeptBatch
 from tests.unit.core.builders import (
     CHUNK,
     LAYERS,
@@ -184,14 +188,18 @@ TestRagged.settings = settings(max_examples=40, stateful_step_count=20, deadline
 
 
 def test_a_shared_prefix_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked sessions: one reading of their common chunks for all of them, and each answer's bits its own."""
+    """Forked sessions: one reading of their common chunks for all of them, and each answer's bits its own.
+    What is read is made up once for the same frames."""
     from kvtier_core import resident
 
     seen: list[list[tuple[int, int]]] = []
 
-    def watching(totals: States, scaled: torch.Tensor, readings: list[Reading]) -> None:
-        seen.append([(reading.run.count, len(reading.queries)) for reading in readings])
-        attend_into(totals, scaled, readings)
+    class Watched(KeptBatch):
+        def __init__(
+            self, compiled: Any, room: Any, readings: Sequence[Reading], scales: Any, states: int
+        ) -> None:
+            seen.append([(reading.run.count, len(reading.queries)) for reading in readings])
+            super().__init__(compiled, room, readings, scales, states)
 
     with engine(tmp_path, [cpu(64)]) as built:
         parent = Driver.open(built, Rows.random(TOKENS, 0))
@@ -199,14 +207,61 @@ def test_a_shared_prefix_is_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
         drivers = [parent, fork(parent), fork(parent)]
         for driver in drivers:
             driver.forward(1)
-        monkeypatch.setattr(resident, "attend_into", watching)
-        at = parent.position
-        for layer in range(LAYERS):
-            for answer in built.step_many([driver.request(layer, at, at + 1) for driver in drivers]):
-                assert isinstance(answer, StepAnswer)
-                assert same(answer.out, answers(0)[layer, at : at + 1])
-                assert answer.receipt.bytes_by_tier == {"ram": (at + 1) * built.layout.row_bytes}
+        monkeypatch.setattr(resident, "KeptBatch", Watched)
+        for at in range(parent.position, parent.position + 3):
+            for layer in range(LAYERS):
+                for answer in built.step_many([driver.request(layer, at, at + 1) for driver in drivers]):
+                    assert isinstance(answer, StepAnswer)
+                    assert same(answer.out, answers(0)[layer, at : at + 1])
+                    assert answer.receipt.bytes_by_tier == {"ram": (at + 1) * built.layout.row_bytes}
+            for driver in drivers:
+                driver.step += 1
     assert seen == [[(2, 3), (1, 1), (1, 1), (1, 1)]] * LAYERS
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+def test_frames_in_one_call_go_on_over_chunks_that_fill_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """Sessions that are not equally far, one leaving and coming back, over the end of a chunk."""
+    if not compiled:
+        from kvtier_core import resident
+        from kvtier_kernels import state
+        from kvtier_kernels.ops.chunk_attention import decode, torch_impl
+
+        for module in (resident, decode, torch_impl, state):
+            monkeypatch.setattr(module, "library", lambda: None)
+    with engine(tmp_path, [cpu(64)]) as built:
+        drivers = [Driver.open(built, Rows.random(TOKENS, seed)) for seed in range(4)]
+        for far, driver in enumerate(drivers):
+            driver.forward(CHUNK - 4 + far)
+        for token in range(8):
+            # The third one is away for a while.
+            some = [(n, one) for n, one in enumerate(drivers) if n != 2 or token not in (2, 3)]
+            for layer in range(LAYERS):
+                got = built.step_many([one.request(layer, one.position, one.position + 1) for _, one in some])
+                want = [answers(n)[layer, one.position : one.position + 1] for n, one in some]
+                Ragged.compare(got, list(want))
+            for _, one in some:
+                one.position += 1
+                one.step += 1
+
+
+def test_frames_in_one_call_keep_no_chunk_of_each_other(tmp_path: Path) -> None:
+    with engine(tmp_path, [cpu(64)]) as built:
+        drivers = [Driver.open(built, Rows.random(TOKENS, seed)) for seed in range(2)]
+        for driver in drivers:
+            driver.forward(3)
+        built.step_many([driver.request(0, 3, 4) for driver in drivers])
+        contexts = [built._contexts[driver.handle.session_id] for driver in drivers]
+        first, second = (context.resident[0] for context in contexts)
+        assert first is not None and first.together is not None and second is not None
+        assert [layer() for layer in first.together.layers] == [first, second]
+        kept = weakref.ref(second)
+        contexts[1].forget_views()
+        del second
+        gc.collect()
+        assert kept() is None
 
 
 def test_two_frames_of_a_session_follow_each_other(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvtier_kernels import state
 from kvtier_kernels.ops.chunk_attention import chunk_state, decode, torch_impl
 from kvtier_kernels.ops.chunk_attention.decode import Reading, attend_into, merge_stacked, no_rows
+from kvtier_kernels.ops.chunk_attention.kept import DecodeRoom, KeptBatch
 from kvtier_kernels.ops.chunk_attention.outputs import attend, outputs
 from kvtier_kernels.ops.chunk_attention.runs import chunk_runs
 from kvtier_kernels.state import AttentionState, LogitFrame, finalize, merge_ascending
@@ -71,7 +72,33 @@ def together(q: Tensor, pool: Tensor, each: Sequence[Sequenced], shared: int = 0
             if some:
                 attend_into(in_parts, q * SCALE, some)
         assert_same_output(outputs(in_parts), whole)
+        check_kept(q, pool, each, found, whole)
     return whole
+
+
+def check_kept(
+    q: Tensor, pool: Tensor, each: Sequence[Sequenced], found: Sequence[Reading], whole: AttentionState
+) -> None:
+    """What is kept answers again and again, other lengths of the open chunks in between, all in one call or
+    with looks at the clock."""
+    compiled = decode.library()
+    if compiled is None:
+        return
+    queries, _, d = q.shape
+    room = DecodeRoom(q.shape[1], pool.shape[2], d, pool.shape[3], queries=queries + 3)
+    for states in (1, 5, 1 << 20):
+        batch = KeptBatch(compiled, room, found, [SCALE] * queries, states)
+        for visible in ([1] * queries, [one.visible for one in each]):
+            out = batch.output(q.split(1), visible)
+            assert out is not None
+        assert_same_output(out, whole)
+        if states == 1 and sum(one.run.count for one in found) > 2:
+            looked = iter([False, True]).__next__
+            stopped = batch.output(q.split(1), [one.visible for one in each], looked)
+            assert stopped is None
+            out = batch.output(q.split(1), [one.visible for one in each])
+        assert out is not None
+        assert_same_output(out, whole)
 
 
 def readings_of(pool: Tensor, one: Sequenced) -> list[Reading]:

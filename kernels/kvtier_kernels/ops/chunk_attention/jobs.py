@@ -32,6 +32,11 @@ class Work:
     seen: Integers
 
 
+def at_once(group: int) -> int:
+    """Queries of one job, at most, of so many heads per KV head."""
+    return max(1, _AT_ONCE // group)
+
+
 def readable(x: Tensor) -> bool:
     """Whether rows [..., d] can be read where they are: float32 in the CPU's memory, d contiguous."""
     return x.dtype is torch.float32 and x.is_cpu and x.stride(-1) == 1 and x.shape[-1] % LANES == 0
@@ -80,7 +85,7 @@ def of_block(job: Integers, seen: Integers, group: int, *, apart: bool = False) 
     does not see."""
     first = int(np.searchsorted(seen, 1))
     queries = np.arange(first, len(seen))
-    most = 1 if apart else max(1, _AT_ONCE // group)
+    most = 1 if apart else at_once(group)
     starts = np.arange(0, len(queries), most)
     ends = np.minimum(starts + most, len(queries))
     jobs = np.repeat(job, len(starts), 0)
@@ -96,7 +101,7 @@ def grouped(parts: Sequence[tuple[Integers, Sequence[int], int]], group: int) ->
     found: list[Integers] = []
     queries: list[int] = []
     seen: list[int] = []
-    most = max(1, _AT_ONCE // group)
+    most = at_once(group)
     for jobs, own, visible in parts:
         for lo in range(0, len(own), most):
             piece = jobs.copy()

@@ -1,4 +1,4 @@
-"""One query over the same chunks, call after call: what the kernels are told is kept, and little else done.
+"""Queries over the same chunks, call after call: what the kernels are told is kept, and little else done.
 
 Why it exists: between two layers of a token a model's weights go through a processor's caches, so a decode
 frame runs cold, and then what its calls of libraries touch costs more than a thousand rows. The bits are
@@ -7,7 +7,7 @@ those of `outputs.attend`. It must not know where chunks live.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import memmove
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier_kernels.compiled.layout import LANES, DecodeWord, Job, Word, scratch_floats
+from kvtier_kernels.compiled.layout import LANES, BatchWord, DecodeWord, Job, Word, scratch_floats
+from kvtier_kernels.ops.chunk_attention.decode import Reading
+from kvtier_kernels.ops.chunk_attention.jobs import Integers, Work, at_once, grouped
 from kvtier_kernels.ops.chunk_attention.runs import ChunkRun
 
 if TYPE_CHECKING:
@@ -23,15 +25,17 @@ if TYPE_CHECKING:
 
 
 class DecodeRoom:
-    """Memory that calls of one geometry use one after the other: the query times its scale, the totals and
-    scratch. rows: of the largest chunk."""
+    """Memory that calls of one geometry use one after the other: the queries times their scales, the totals
+    and scratch. rows: of the largest chunk; queries: of a call."""
 
-    def __init__(self, query_heads: int, kv_heads: int, head_dim: int, rows: int) -> None:
+    def __init__(self, query_heads: int, kv_heads: int, head_dim: int, rows: int, queries: int = 1) -> None:
         self.query_heads, self.kv_heads, self.head_dim = query_heads, kv_heads, head_dim
-        self.rows = -(-rows // LANES) * LANES
-        vectors = query_heads * head_dim
-        scratch = scratch_floats(kv_heads, query_heads // kv_heads, head_dim, self.rows)
-        sizes = (vectors, vectors, query_heads, query_heads, scratch)
+        self.rows, self.queries = -(-rows // LANES) * LANES, queries
+        group = query_heads // kv_heads
+        vectors = queries * query_heads * head_dim
+        states = group * min(queries, at_once(group))
+        scratch = scratch_floats(kv_heads, states, head_dim, self.rows)
+        sizes = (vectors, vectors, queries * query_heads, queries * query_heads, scratch)
         self._memory = np.empty(sum(sizes), np.float32)
         ends = (4 * np.cumsum(sizes)).tolist()
         self.q, self.u, self.m, self.l, self.scratch = (
@@ -53,17 +57,7 @@ class KeptDecode:
         jobs[:, Job.FIRST] = np.arange(len(jobs))
         only, factor = np.zeros(len(jobs), np.int64), np.array([scale], np.float32)
         self._jobs, self._seen = jobs, jobs[:, Job.VISIBLE].copy()
-        attend = np.empty(len(Word), np.int64)
-        attend[Word.Q], attend[Word.M], attend[Word.L], attend[Word.U] = room.q, room.m, room.l, room.u
-        attend[Word.JOBS], attend[Word.JOB_COUNT] = jobs.ctypes.data, len(jobs)
-        attend[Word.QUERIES] = attend[Word.SLOTS] = only.ctypes.data
-        attend[Word.SEEN] = self._seen.ctypes.data
-        attend[Word.HEADS], attend[Word.GROUP] = room.kv_heads, room.query_heads // room.kv_heads
-        attend[Word.HEAD_DIM], attend[Word.SCRATCH], attend[Word.ROOM] = (
-            room.head_dim,
-            room.scratch,
-            room.rows,
-        )
+        attend = _attend_words(room, Work(jobs, only, only, self._seen))
         words = np.empty(len(DecodeWord), np.int64)
         words[DecodeWord.ATTEND], words[DecodeWord.SCALE] = attend.ctypes.data, factor.ctypes.data
         self._words, self._address = words, int(words.ctypes.data)
@@ -99,3 +93,87 @@ class KeptDecode:
         words[DecodeWord.QUERY], words[DecodeWord.OUT] = q.data_ptr(), out.data_ptr()
         self._call(self._address)
         return out
+
+
+class KeptBatch:
+    """Several queries, each over its full chunks in ascending order and the open one behind them; chunks that
+    they share are read once. It keeps no chunk: whoever calls does. Calls that share a room must not
+    overlap."""
+
+    __slots__ = ("_address", "_at", "_attend", "_compiled", "_jobs", "_kept", "_open", "_parts", "_words")
+
+    def __init__(
+        self,
+        compiled: Library,
+        room: DecodeRoom,
+        readings: Sequence[Reading],
+        scales: Sequence[float],
+        states: int,
+    ) -> None:
+        """readings: of all queries, in each one's order, its last that of its open chunk alone. scales: of
+        each query. states: about as many are formed between two looks at the clock."""
+        count, group = len(scales), room.query_heads // room.kv_heads
+        work = grouped([(each.run.jobs, each.queries, each.visible) for each in readings], group)
+        factors, addresses = np.array(scales, np.float32), np.empty(count, np.int64)
+        attend, words = _attend_words(room, work), np.empty(len(BatchWord), np.int64)
+        words[BatchWord.ATTEND], words[BatchWord.COUNT] = attend.ctypes.data, count
+        words[BatchWord.QUERIES], words[BatchWord.SCALES] = addresses.ctypes.data, factors.ctypes.data
+        self._compiled, self._jobs, self._attend, self._words = compiled, work.jobs, attend, words
+        self._address, self._at = int(words.ctypes.data), int(attend.ctypes.data)
+        last = [max(np.flatnonzero(work.queries == query)) for query in range(count)]
+        job_of = np.repeat(np.arange(len(work.jobs)), work.jobs[:, Job.COUNT])
+        seen_of = np.concatenate(
+            [np.arange(first, first + n) for first, n in work.jobs[:, [Job.FIRST, Job.COUNT]]]
+        )
+        self._open = np.array([job_of[np.flatnonzero(seen_of == at)[-1]] for at in last]), np.array(last)
+        self._parts = _parts(work.jobs[:, Job.COUNT], states)
+        # What the addresses stand for; of runs their tables, and not their chunks.
+        self._kept = room, work, [each.run.table for each in readings], factors, addresses
+
+    def output(
+        self, q: Sequence[Tensor], visible: Sequence[int], over: Callable[[], bool] = lambda: False
+    ) -> Tensor | None:
+        """[B, Hq, d] of queries float32 [1, Hq, d] that see so many rows of their open chunks, at least 1,
+        and all of the others. over: asked between some of the states whether to give up; None then."""
+        _, work, _, _, addresses = self._kept
+        q = [one.contiguous() for one in q]
+        jobs, seen = self._open
+        self._jobs[jobs, Job.VISIBLE] = work.seen[seen] = visible
+        addresses[:] = [one.data_ptr() for one in q]
+        out = torch.empty((len(q), *q[0].shape[1:]), dtype=torch.float32)
+        words, attend = self._words, self._attend
+        words[BatchWord.OUT] = out.data_ptr()
+        self._compiled.decode_begin(self._address)
+        row = self._jobs.strides[0]
+        for first, count in self._parts:
+            if first and over():
+                return None
+            attend[Word.JOBS], attend[Word.JOB_COUNT] = self._jobs.ctypes.data + first * row, count
+            self._compiled.attend_words(self._at)
+        self._compiled.decode_end(self._address)
+        return out
+
+
+def _attend_words(room: DecodeRoom, work: Work) -> Integers:
+    """Arguments of `attend` for work whose queries and totals are a room's."""
+    words = np.empty(len(Word), np.int64)
+    words[Word.Q], words[Word.M], words[Word.L], words[Word.U] = room.q, room.m, room.l, room.u
+    words[Word.JOBS], words[Word.JOB_COUNT] = work.jobs.ctypes.data, len(work.jobs)
+    words[Word.QUERIES], words[Word.SLOTS] = work.queries.ctypes.data, work.slots.ctypes.data
+    words[Word.SEEN] = work.seen.ctypes.data
+    words[Word.HEADS], words[Word.GROUP] = room.kv_heads, room.query_heads // room.kv_heads
+    words[Word.HEAD_DIM], words[Word.SCRATCH], words[Word.ROOM] = room.head_dim, room.scratch, room.rows
+    return words
+
+
+def _parts(counts: Integers, states: int) -> list[tuple[int, int]]:
+    """(first, count) of jobs that follow each other, each part of about that many states."""
+    parts: list[tuple[int, int]] = []
+    first, formed = 0, 0
+    for job, count in enumerate(counts.tolist()):
+        if job > first and formed + count > states:
+            parts.append((first, job - first))
+            first, formed = job, 0
+        formed += count
+    parts.append((first, len(counts) - first))
+    return parts
