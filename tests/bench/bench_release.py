@@ -2,7 +2,8 @@
 
 `ARGS="--minutes 30 --idle-minutes 10"` is the run that docs/benchmarks/release.md tells of; `--caches 16
 --agents 5 --minutes 0.2 --idle-minutes 0.2` shows within minutes that all parts work. `--parts` chooses among
-the parts below. What a run is held to stands in docs/benchmarks/release-range.json.
+the parts below. What a run is held to stands in docs/benchmarks/release-range.json. SIGINT ends what is
+measured at that moment, and the report has the rows of what was measured until then.
 """
 
 from __future__ import annotations
@@ -27,10 +28,18 @@ def rows(arguments: Sequence[str] = ()) -> Iterator[Row]:
         raise ValueError(f"--parts: {', '.join(unknown)}; there are: {', '.join(PARTS)}")
     ranges = release_range.read()
     sizes = release_range.name_of(options.caches, options.agents, options.pool_size)
-    if "load" in parts:
-        yield from release_range.held(asyncio.run(_load(options)), ranges, sizes)
-    if "rollback" in parts:
-        yield from release_range.held(asyncio.run(_rollback(options)), ranges, sizes)
+    whole = 0
+    for name, measure in (("load", _load), ("rollback", _rollback)):
+        if name not in parts:
+            continue
+        measured: list[Row] = []
+        try:
+            whole += asyncio.run(measure(options, measured))
+        except (Exception, KeyboardInterrupt, asyncio.CancelledError) as error:
+            # What was measured before is worth its hour; the last row says that it is not all.
+            print(f"release: {name} ended early: {type(error).__name__}: {error}", flush=True)
+        yield from release_range.held(measured, ranges, sizes)
+    yield Row(release_range.ENDED, float(whole), "parts", floor=float(len(set(parts))))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,19 +55,25 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-async def _load(options: argparse.Namespace) -> list[Row]:
+async def _load(options: argparse.Namespace, measured: list[Row]) -> bool:
+    """Adds rows as they are measured; whether all of it was."""
     sizes = Sizes(options.caches, options.agents, options.pool_size)
     async with open_world(sizes) as world, release_load.watched(world) as load:
-        await release_load.populate(load)
-        return [
-            *await release_load.under_edits(load, options.minutes),
-            *await release_load.by_steps(load),
-            *await release_load.idle(load, options.idle_minutes),
-        ]
+        with load.interruptible():
+            await release_load.populate(load)
+            measured += await release_load.under_edits(load, options.minutes)
+            measured += await release_load.by_steps(load)
+            measured += await release_load.idle(load, options.idle_minutes)
+        return not load.interrupted.is_set()
 
 
-async def _rollback(options: argparse.Namespace) -> list[Row]:
+async def _rollback(options: argparse.Namespace, measured: list[Row]) -> bool:
     """All agents in one pool."""
     sizes = Sizes(1, options.agents, options.agents)
     async with open_world(sizes, all_read=True) as world:
-        return await release_rollback.measure(world, options.rounds, beside=not options.without_argo)
+        rounds = release_rollback.Rounds(world)
+        try:
+            await release_rollback.measure(world, rounds, options.rounds, beside=not options.without_argo)
+        finally:
+            measured += rounds.rows()
+        return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -27,6 +28,7 @@ from tests.bench.release_objects import (
     pool_name,
     rollout,
 )
+from tests.bench.release_processes import rss_of
 from tests.bench.release_track import Tracker, lateness, quantile, slope
 from tests.bench.release_world import World
 from tests.bench.rows import Row
@@ -38,6 +40,7 @@ INTERVAL = 10.0
 SETTLE_SECONDS = 1800.0
 CALM_SECONDS = 15.0
 SAMPLE_SECONDS = 2.0
+PROGRESS_SECONDS = 30.0
 STEPS = 20
 MIB = 1024 * 1024
 LEASE = "kvtier-operator"
@@ -52,7 +55,9 @@ class Load:
     tracker: Tracker
     audit: AuditTail
     memory: list[tuple[float, float]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    interrupted: asyncio.Event = field(default_factory=asyncio.Event)
+    measuring: bool = False
+    """A signal ends only what is measured now, which then says what it has."""
 
     def status(self, one: Named) -> Json:
         return self.tracker.statuses.get(("kvrollouts", one.namespace, one.rollout)) or {}
@@ -62,7 +67,28 @@ class Load:
 
     def note(self, text: str) -> None:
         print(f"release: {text}", flush=True)
-        self.notes.append(text)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """SIGINT ends the measurement that is under way; where none is, the part."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def interrupt() -> None:
+            self.interrupted.set()
+            if not self.measuring and task is not None:
+                task.cancel()
+
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    async def pause(self, seconds: float) -> None:
+        """Until then, or until the interruption."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self.interrupted.wait()
 
 
 @contextlib.asynccontextmanager
@@ -72,6 +98,7 @@ async def watched(world: World) -> AsyncIterator[Load]:
     audit = AuditTail(world.cluster.audit_log, f"system:serviceaccount:{SYSTEM}:kvtier-operator")
     load = Load(world, all_named(world.sizes), tracker, audit)
     tasks = [asyncio.create_task(audit.run(), name="audit"), asyncio.create_task(_sample(load), name="rss")]
+    tasks.append(asyncio.create_task(_progress(load), name="progress"))
     for plural in ("kvcaches", "kvrollouts"):
 
         def seen(kind: str, obj: Json, now: float, plural: str = plural) -> None:
@@ -90,6 +117,21 @@ async def _sample(load: Load) -> None:
     while True:
         load.memory.append((time.monotonic(), load.world.operator.rss() / MIB))
         await asyncio.sleep(SAMPLE_SECONDS)
+
+
+async def _progress(load: Load) -> None:
+    """A line now and then: a run takes an hour."""
+    began = time.monotonic()
+    while True:
+        await asyncio.sleep(PROGRESS_SECONDS)
+        tracker, world = load.tracker, load.world
+        api = rss_of(world.api_server) // MIB
+        load.note(
+            f"{time.monotonic() - began:5.0f} s: {_ready(load)} Ready, {len(load.restless())} on their way, "
+            f"{len(tracker.latencies)} edits answered and {tracker.unanswered()} open, "
+            f"p99 {quantile(tracker.latencies, 0.99):.2f} s; "
+            f"operator {world.operator.rss() // MIB} MiB, API server {api} MiB"
+        )
 
 
 async def populate(load: Load) -> None:
@@ -150,10 +192,12 @@ async def under_edits(load: Load, minutes: float) -> list[Row]:
     load.memory.clear()
     before, started, cpu = Counter(load.audit.counts), time.monotonic(), world.operator.cpu_seconds()
     agents_cpu = world.agents.cpu_seconds()
+    load.measuring = True
     edits = await _edit(load, minutes * 60.0)
     await until(
         lambda: not load.tracker.unanswered(), 120.0, lambda: f"{load.tracker.unanswered()} edits open"
     )
+    load.measuring = False
     seconds = time.monotonic() - started
     used = (world.operator.cpu_seconds() - cpu) / seconds
     agents_used = (world.agents.cpu_seconds() - agents_cpu) / seconds
@@ -194,8 +238,8 @@ async def _edit(load: Load, seconds: float) -> int:
     chosen = _edits(load)
     started, count = time.monotonic(), 0
     running: set[asyncio.Task[Json]] = set()
-    while (due := started + count / EDITS_PER_SECOND) < started + seconds:
-        await asyncio.sleep(max(0.0, due - time.monotonic()))
+    while (due := started + count / EDITS_PER_SECOND) < started + seconds and not load.interrupted.is_set():
+        await load.pause(due - time.monotonic())
         path, body = next(chosen)
         task = asyncio.create_task(load.world.admin.merge(path, body))
         running.add(task)
@@ -277,8 +321,10 @@ def _events(writes: Counter[str]) -> int:
 async def idle(load: Load, minutes: float) -> list[Row]:
     """[idle_writes]: nothing is edited, and nobody has anything to say."""
     await calm(load)
-    before = Counter(load.audit.counts)
-    await asyncio.sleep(minutes * 60.0)
+    before, began = Counter(load.audit.counts), time.monotonic()
+    load.measuring = True
+    await load.pause(minutes * 60.0)
+    load.measuring, minutes = False, max(1 / 60, (time.monotonic() - began) / 60.0)
     written: Counter[Write] = difference(load.audit.counts, before)
     told = by_operator(written, lease=LEASE)
     load.note(f"idle for {minutes:g} min: operator {dict(told)}")

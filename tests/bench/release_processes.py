@@ -26,6 +26,12 @@ OPERATOR = "kvtier-operator"
 LINE_BYTES = 64 * 1024 * 1024
 
 
+def rss_of(pid: int) -> int:
+    """Bytes of a process's memory that are in RAM, its own and shared ones, as the kernel counts them."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 class Child:
     """A Python process of ours that says when it is ready; its standard error goes to a file."""
 
@@ -71,9 +77,8 @@ class Child:
         return await self.line(ANSWER_SECONDS)
 
     def rss(self) -> int:
-        """Bytes of its memory that are in RAM, its own and shared ones, as the kernel counts them."""
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        """See `rss_of`."""
+        return rss_of(self.pid)
 
     def cpu_seconds(self) -> float:
         """Of the processor, in user and kernel mode."""

@@ -1,7 +1,7 @@
 """The limits that a run of the release bench is held to: 1.2 times the mean of runs of the same sizes.
 
-`python -m tests.bench.release_range REPORT...` writes them from reports of runs of one size. A run of sizes
-that nobody has measured is held to none.
+`python -m tests.bench.release_range REPORT...` writes them from reports of runs of one size; a run that ended
+early makes none. A run of sizes that nobody has measured is held to none.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ FILE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "release-ra
 FACTOR = 1.2
 HELD = ("event_to_status.p", "operator_rss.max", "writes_per_", "idle_writes.", "lateness.p", "rollback.")
 """What rows begin with that have a limit; the others say how much was done."""
+ENDED = "parts_ended"
+"""The row that says how many of the parts were measured to their end; its floor: how many were asked for."""
 Ranges = dict[str, dict[str, dict[str, float]]]
 
 
@@ -56,6 +58,10 @@ def limits_of(reports: Sequence[Sequence[dict[str, Any]]]) -> dict[str, dict[str
     }
 
 
+def _ended(report: Sequence[dict[str, Any]]) -> bool:
+    return all(row["value"] >= row["floor"] for row in report if row["id"] == ENDED)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.release_range", description=__doc__)
     parser.add_argument("reports", type=Path, nargs="+", help="build/bench/release.json of each run")
@@ -66,7 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     ranges = read(options.file) if options.file.exists() else {}
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in options.reports]
-    ranges[name_of(options.caches, options.agents, options.pool_size)] = limits_of(reports)
+    for file, report in zip(options.reports, reports, strict=True):
+        if not _ended(report):
+            print(f"{file}: the run ended early, so it makes no limits", file=sys.stderr)
+            return 1
+    # A report may be of one part: what it does not tell of keeps its limit.
+    name = name_of(options.caches, options.agents, options.pool_size)
+    ranges[name] = ranges.get(name, {}) | limits_of(reports)
     options.file.write_text(json.dumps(ranges, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"wrote {options.file}")
     return 0

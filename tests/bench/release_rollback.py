@@ -60,23 +60,30 @@ class Rounds:
         self._path = f"{collection(self._space, 'kvrollouts')}/back"
         self._number = 0
         self._ready = False
+        self._telling: set[str] = set()
+        self._ours: list[Return] = []
+        self._theirs: list[float] = []
 
-    async def run(self, rounds: int, peer: Round | None) -> tuple[list[Return], list[float]]:
+    def rows(self) -> list[Row]:
+        """Of the rounds that have ended."""
+        return _rows(self._ours, self._theirs) if self._ours else []
+
+    async def run(self, rounds: int, peer: Round | None) -> None:
         """Ours and the peer's in turn, after one of each that is not counted."""
         watches = [
             asyncio.create_task(self._world.admin.watch(f"{GROUP}/namespaces/{self._space}/{plural}", feed))
             for plural, feed in (("kvrollouts", self._seen.feed), ("kvcaches", self._cache))
         ]
+        watches.append(asyncio.create_task(self._world.admin.watch(f"{GROUP}/kvnodes", self._node)))
         try:
             await self._begin()
-            ours, theirs = [], []
             for number in range(rounds + 1):
                 mine = await self._round()
                 other = [await peer()] if peer is not None else []
+                print(f"release: round {number}: {mine}, peer {other}", flush=True)
                 if number:
-                    ours.append(mine)
-                    theirs += other
-            return ours, theirs
+                    self._ours.append(mine)
+                    self._theirs += other
         finally:
             for task in watches:
                 task.cancel()
@@ -84,6 +91,10 @@ class Rounds:
 
     def _cache(self, kind: str, obj: Json, now: float) -> None:
         self._ready = _is_ready(obj)
+
+    def _node(self, kind: str, obj: Json, now: float) -> None:
+        held = (obj.get("status") or {}).get("candidates") and kind != "DELETED"
+        (self._telling.add if held else self._telling.discard)(obj["metadata"]["name"])
 
     async def _begin(self) -> None:
         admin = self._world.admin
@@ -101,6 +112,11 @@ class Rounds:
             await world.admin.merge(self._path, body)
         attempt = self._number
         await until(lambda: self._serves(attempt), SECONDS, lambda: f"not in Canary: {seen.status}")
+        # Harm comes to a fleet that serves, not to one that is still telling of what it was granted.
+        wanted = world.sizes.agents
+        await until(
+            lambda: len(self._telling) == wanted, SECONDS, lambda: f"{len(self._telling)} KVNodes tell of it"
+        )
         await world.agents.ask({"do": "clear"})
         await world.agents.ask({"do": "harm", "rollouts": [seen.uid]})
         await until(
@@ -133,16 +149,15 @@ def _is_ready(obj: Json) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
 
-async def measure(world: World, rounds: int, *, beside: bool) -> list[Row]:
+async def measure(world: World, rounds: Rounds, count: int, *, beside: bool) -> None:
     """beside: Argo Rollouts too."""
     async with contextlib.AsyncExitStack() as stack:
         peer: Round | None = None
         if beside:
             other = await stack.enter_async_context(argo(world.cluster, world.admin, world.folder))
             peer = other.round
-        ours, theirs = await Rounds(world).run(rounds, peer)
-    print(f"release: operator {world.operator.rss() // MIB} MiB after {rounds} returns", flush=True)
-    return _rows(ours, theirs)
+        await rounds.run(count, peer)
+    print(f"release: operator {world.operator.rss() // MIB} MiB after {count} returns", flush=True)
 
 
 def _rows(ours: list[Return], theirs: list[float]) -> list[Row]:

@@ -46,6 +46,8 @@ class World:
     operator: Child
     agents: Child
     folder: Path
+    api_server: int
+    """Its process."""
 
 
 @contextlib.asynccontextmanager
@@ -69,7 +71,7 @@ async def open_world(sizes: Sizes, *, all_read: bool = False) -> AsyncIterator[W
         agents = await start_agents(_agents_spec(places, all_read=all_read), folder)
         stack.push_async_callback(agents.close)
         await _all_live(admin, sizes)
-        yield World(sizes, cluster, admin, operator, agents, folder)
+        yield World(sizes, cluster, admin, operator, agents, folder, plane.pids["kube-apiserver"])
 
 
 def _folder() -> Path:

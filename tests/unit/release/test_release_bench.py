@@ -11,7 +11,7 @@ import pytest
 
 from tests.bench.release_audit import AuditTail, Write, by_operator, difference, most_by_agent, on_objects
 from tests.bench.release_objects import ROLES, Role, Sizes, all_named, at_rest
-from tests.bench.release_range import FACTOR, FILE, HELD, held, limits_of, main, name_of, read
+from tests.bench.release_range import ENDED, FACTOR, FILE, HELD, held, limits_of, main, name_of, read
 from tests.bench.release_track import Tracker, lateness, quantile, slope
 from tests.bench.rows import Row
 
@@ -154,6 +154,27 @@ def test_limits_are_of_the_mean_of_runs_and_hold_a_run_of_the_same_sizes(tmp_pat
         row = Row("event_to_status.p99", value, "s", goal=2.0, lower_is_better=True)
         assert [one.broken for one in held([row], read(file), name)] == [broken]
         assert [one.floor for one in held([row], read(file), name_of(17, 5, 5))] == [None]
+
+
+def test_a_report_of_one_part_keeps_the_limits_of_the_other_and_one_that_ended_early_makes_none(
+    tmp_path: Path,
+) -> None:
+    file, report = tmp_path / "range.json", tmp_path / "report.json"
+    sizes = ["--caches", "16", "--agents", "5", "--file", str(file)]
+
+    def tell(*rows: Row) -> int:
+        report.write_text(json.dumps([row.to_json() for row in rows]))
+        return main([str(report), *sizes])
+
+    def ended(parts: int) -> Row:
+        return Row(ENDED, parts, "parts", floor=1.0)
+
+    assert tell(Row("lateness.p99", 1.0, "interval", lower_is_better=True), ended(1)) == 0
+    assert tell(Row("rollback.proved.p99", 2.0, "s", lower_is_better=True), ended(1)) == 0
+    kept = {"lateness.p99": {"mean": 1.0, "limit": 1.2}, "rollback.proved.p99": {"mean": 2.0, "limit": 2.4}}
+    assert read(file) == {name_of(16, 5, 5): kept}
+    assert tell(Row("lateness.p99", 9.0, "interval", lower_is_better=True), ended(0)) == 1
+    assert read(file) == {name_of(16, 5, 5): kept}
 
 
 def test_the_committed_limits_follow_from_their_means() -> None:
