@@ -77,10 +77,11 @@ _SELECTING = tuple(
     for name in (
         "candidate",
         "evidence_families",
-        "hotblocks",
+        "hotunits",
         "live_audit",
         "live_families",
         "live_lifecycle",
+        "selected_reads",
     )
 )
 

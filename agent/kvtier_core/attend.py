@@ -10,25 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvtier_core.appends import Append
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Fold, Query
 from kvtier_core.headgroups import HeadGroups
-from kvtier_core.hotblocks import HotBlocks
+from kvtier_core.hotunits import HotUnits, UnitGrid
 from kvtier_core.neardata import Reduction, near_groups, reduction_of
 from kvtier_core.planner import STREAMED, ChunkRead, Path, Plan
 from kvtier_core.positions import Piece, PositionView
 from kvtier_core.promises import IdentifiedRows, Promise, block_of
 from kvtier_core.rope import RopeTable
+from kvtier_core.selectedreads import SelectedReads
 from kvtier_core.streaming import BlockStream, BufferPool
 from kvtier_core.supports import Support
 from kvtier_core.tiers.base import SlotRef
-from kvtier_core.tiers.slots import BlockIdentity
+from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_kernels.ops.chunk_attention import chunk_state
 from kvtier_kernels.ops.chunk_attention.decode import decode_states, reads_in_place
 from kvtier_kernels.state import AttentionState, finalize
@@ -39,12 +41,12 @@ TOGETHER = 4
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """out: float32 [Nq, Hq, d]. bytes_by_tier: payload bytes read, by tier name. stall_seconds: computation
+    """out: float32 [Nq, Hq, d]. bytes_by_tier: bytes read, by tier name: payloads, and of a selection what
+    left the tier for it. stall_seconds: computation
     waited for blocks; transfer_seconds: blocks were on their way. peak_buffer_bytes: of the buffers held at
     once. promised_bytes: of blocks that were on their way before the frame came. receipts: of states that
     were formed elsewhere. read: the state of the rows that were read, where others stand for the rest.
-    hot_bytes: of blocks of a tier that were in memory from an earlier selection, and are in no tier's
-    bytes."""
+    hot_bytes: of pages that were in memory from an earlier selection, and are in no tier's bytes."""
 
     out: Tensor
     bytes_by_tier: dict[str, int]
@@ -88,7 +90,7 @@ class Attention:
         executor: Executor | None,
         buffers: BufferPool,
         window: int = 2 * TOGETHER,
-        hot: HotBlocks | None = None,
+        hot: HotUnits | None = None,
     ) -> None:
         """buffers: for blocks on their way, `window` of them for one frame's own. hot: what selections read
         from storage lately; None: nothing is kept."""
@@ -98,6 +100,8 @@ class Attention:
         self._buffers = buffers
         self._window = window
         self._hot = hot
+        self._grid = UnitGrid(store.layout) if hot is None else hot.grid
+        self._assembly: StagingBuffer | None = None
         self._head_groups = HeadGroups(store, clock, executor)
 
     def exact(self, plan: Plan, append: Append, query: Query, promise: Promise | None = None) -> Attended:
@@ -160,7 +164,10 @@ class Attention:
         layout = self._store.layout
         states = support.states(query, layout.chunk_tokens)
         rows = support.rows_of(layout.kv_heads)
-        hot = HotReads(self._store, self._hot, plan)
+        if self._assembly is None:
+            with torch.inference_mode(mode=False):
+                self._assembly = StagingBuffer(layout)
+        taken = SelectedReads(self._store, self._grid, self._hot, plan, rows, self._assembly)
 
         def read_bytes(read: ChunkRead) -> int:
             first = read.chunk * layout.chunk_tokens
@@ -168,14 +175,14 @@ class Attention:
             return sum(int(high - low) for low, high in ends) * layout.row_bytes // layout.kv_heads
 
         return self._run(
-            hot.plan,
+            taken.plan,
             append,
             query,
             states,
             batch=False,
             complete=support.complete,
             exact=False,
-            hot=hot,
+            taken=taken,
             read_bytes=read_bytes,
         )
 
@@ -207,12 +214,12 @@ class Attention:
         whole: bool = False,
         exact: bool = True,
         complete: Callable[[AttentionState], AttentionState] | None = None,
-        hot: HotReads | None = None,
+        taken: SelectedReads | None = None,
         read_bytes: Callable[[ChunkRead], int] | None = None,
     ) -> Attended:
         """whole: every row of every chunk is attended, so that a state stands for its chunk's rows and may
         come with a receipt. exact: no state may be an estimate. complete: makes the answer's state of that of
-        the rows read. hot: blocks that need not be read. read_bytes: of a chunk that is attended in place;
+        the rows read. taken: what of the blocks is read. read_bytes: of a chunk that is attended in place;
         None: of all its visible rows."""
         fold = Fold(query)
         bytes_by_tier: dict[str, int] = {}
@@ -225,7 +232,7 @@ class Attention:
             reduction = reduction_of(groups, append, query, layout, tiers, self._clock, visible)
         with (
             self._leases(plan),
-            self._streamed(plan, query.deadline, promise) as stream,
+            self._streamed(plan, query.deadline, promise, taken) as stream,
         ):
             for group in groups:
                 self._check_time(query, group[0], plan)
@@ -237,9 +244,9 @@ class Attention:
                 else:
                     states = []
                     for read in group:
-                        states += states_of(read, *self._rows(read, append, stream, hot))
+                        states += states_of(read, *self._rows(read, append, stream, taken))
                 for read in group:
-                    self._account(read, bytes_by_tier, read_bytes)
+                    self._account(read, bytes_by_tier, read_bytes, taken)
                     if reduction is not None and read.path is not Path.NEAR:
                         reduction.own(read)
                 if reduction is not None and read.path is Path.NEAR:
@@ -260,7 +267,7 @@ class Attention:
             stream.promised_blocks * self._store.layout.payload_bytes,
             0 if reduction is None else reduction.receipts,
             None if exact else total,
-            0 if hot is None else hot.hits * self._store.layout.payload_bytes,
+            0 if taken is None else taken.hot_bytes,
         )
 
     def _full(self, read: ChunkRead) -> bool:
@@ -287,9 +294,12 @@ class Attention:
         finally:
             self._store.directory.readers[lines] -= 1
 
-    def _streamed(self, plan: Plan, deadline: float | None, promise: Promise | None) -> BlockStream:
+    def _streamed(
+        self, plan: Plan, deadline: float | None, promise: Promise | None, taken: SelectedReads | None
+    ) -> BlockStream:
+        reads = [read for read in plan.reads if read.path in STREAMED]
         return BlockStream(
-            [block_of(self._store, read.line) for read in plan.reads if read.path in STREAMED],
+            [block_of(self._store, read.line) if taken is None else taken.block(read) for read in reads],
             self._buffers,
             self._clock,
             window=self._window,
@@ -300,18 +310,18 @@ class Attention:
         )
 
     def _rows(
-        self, read: ChunkRead, append: Append, stream: BlockStream, hot: HotReads | None = None
+        self, read: ChunkRead, append: Append, stream: BlockStream, taken: SelectedReads | None = None
     ) -> tuple[Tensor, Tensor]:
         store = self._store
         if read.path is Path.FRAME:
             lo = read.chunk * store.layout.chunk_tokens - append.first
             return append.k[lo : lo + read.rows], append.v[lo : lo + read.rows]
-        if hot is not None and read.path is Path.HOT:
-            return store.layout.rows(hot.payload(read), read.rows)
+        if taken is not None and read.path is Path.HOT:
+            return store.layout.rows(taken.hot(read), read.rows)
         if read.path in STREAMED:
             payload = stream.next().payload
-            if hot is not None:
-                hot.keep(read, payload)
+            if taken is not None:
+                taken.arrived(read, payload)
             return store.layout.rows(payload, read.rows)
         return store.layout.rows(self._view(read), read.rows)
 
@@ -324,52 +334,16 @@ class Attention:
         read: ChunkRead,
         bytes_by_tier: dict[str, int],
         read_bytes: Callable[[ChunkRead], int] | None = None,
+        taken: SelectedReads | None = None,
     ) -> None:
         if read.path in (Path.FRAME, Path.HOT):
             return
         layout = self._store.layout
         name = self._store.tiers[read.tier].name
-        size = layout.payload_bytes
+        size = layout.payload_bytes if taken is None else taken.read_bytes(read)
         if read.path is Path.PARTIAL:
             size = read.rows * layout.row_bytes if read_bytes is None else read_bytes(read)
         bytes_by_tier[name] = bytes_by_tier.get(name, 0) + size
-
-
-class HotReads:
-    """One plan over selected rows, with those of its blocks that are hot."""
-
-    def __init__(self, store: IdentifiedRows, hot: HotBlocks | None, plan: Plan) -> None:
-        self.plan = plan
-        self._hot = hot
-        self._identities: dict[int, BlockIdentity] = {}
-        self._payloads: dict[int, Tensor] = {}
-        if hot is None:
-            return
-        for read in plan.reads:
-            identity = block_of(store, read.line).identity if read.path in STREAMED else None
-            if identity is not None:
-                self._identities[read.chunk] = identity
-        for chunk, payload in zip(self._identities, hot.find(list(self._identities.values())), strict=True):
-            if payload is not None:
-                self._payloads[chunk] = payload
-        if self._payloads:
-            reads = tuple(
-                replace(read, path=Path.HOT) if read.chunk in self._payloads else read for read in plan.reads
-            )
-            self.plan = replace(plan, reads=reads)
-
-    @property
-    def hits(self) -> int:
-        return len(self._payloads)
-
-    def payload(self, read: ChunkRead) -> Tensor:
-        return self._payloads[read.chunk]
-
-    def keep(self, read: ChunkRead, payload: Tensor) -> None:
-        """Of a block that was read and verified."""
-        identity = self._identities.get(read.chunk)
-        if self._hot is not None and identity is not None:
-            self._hot.keep(identity, payload)
 
 
 def _near_states(group: Sequence[ChunkRead], query: Query, stream: BlockStream) -> list[AttentionState]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvtier_core.assembly import LiveTier, Node
 from kvtier_core.credits import PINNED, STAGING, CreditLedger, Grant, Ledger
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.hotblocks import HotBlocks
+from kvtier_core.hotunits import HotUnits, UnitGrid
 from kvtier_core.lanes import Lanes
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.placement import Placement
@@ -62,7 +62,7 @@ def compose(
     works: IndexWorks,
     moved: Callable[[Session, int], object],
 ) -> Parts:
-    """Over tiers that stay the caller's. works: whose memory hot blocks are in. moved: told of each session's
+    """Over tiers that stay the caller's. works: whose memory hot units are in. moved: told of each session's
     line that has moved, under the metadata lock."""
     assert node.clock is not None
     geometry = manifest.model.geometry
@@ -103,7 +103,7 @@ def compose(
         query_heads=geometry.query_heads,
         rates=rates,
         terms=contract_terms(manifest.contract, plan_terms),
-        hot=HotBlocks(layout, works.reserve, works.give_back),
+        hot=HotUnits(UnitGrid(layout), works.reserve, works.give_back),
     )
     runner = StepRunner(store, plans, manifest.digest())
     resident = ResidentDecode(

@@ -120,10 +120,11 @@ class SelectionFacts:
     not chosen; ties: units at the cut that lost by id. omitted_mass: estimated, of the query head with most.
     certified_mass: a sound lower bound on the share of the attention that was read, of the head with least.
     widened: doublings of the budget. max_omitted_mass, min_confidence: its gate. failed: the gate failed, so
-    that an exact answer was published in its place, or a declared degradation. hot_bytes: of storage blocks
-    that were in memory from an earlier selection, and are in no tier's bytes. selected_bytes: of K and V of
-    the rows that the selection names, those that every query reads included, each once a KV head: what
-    `bytes_by_tier` and hot_bytes have beyond it is of blocks that were read whole."""
+    that an exact answer was published in its place, or a declared degradation. hot_bytes: of pages of
+    storage that were in memory from an earlier selection, and are in no tier's bytes. selected_bytes: of K
+    and V of the rows that the selection names, those that every query reads included, each once a KV head:
+    what `bytes_by_tier` and hot_bytes have beyond it is of the pages that these rows lie in, and of what was
+    cheaper to read along."""
 
     family: str
     variant: str
@@ -159,8 +160,9 @@ class SelectionFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepReceipt:
-    """bytes_by_tier: payload bytes attended, by the tier where they lay (rows that sessions share are in the
-    receipt of each, though one call reads them once). stall_seconds: time spent waiting for staged reads.
+    """bytes_by_tier: payload bytes attended, by the tier where they lay; of a selection those that were read
+    there (rows that sessions share are in the receipt of each, though one call reads them once).
+    stall_seconds: time spent waiting for staged reads.
     rows_attended: of the KV head that attended most. selected_rows: by the selector beyond the persistent
     rows, same head. estimated_omitted_mass: of the query head with most; NaN without an estimator. fallback:
     why an answer asked of the candidate was computed exactly, a Reason name; empty for none. frontier: the

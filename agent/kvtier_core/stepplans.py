@@ -21,7 +21,7 @@ from kvtier_core.attend import Attended, Attention
 from kvtier_core.computeprobe import measure_compute
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Query
-from kvtier_core.hotblocks import HotBlocks
+from kvtier_core.hotunits import HotUnits
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.placements.preference import PlacementPreference, PlanKind
 from kvtier_core.planner import STREAMED, Plan, PlanTerms, StepPlanner
@@ -139,7 +139,7 @@ class StepPlans:
         query_heads: int,
         rates: Rates,
         terms: PlanTerms,
-        hot: HotBlocks | None = None,
+        hot: HotUnits | None = None,
     ) -> None:
         """hot: what selections read from storage lately; None: nothing is kept."""
         self._store = store

@@ -24,7 +24,7 @@ from kvtier_core.layout import ChunkLayout
 from kvtier_core.tiers.base import PoolTier, Tier
 from kvtier_core.tiers.slots import BlockIdentity, SlotRef
 from kvtier_core.tiers.staging import StagingBuffer, block_bytes
-from kvtier_core.tiers.transfer import Landing, TransferItem
+from kvtier_core.tiers.transfer import Landing, Ranges, TransferItem
 
 READ_TIMEOUT_SECONDS = 30.0
 POLL_SECONDS = 0.05
@@ -32,11 +32,13 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block to bring. identity None: an open chunk, which has no checksum yet and never left memory."""
+    """One block to bring. identity None: an open chunk, which has no checksum yet and never left memory.
+    ranges: all that is needed of it; None: the whole."""
 
     tier: Tier
     ref: SlotRef
     identity: BlockIdentity | None
+    ranges: Ranges | None = None
 
 
 class BufferPool:
@@ -121,7 +123,8 @@ class Arrival:
         self._meter.begin()
         block, buffer = self.block, self.buffer
         if block.identity is not None:
-            return TransferItem(block.ref, block.identity, Landing(buffer.body, buffer.header))
+            landing = Landing(buffer.body, buffer.header)
+            return TransferItem(block.ref, block.identity, landing, ranges=block.ranges)
         try:
             buffer.payload.copy_(block.tier.view(block.ref))
         except CoreError as error:
@@ -183,9 +186,14 @@ class Arrival:
         self._pool.give(self.buffer)
 
     def is_of(self, block: Block) -> bool:
-        """Whether what arrives is what `block` names: the same copy in the same life of its slot."""
+        """Whether what arrives is all of what `block` names: the same copy in the same life of its slot."""
         mine = self.block
-        return mine.tier is block.tier and mine.ref == block.ref and mine.identity == block.identity
+        return (
+            mine.ranges is None
+            and mine.tier is block.tier
+            and mine.ref == block.ref
+            and mine.identity == block.identity
+        )
 
 
 class _Batch:
