@@ -23,9 +23,8 @@ from kvtier.v1 import blocks_pb2
 from kvtier_agent.blockhost import BlockHost, Strand
 from kvtier_agent.errors import to_detail
 from kvtier_core.blockstore.lasting import THERE, Lasting, answered
-from kvtier_core.blockstore.outcomes import PutOutcome, Stored
+from kvtier_core.blockstore.outcomes import PutOutcome, Stored, compared
 from kvtier_core.blockstore.store import Reservation
-from kvtier_core.blockstore.writes import compared
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.transfer import move_bytes
 from kvtier_core.transactions import MoveReason, MoveRefused

@@ -19,6 +19,7 @@ from pathlib import Path
 from kvtier_agent.config import SIMULATED_DEVICE_KIND, ConfigError, Medium, TierConfig
 from kvtier_agent.engine_port import TierReport
 from kvtier_agent.statedir import DirectoryLock
+from kvtier_core.blockstore.keptnotes import KEPT_SUFFIX
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.sharing import JOURNAL_SUFFIX
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
@@ -259,7 +260,7 @@ def _stores(folder: Path) -> set[Path]:
 def _sweep(name: str, folder: Path, removed: Collection[str]) -> None:
     gone = {store_path(folder, uid) for uid in removed}
     try:
-        report = sweep_orphans(folder, _stores(folder) - gone, beside=(JOURNAL_SUFFIX,))
+        report = sweep_orphans(folder, _stores(folder) - gone, beside=(JOURNAL_SUFFIX, KEPT_SUFFIX))
     except OSError as error:
         log.warning("tier %s: %s cannot be swept: %s", name, folder, error.strerror or error)
         return

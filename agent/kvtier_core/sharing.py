@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier_core.blockstore.admitting import READ, UNLIMITED, WRITE
 from kvtier_core.blockstore.driver import Bell, Driver
+from kvtier_core.blockstore.keptnotes import KEPT_SUFFIX, KeptNotes
 from kvtier_core.blockstore.recovery import Recovers
 from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.credits import PINNED, QUEUE, STAGING, Ledger, Limit, slots
@@ -75,14 +76,20 @@ class SharedBlocks:
         self._bell = Bell()
         self._errands: Errands | None = None
         self._journal: JournalFile | None = None
+        self._notes: dict[int, KeptNotes] = {}
         kept = next((tiers[index] for index in homes if tiers[index].persistent), None)
         if isinstance(kept, NvmeTier):
             self._errands = Errands("kvtier-deletions")
             path = kept.path.with_suffix(JOURNAL_SUFFIX)
             try:
                 self._journal = JournalFile(path.parent, path.name, files, self._errands.run)
+                for index in homes:
+                    tier = tiers[index]
+                    if tier.persistent and isinstance(tier, NvmeTier):
+                        noted = tier.path.with_suffix(KEPT_SUFFIX)
+                        self._notes[index] = KeptNotes(noted.parent, noted.name, files, self._errands.run)
             except CoreError:
-                self._errands.close(STOP_SECONDS)
+                self._end_journal(STOP_SECONDS)
                 raise
         try:
             self.store = BlockStore(
@@ -93,6 +100,7 @@ class SharedBlocks:
                 lock=lock,
                 wake=self._wake,
                 journal=self._journal,
+                notes=self._notes,
                 homes=homes,
                 max_flights=QUEUE_TRANSFERS,
                 spare=spare,
@@ -122,8 +130,10 @@ class SharedBlocks:
 
     def _end_journal(self, seconds: float) -> None:
         # While a write hangs, descriptor and lock stay taken: its bytes may still arrive.
-        if self._errands is not None and self._errands.close(seconds) and self._journal is not None:
-            self._journal.close()
+        if self._errands is not None and self._errands.close(seconds):
+            for file in (self._journal, *self._notes.values()):
+                if file is not None:
+                    file.close()
 
     # Giving way to rows.
 

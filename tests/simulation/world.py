@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvtier_core.blockstore.keptnotes import KeptNotes
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.errors import CoreError
@@ -106,6 +107,7 @@ class World(Promises):
             watermarks=Watermarks(0.9, 0.7),
             capacity=4096,
             journal=JournalFile(FOLDER, "deletions", self.files),
+            notes={1: KeptNotes(FOLDER, "kept", self.files)},
         )
         for block in self.blocks:
             order = any(self._covers(found, block) for found in self.store.deletions.open())
@@ -228,6 +230,7 @@ class World(Promises):
             block.live, block.safe, block.droppable, block.durable = True, True, droppable, False
         if stored.outcome is PutOutcome.EXISTED:
             assert not block.deleting and version == block.version, f"{block.name} is there with other bytes"
+            block.droppable = block.droppable and droppable
         assert stored.reason.value not in ("IDENTITY_MISMATCH", "TENANT_MISMATCH"), stored
 
     def _refused(self, what: str, error: CoreError) -> None:

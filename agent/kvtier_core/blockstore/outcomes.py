@@ -36,6 +36,17 @@ class Stored(NamedTuple):
     checksum: int = 0
 
 
+def compared(there: Stored, found: int) -> Stored:
+    """What becomes of a block that is there already when its writer's bytes have the checksum `found`."""
+    if there.outcome is not PutOutcome.EXISTED or there.checksum == found:
+        return there
+    return Stored(
+        PutOutcome.REFUSED,
+        reason=MoveReason.IDENTITY_MISMATCH,
+        message=f"its bytes are xxh3:{there.checksum:016x}, not xxh3:{found:016x}; the key lacks something",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """One block of a lookup: the fastest tier that holds it."""

@@ -14,6 +14,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from kvtier_core.blockstore.keeping import Keeping
+from kvtier_core.blockstore.keptnotes import Copy
 from kvtier_core.blockstore.parts import Parts
 from kvtier_core.directory import NO_LINE
 from kvtier_core.tiers.nvme.recovery import RecoveredBlock
@@ -28,11 +30,12 @@ class Recovers(Protocol):
     def recovered(self) -> Iterator[RecoveredBlock]: ...
 
 
-def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock]) -> Counter[int]:
+def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock], keeping: Keeping) -> Counter[int]:
     """Inserts every recovered block of a tier with its one copy; returns how many by namespace index. A block
-    that another tier has given back already is not needed twice: its slot is free. Raises CoreError:
-    NO_DESTINATION_CAPACITY."""
+    that another tier has given back already is not needed twice: its slot is free. What was promised of one
+    after its header was written holds. Raises CoreError: NO_DESTINATION_CAPACITY."""
     owners: Counter[int] = Counter()
+    kept: list[Copy] = []
     directory = parts.directory
     while read := list(islice(found, _AT_ONCE)):
         batch = [block for block in read if _is_new(parts, tier, block)]
@@ -40,6 +43,12 @@ def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock]) -> Counter
         keys = np.frombuffer(b"".join(item.chunk_digest for item in each), dtype=np.uint8)
         namespaces = np.asarray([parts.namespaces.index(item.namespace) for item in each], dtype=np.int32)
         costs = np.asarray([item.cost for item in each], dtype=np.float32)
+        noted = [keeping.covers(tier, (block.ref, block.identity.replica_generation)) for block in batch]
+        kept += [
+            (block.ref, block.identity.replica_generation)
+            for block, promised in zip(batch, noted, strict=True)
+            if promised
+        ]
         directory.restore_blocks(
             keys.reshape(-1, 32),
             tier=tier,
@@ -50,9 +59,13 @@ def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock]) -> Counter
             checksums=np.asarray([item.checksum for item in each], dtype=np.uint64),
             costs=costs,
             generations=np.asarray([item.replica_generation for item in each], dtype=np.int64),
-            droppable=np.asarray([item.droppable for item in each], dtype=np.uint8),
+            droppable=np.asarray(
+                [item.droppable and not promised for item, promised in zip(each, noted, strict=True)],
+                dtype=np.uint8,
+            ),
         )
         owners.update(namespaces.tolist())
+    keeping.settle(tier, kept)
     return owners
 
 

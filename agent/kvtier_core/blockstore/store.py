@@ -11,7 +11,7 @@ driver thread calls it whenever `wake` was called, a test calls it by hand.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -19,14 +19,16 @@ from numpy.typing import NDArray
 
 from kvtier_core.admission import AdmissionTerms
 from kvtier_core.blockstore.admitting import READ, UNLIMITED, WRITE, set_limits, totals
+from kvtier_core.blockstore.keeping import Keeping
+from kvtier_core.blockstore.keptnotes import KeptNotes
 from kvtier_core.blockstore.lasting import Lasting, WriteThrough
-from kvtier_core.blockstore.outcomes import Explanation, Found, PutOutcome, ReplicaFacts, Stored
+from kvtier_core.blockstore.outcomes import Explanation, Found, PutOutcome, ReplicaFacts, Stored, compared
 from kvtier_core.blockstore.parts import BoundBlocks, Parts
 from kvtier_core.blockstore.pinned import Keys, MemoryPins, Pinned
 from kvtier_core.blockstore.reads import Fetch, Reads, leading
 from kvtier_core.blockstore.reclaim import Reclaim
 from kvtier_core.blockstore.recovery import Recovers, restore
-from kvtier_core.blockstore.writes import Reservation, Writes, compared
+from kvtier_core.blockstore.writes import Reservation, Writes
 from kvtier_core.checksums import checksum
 from kvtier_core.credits import PINNED, STAGING, BlockSlots, Ledger, Limit, LinkPayer, slots
 from kvtier_core.credits.resources import QUEUE, Resource
@@ -66,13 +68,15 @@ class BlockStore:
         policy: str = "greedyDual",
         watermarks: Watermarks | None = None,
         journal: DeletionJournal | None = None,
+        notes: Mapping[int, KeptNotes] | None = None,
         homes: Sequence[int] | None = None,
         spare: int = 0,
         compiled: bool = True,
     ) -> None:
         """wake: called from tiers' threads when `pump` has work; must not block. policy: greedyDual, lru or
         arc. watermarks: shares of a tier above which room is made, and down to which. journal: of deletions;
-        None keeps them in memory, for tiers that do not outlive the process. homes: indexes of tiers where
+        None keeps them in memory, for tiers that do not outlive the process. notes: by tier, where a stronger
+        promise about a block outlives the process; without, it ends with it. homes: indexes of tiers where
         blocks may lie; None: all. Device memory that the CPU cannot read holds none. spare: slots of memory
         that blocks which may not be lost leave to others, where no storage takes them; see `kept_limit`.
         compiled: False stores block by block even where machine code could take many."""
@@ -118,12 +122,14 @@ class BlockStore:
         # Only this policy learns from what is stored; a call for each block would cost the others a tenth.
         told = self._stored if policy == "arc" else None
         self.kept_limit = kept_limit(tiers, memory, storage, spare)
+        self.keeping = Keeping(self.parts, notes or {})
         self.writes = Writes(
             self.parts,
             self.ledger,
             self.reclaim.make_room_for,
             make_memory,
             told,
+            self.keeping.keep,
             kept_limit=self.kept_limit,
             compiled=compiled,
         )
@@ -165,7 +171,7 @@ class BlockStore:
         for index in self.parts.storage:
             tier = self.parts.tiers[index]
             if isinstance(tier, Recovers):
-                for namespace, count in restore(self.parts, index, tier.recovered()).items():
+                for namespace, count in restore(self.parts, index, tier.recovered(), self.keeping).items():
                     resident[(namespace, slots(index))] = count
         if resident:
             self.ledger.rebuild(resident)
@@ -325,6 +331,7 @@ class BlockStore:
                 self._on_settled(settled)
             self.reads.flights.expire(now)
             self.writes.expire(now)
+            self.keeping.pump()
             self.through.pump(now)
             self.reads.retry()
             self.reclaim.relieve()

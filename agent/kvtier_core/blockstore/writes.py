@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from kvtier_core.blockstore.batches import BATCH_FROM, Batches
-from kvtier_core.blockstore.outcomes import PutOutcome, Stored
+from kvtier_core.blockstore.outcomes import PutOutcome, Stored, compared
 from kvtier_core.blockstore.parts import Parts
 from kvtier_core.checksums import digests
 from kvtier_core.credits import CreditRefused, Ledger, slots
@@ -122,11 +122,13 @@ class Writes:
         make_room: Callable[[int, int, bytes], Room],
         make_memory: Callable[[int, bytes], Room],
         published: Callable[[int], None] | None,
+        keep: Callable[[int], Stored | None],
         max_open: int = 65536,
         kept_limit: int | None = None,
         compiled: bool = True,
     ) -> None:
-        """compiled: many blocks of a call by machine code, where there is any."""
+        """keep: what holds for all who stored a block; see `Keeping.keep`. compiled: many blocks of a call by
+        machine code, where there is any."""
         home = parts.tiers[parts.home]
         if not isinstance(home, PoolTier):
             raise CoreError(Reason.TIER_INCAPABLE, f"tier {home.name} has no memory to store into")
@@ -135,6 +137,7 @@ class Writes:
         self._make_room = make_room
         self._make_memory = make_memory
         self._published = published
+        self._keep = keep
         self._max_open = max_open
         self._kept_limit = parts.directory.capacity if kept_limit is None else kept_limit
         self._home = home
@@ -338,11 +341,12 @@ class Writes:
             )
         copy = directory.authority(line)
         if copy is not None:
-            if directory.droppable[line] and not facts.droppable:
+            if not facts.droppable:
                 # The stronger promise holds for all who stored it.
-                if directory.kept >= self._kept_limit:
+                if directory.droppable[line] and directory.kept >= self._kept_limit:
                     return self._no_more_kept()
-                directory.keep(line)
+                if (refused := self._keep(line)) is not None:
+                    return refused
             return Stored(PutOutcome.EXISTED, copy.generation, checksum=int(directory.checksum[line]))
         if directory.write_txn[line] >= FIRST_CLAIM:
             return _IN_FLIGHT
@@ -483,17 +487,6 @@ class Writes:
         for ref in mine:
             self._home.slots.release(ref)
         self._ledger.vacate(self._resource, len(mine), held.namespace)
-
-
-def compared(there: Stored, found: int) -> Stored:
-    """What becomes of a block that is there already when its writer's bytes have the checksum `found`."""
-    if there.outcome is not PutOutcome.EXISTED or there.checksum == found:
-        return there
-    return Stored(
-        PutOutcome.REFUSED,
-        reason=MoveReason.IDENTITY_MISMATCH,
-        message=f"its bytes are xxh3:{there.checksum:016x}, not xxh3:{found:016x}; the key lacks something",
-    )
 
 
 def _refused(error: CoreError) -> Stored:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier_core.blockstore.keptnotes import KeptNotes
 from kvtier_core.blockstore.outcomes import PutOutcome
 from kvtier_core.blockstore.store import BlockStore
 from kvtier_core.errors import CoreError
@@ -39,8 +40,14 @@ class Machine:
         ram = CpuTier("ram", LAYOUT, MEMORY, options=ArenaOptions(segment_bytes=SIZE))
         self.disk: NvmeTier = open_store(folder, STORAGE, files, threads=1)
         self.journal = JournalFile(folder, "deletions", files)
+        self.notes = KeptNotes(folder, "kept", files)
         self.store = BlockStore(
-            [ram, self.disk], lambda: 1.0, capacity=256, wake=self._rang.set, journal=self.journal
+            [ram, self.disk],
+            lambda: 1.0,
+            capacity=256,
+            wake=self._rang.set,
+            journal=self.journal,
+            notes={1: self.notes},
         )
         self.generations: dict[str, int] = {}
 
@@ -62,7 +69,7 @@ class Machine:
             self.until(lambda: scope.over)
             assert scope.reasons == [MoveReason.READY] * len(names), scope.messages
             for name in names:
-                self.tell(f"durable {name}")
+                self.tell(f"{'durable' if droppable else 'kept'} {name}")
 
     def _stored(self, name: str, droppable: bool) -> bool:
         (stored,) = self.store.put(
@@ -83,9 +90,14 @@ class Machine:
             self.until(lambda: fetch.over)
             return bytes(fetch.body(0)) if fetch.ready else None
 
+    def may_be_lost(self, name: str) -> bool:
+        directory = self.store.directory
+        return bool(directory.droppable[directory.find(key(name))])
+
     def close(self) -> None:
         self.disk.close()
         self.journal.close()
+        self.notes.close()
 
 
 def workload(machine: Machine) -> None:
@@ -100,24 +112,37 @@ def workload(machine: Machine) -> None:
     machine.delete("x", "d")
     machine.put("h", droppable=True)
     machine.put("b")
+    machine.put("i", droppable=True)
+    machine.put("i")
+    machine.delete("i", "e")
+    machine.put("i", "j", droppable=True)
+    machine.put("j")
     machine.close()
 
 
 def check(machine: Machine, told: Sequence[str]) -> None:
     stored: set[str] = set()
     must: set[str] = set()
+    kept: set[str] = set()
     for event in told:
         verb, name = event.split()
         if verb == "storing":
             stored.add(name)
         elif verb == "durable":
             must.add(name)
+        elif verb == "kept":
+            must.add(name)
+            kept.add(name)
         elif verb == "deleting":
             must.discard(name)
+            kept.discard(name)
         else:
             stored.discard(name)
-    must.discard("h")
-    for name in sorted(stored | must | set("abcdefghxyzw")):
+    for name in sorted(kept):
+        assert not machine.may_be_lost(name), f"{name} was said not to be lost, and may be: {told}"
+    # What may be lost makes room for others.
+    must -= {"h", "i", "j"} - kept
+    for name in sorted(stored | must | set("abcdefghijxyzw")):
         found = machine.served(name)
         if found is None:
             assert name not in must, f"{name} was said to be durable and is lost: {told}"
