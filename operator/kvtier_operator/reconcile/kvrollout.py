@@ -7,6 +7,7 @@ RPC goes out only in a pass that found both agreeing. Nothing here decides; noth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 from kvtier_operator.ports import (
@@ -17,6 +18,7 @@ from kvtier_operator.ports import (
     JsonObject,
     Kind,
     NotFound,
+    NotLeader,
     ObjectKey,
     ReconcileOutcome,
     Requeue,
@@ -57,11 +59,28 @@ class KVRolloutReconciler:
 
     async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
         run = Run()
+        try:
+            outcome = await self._passes(key, run)
+        except Exception:
+            with contextlib.suppress(NotLeader):
+                await self._tell(run)
+            raise
+        await self._tell(run)
+        return outcome
+
+    async def _passes(self, key: ObjectKey, run: Run) -> ReconcileOutcome:
         for _ in range(MAX_PASSES):
             outcome = await self._pass(key, run)
             if outcome is not None:
                 return outcome
         return Requeue(AGAIN_SECONDS, "more to do")
+
+    async def _tell(self, run: Run) -> None:
+        """Events, after what they tell of and after the agents were told: a revocation waits for none."""
+        while run.notices:
+            rollout, notice = run.notices.pop(0)
+            kind = EventType.WARNING if notice.warning else EventType.NORMAL
+            await self._deps.api.event(rollout, kind, notice.reason, notice.message)
 
     async def _pass(self, key: ObjectKey, run: Run) -> ReconcileOutcome | None:
         """None: something was written or learned, look again."""
@@ -85,7 +104,7 @@ class KVRolloutReconciler:
             await effects.add_finalizer(self._deps.api, facts.subject)
             return None
         if plan.transition is not None:
-            await self._transit(facts, plan, kept)
+            await self._transit(facts, plan, kept, run)
             run.pool, run.look = None, None
             run.changed.clear()
             return None
@@ -96,10 +115,12 @@ class KVRolloutReconciler:
             await effects.extend_approval(
                 self._deps.api, facts.subject, facts.state, plan.extend.grant_expires
             )
-        wrote = await self._write_if_due(facts, plan, kept)
+        wrote = await self._write_if_due(facts, plan, kept, run)
         if plan.withdraw:
             await effects.withdraw_approval(self._deps.api, facts.subject, plan.state)
             return None
+        if plan.release or plan.delete:
+            await self._tell(run)
         if plan.release:
             await effects.drop_finalizer(self._deps.api, facts.subject)
             self._forget(facts.subject.uid)
@@ -113,6 +134,7 @@ class KVRolloutReconciler:
                 run.look = None
                 return None
             await self._send(facts, plan.state, fresh, kept, run)
+            await self._tell(run)
             return None
         await self._probes.tend(facts.subject, facts.spec, plan.state, facts.pool.views, kept.probing)
         if plan.requeue_after <= 0:
@@ -134,7 +156,7 @@ class KVRolloutReconciler:
 
     # --- writing -----------------------------------------------------------------------------------------
 
-    async def _transit(self, facts: Facts, plan: Plan, kept: Kept) -> None:
+    async def _transit(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> None:
         """Fence, then status. A crash in between burns a number and nothing else."""
         if plan.transition is None:
             raise ValueError("not a transition")
@@ -150,11 +172,11 @@ class KVRolloutReconciler:
                 await effects.keep_revision(api, cache, facts.compiled.data, digest, Role.APPROVED)
         state = self._traced(plan.state, subject, entering=entering)
         await effects.move_fence(api, subject, plan.transition, state, facts.spec)
-        await self._write(facts, replace(plan, state=state), kept)
+        await self._write(facts, replace(plan, state=state), kept, run)
         if state.rollback is not None and state.phase is Phase.ROLLING_BACK is not facts.state.phase:
             self._deps.rolled_back(str(state.rollback.cause))
 
-    async def _write_if_due(self, facts: Facts, plan: Plan, kept: Kept) -> bool:
+    async def _write_if_due(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> bool:
         kept.schedule = plan.state.schedule
         if not plan.urgent:
             waited = self._deps.clock.monotonic() - kept.written_at
@@ -164,19 +186,17 @@ class KVRolloutReconciler:
             quiet = AUDIT_WRITE_SECONDS if plan.state.phase is Phase.COMPLETED else QUIET_WRITE_SECONDS
             if not numbers_moved or waited < quiet:
                 return False
-        await self._write(facts, plan, kept)
+        await self._write(facts, plan, kept, run)
         return True
 
-    async def _write(self, facts: Facts, plan: Plan, kept: Kept) -> None:
+    async def _write(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> None:
         deadline = facts.spec.progress_deadline if facts.spec else 0.0
         state = self._traced(plan.state, facts.subject, entering=False)
         await effects.write_status(self._deps.api, facts.subject, state, deadline)
         kept.schedule, kept.written_at = state.schedule, self._deps.clock.monotonic()
         kept.memory.written = frozenset(state.holders.names)
         self._tell_trace(facts, plan, state)
-        for notice in plan.notices:
-            kind = EventType.WARNING if notice.warning else EventType.NORMAL
-            await self._deps.api.event(facts.subject.rollout, kind, notice.reason, notice.message)
+        run.notices += [(facts.subject.rollout, notice) for notice in plan.notices]
 
     def _traced(self, state: RolloutState, subject: effects.Subject, *, entering: bool) -> RolloutState:
         """With the traceparent of its attempt; the root span is emitted as the attempt begins."""

@@ -29,7 +29,15 @@ from kvtier_operator.rollout.feed import MIN_RATE_SECONDS, LookSource, Reading
 from kvtier_operator.rollout.gateset import ProbeSet, probe_names
 from kvtier_operator.rollout.grants import cache_ref, fence_of, window_key
 from kvtier_operator.rollout.holders import gone
-from kvtier_operator.rollout.inputs import AgentView, Approved, CacheView, CandidateView, Inputs, Look
+from kvtier_operator.rollout.inputs import (
+    AgentView,
+    Approved,
+    CacheView,
+    CandidateView,
+    Inputs,
+    Look,
+    Notice,
+)
 from kvtier_operator.rollout.moves import is_mine
 from kvtier_operator.rollout.observe import Memory, Observer, Pool, unasked
 from kvtier_operator.rollout.probereads import ProbeReads
@@ -49,6 +57,8 @@ class Run:
     look: Look | None = None
     changed: dict[str, AgentView] = field(default_factory=dict)
     tried: set[tuple[str, int, str]] = field(default_factory=set)
+    notices: list[tuple[JsonObject, Notice]] = field(default_factory=list)
+    """Of writes that were made and not yet told, with the object that they are about."""
 
 
 @dataclass

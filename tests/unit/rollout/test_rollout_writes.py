@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier_operator.ports import JsonObject, Kind
+from kvtier_operator.ports import EventType, JsonObject, Kind
 from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.spec import RolloutSpec
@@ -89,6 +89,24 @@ async def test_gates_that_pass_are_written_within_some_seconds_of_a_long_step() 
     await world.run(25)
     assert {row["verdict"] for row in world.status["gates"]} == {"Pass"}
     assert world.api.writes <= before + 1
+
+
+async def test_no_revocation_waits_for_an_event() -> None:
+    """An API server that takes its time with them must not keep a candidate alive."""
+    world = World()
+    await world.until("Progressing", "Canary")
+    told: list[tuple[str, bool]] = []  # and whether a candidate was alive then
+    post = world.api.event
+
+    async def event(regarding: JsonObject, type: EventType, reason: str, message: str) -> None:
+        told.append((reason, any(sim.candidate for sim in world.sims.values())))
+        await post(regarding, type, reason, message)
+
+    world.api.event = event  # type: ignore[method-assign]
+    world.intent("Abort", 1)
+    await world.until("RolledBack")
+    assert ("RollingBack", False) in told
+    assert [reason for reason, _ in told if reason != "IntentAccepted"] == ["RollingBack", "BaselineRestored"]
 
 
 async def test_a_gate_that_cannot_be_read_is_written_at_once() -> None:
