@@ -107,8 +107,9 @@ _AGENTS = tuple(
     for file in sorted((REPOSITORY / "tests" / "engine").glob(pattern))
 )
 
-# Comes up and ends before the first claim. The demo has the machine for itself, since it times requests.
-_OWN = "tests/e2e/test_demo_own_cluster.py"
+# Of the end-to-end tests those that time nothing run beside the others. The demo has the machine for itself, since
+# it times requests.
+_OWN = tuple(f"tests/e2e/test_{name}.py" for name in ("demo_own_cluster", "tiers_candidates"))
 
 # Half a core more than two: what computes waits now and then for a file or for a process that it has started.
 CORES = 2.5
@@ -130,10 +131,10 @@ GROUPS: tuple[tuple[Step, ...], ...] = (
         suite("selectors", 1800, "tests/unit/selectors", *_SELECTING),
         suite("kernels-cpu", 1800, "tests/unit/kernels", cores=0.75),
         Step("lint", ("hack/lint",), 1800),
-        suite("demo-own", 1800, _OWN, cores=0.5),
+        suite("demo-own", 1800, *_OWN, cores=0.5),
         suite("simulation", 1800, "tests/simulation", cores=0.5),
     ),
-    (suite("e2e", 2700, "tests/e2e", f"--ignore={_OWN}"),),
+    (suite("e2e", 2700, "tests/e2e", *(f"--ignore={name}" for name in _OWN)),),
 )
 
 

@@ -13,6 +13,7 @@ import torch
 from kvtier_client.client import AttentionClient
 from tests.engine.agent_process import forked_agents
 from tests.engine.fake_agent import FakeAgent, serve
+from tests.engine.tinymodel import tiny_llama
 
 
 @pytest.fixture(autouse=True)
@@ -32,25 +33,7 @@ def agents_are_forks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Any:
-    """A 3-layer decoder with random weights, GQA 3, head dim 64, float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=192,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        attn_implementation="sdpa",
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama()
 
 
 @pytest.fixture

@@ -53,6 +53,7 @@ class Stack:
     otlp_endpoint: str
     children: dict[str, Child] = field(default_factory=dict)
     operator_generation: int = 0
+    nodes: tuple[str, ...] = NODES
 
     # --- Kubernetes --------------------------------------------------------
 
@@ -83,7 +84,7 @@ class Stack:
         self.cluster.apply_files(sorted((ROOT / "charts" / "kvtier" / "rbac").glob("*.yaml")))
 
     def create_nodes(self) -> None:
-        for name in NODES:
+        for name in self.nodes:
             labels = {"kubernetes.io/hostname": name, "kvtier.dev/demo": "true"}
             self.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}})
 
@@ -125,9 +126,9 @@ class Stack:
         template = daemon_set["spec"]["template"]["spec"]
         account = template["serviceAccountName"]
         eventually(lambda: self.get("serviceaccount", account), timeout=30)
-        for node in NODES:
+        for node in self.nodes:
             self._start_agent(node, account, template["containers"][0]["args"])
-        for node in NODES:
+        for node in self.nodes:
             self.children[f"agent-{node}"].wait_for("ready", 90)
 
     def _owned_daemon_set(self) -> dict[str, Any] | None:
@@ -213,12 +214,14 @@ def place_arguments(template: list[str], own: dict[str, str], nvme_root: Path) -
 
 
 @contextlib.contextmanager
-def stack(cluster: Cluster, otlp_endpoint: str, keep: Path | None = None) -> Iterator[Stack]:
+def stack(
+    cluster: Cluster, otlp_endpoint: str, keep: Path | None = None, nodes: tuple[str, ...] = NODES
+) -> Iterator[Stack]:
     """A stack whose processes and files are gone afterwards (files stay when ``keep`` is given)."""
     folder = keep or Path(tempfile.mkdtemp(prefix="kvtier-"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "nvme").mkdir(exist_ok=True)
-    running = Stack(cluster, folder, otlp_endpoint)
+    running = Stack(cluster, folder, otlp_endpoint, nodes=nodes)
     try:
         yield running
     except BaseException:
