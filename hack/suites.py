@@ -107,8 +107,8 @@ _AGENTS = tuple(
     for file in sorted((REPOSITORY / "tests" / "engine").glob(pattern))
 )
 
-# Of the end-to-end tests those that time nothing run beside the others. The demo has the machine for itself, since
-# it times requests.
+# Of the end-to-end tests those that time nothing run beside the others. The demo has the machine for itself,
+# since it times requests.
 _OWN = tuple(f"tests/e2e/test_{name}.py" for name in ("demo_own_cluster", "tiers_candidates"))
 
 # Half a core more than two: what computes waits now and then for a file or for a process that it has started.
