@@ -45,6 +45,17 @@ class Emitter:
     def load_int(self, address: Value, offset: int = 0) -> Value:
         return self.b.load(self._pointer(address, offset), typ=I64, align=8)
 
+    def load_short(self, address: Value) -> Value:
+        """An int32 as one of 64 bits."""
+        return self.b.sext(self.b.load(self._pointer(address), typ=I32, align=4), I64)
+
+    def store_int(self, value: Value, address: Value, offset: int = 0) -> None:
+        self.b.store(value, self._pointer(address, offset), align=8)
+
+    def set_word(self, index: int, value: Value) -> None:
+        """The index-th word of the arguments."""
+        self.store_int(value, self._words, 8 * index)
+
     def at(self, base: Value, *terms: Value) -> Value:
         """base plus terms."""
         for term in terms:

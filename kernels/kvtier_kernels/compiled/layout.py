@@ -68,6 +68,25 @@ class BatchWord(IntEnum):
     OUT = 4  # float32 [count, Hq, d]
 
 
+class PageWord(IntEnum):
+    """Arguments of `pages`. Addresses and bytes, but for counts."""
+
+    PAGES = 0  # int32 [used]: ids
+    USED = 1  # at least 1
+    POOL = 2  # how many pages there are
+    PER_PAGE = 3  # blocks of 16 rows
+    CHUNKS = 4
+    BLOCKS = 5  # of a chunk
+    SPLIT = 6  # rows of a chunk
+    LAST = 7  # rows of the last one
+    TABLE = 8  # int64 [chunks, 2, blocks] and AHEAD more
+    JOBS = 9  # int64 [chunks, len(Job)]
+    WRONG = 10  # set to how many ids are none of the pool's
+    KEYS = 11  # each four: the pool, bytes from page to page, from row to row, from head to head
+    VALUES = 15
+    SIZE = 19
+
+
 def scratch_floats(heads: int, queries: int, head_dim: int, room: int) -> int:
     """Of the job with the most query heads per KV head, `queries`."""
     states = heads * queries

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvtier_kernels.compiled.attention import emit_attend, emit_fold
 from kvtier_kernels.compiled.decode import emit_batch, emit_decode
 from kvtier_kernels.compiled.layout import LANES, FoldWord, Job, Word, scratch_floats
+from kvtier_kernels.compiled.pages import emit_pages
 
 Integers = NDArray[np.int64]
 
@@ -45,7 +46,7 @@ def check_machine() -> None:
 class Library:
     """Kernels of this process. Raises UnsupportedMachine. Safe to call from several threads. decode: takes
     the address of DecodeWord's arguments, decode_begin and decode_end that of BatchWord's, attend_words that
-    of Word's."""
+    of Word's, pages that of PageWord's."""
 
     def __init__(self, processor: str = "") -> None:
         """processor: LLVM's name of one to compile for, by default this machine's."""
@@ -53,12 +54,13 @@ class Library:
         module = ir.Module("kvtier")
         emit_decode(module, emit_attend(module))
         emit_batch(module)
+        emit_pages(module)
         emit_fold(module)
         self._engine = built(module, processor)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-        self.attend_words, self._fold, self.decode, self.decode_begin, self.decode_end = (
+        self.attend_words, self._fold, self.decode, self.decode_begin, self.decode_end, self.pages = (
             kind(self._engine.get_function_address(name))
-            for name in ("attend", "fold", "decode", "decode_begin", "decode_end")
+            for name in ("attend", "fold", "decode", "decode_begin", "decode_end", "pages")
         )
         self._local = threading.local()
         self._processor = processor
@@ -85,14 +87,24 @@ class Library:
         _, heads, group, d = q.shape
         room = -(-int(jobs[:, Job.VISIBLE].max()) // LANES) * LANES
         scratch = self._scratch(scratch_floats(heads, group * int(jobs[:, Job.COUNT].max()), d, room))
-        words = np.empty(len(Word), np.int64)
-        words[Word.Q] = q.data_ptr()
-        words[Word.JOBS], words[Word.JOB_COUNT] = jobs.ctypes.data, len(jobs)
-        words[Word.QUERIES], words[Word.SLOTS] = queries.ctypes.data, slots.ctypes.data
-        words[Word.SEEN] = seen.ctypes.data
-        words[Word.HEADS], words[Word.GROUP], words[Word.HEAD_DIM] = heads, group, d
-        words[Word.M], words[Word.L], words[Word.U] = (total.data_ptr() for total in totals)
-        words[Word.SCRATCH], words[Word.ROOM] = scratch, room
+        m, l, u = totals
+        given = {
+            Word.Q: q.data_ptr(),
+            Word.JOBS: jobs.ctypes.data,
+            Word.JOB_COUNT: len(jobs),
+            Word.QUERIES: queries.ctypes.data,
+            Word.SLOTS: slots.ctypes.data,
+            Word.SEEN: seen.ctypes.data,
+            Word.HEADS: heads,
+            Word.GROUP: group,
+            Word.HEAD_DIM: d,
+            Word.M: m.data_ptr(),
+            Word.L: l.data_ptr(),
+            Word.U: u.data_ptr(),
+            Word.SCRATCH: scratch,
+            Word.ROOM: room,
+        }
+        words = np.array([given[word] for word in Word], np.int64)
         if listed:
             self._attend_listed()(words.ctypes.data)
         else:

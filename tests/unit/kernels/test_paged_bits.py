@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels import state
-from kvtier_kernels.ops.chunk_attention import chunk_state, torch_impl
+from kvtier_kernels.ops.chunk_attention import ShapeError, chunk_state, torch_impl
 from kvtier_kernels.ops.paged_decode import paged_decode_torch
 from kvtier_kernels.ops.paged_decode import torch_impl as paged
 from kvtier_kernels.state import AttentionState, LogitFrame, merge_ascending
@@ -101,3 +101,45 @@ def test_caches_that_cannot_be_read_in_place_have_the_same_bits(layout: str) -> 
     )
     want = expected(q[:1], k, v, list(range(PAGES)), n)
     assert torch.equal(got.u, want.u) and torch.equal(got.l, want.l) and torch.equal(got.m, want.m)
+
+
+@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize("wide", [False, True], ids=["dense", "every-other-column"])
+def test_tables_of_several_requests_and_page_sizes_are_read_as_they_lie(page: int, wide: bool) -> None:
+    pages = PAGES * PAGE // page
+    q, k, v = inputs(9, 3, 64)
+    k, v = (x.reshape(pages, page, 3, 64) for x in (k, v))
+    shuffled = [torch.randperm(pages, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    table = torch.stack(shuffled).int()
+    if wide:
+        table = torch.stack([table, torch.full_like(table, -7)], 2).flatten(1)[:, ::2]
+    lens = [pages * page - 3, 0, 70]
+    got = paged_decode_torch(
+        q, k, v, table, torch.tensor(lens, dtype=torch.int32), scale=SCALE, split_tokens=SPLIT
+    )
+    for b in (0, 2):
+        flat = [x.flatten(0, 1).unflatten(0, (-1, PAGE)) for x in (k, v)]
+        small = [int(one) * (page // PAGE) + i for one in table[b] for i in range(page // PAGE)]
+        want = expected(q[b : b + 1], flat[0], flat[1], small, lens[b])
+        for name in ("m", "l", "u"):
+            assert torch.equal(getattr(got, name)[b : b + 1], getattr(want, name)), name
+    assert not got.l[1].any()
+
+
+@pytest.mark.parametrize("library", ["compiled", "plain"])
+@pytest.mark.parametrize("wrong", [-1, PAGES, -(1 << 31), (1 << 31) - 1], ids=str)
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_an_id_that_is_no_page_is_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, library: str, wrong: int, place: int
+) -> None:
+    if library == "plain":
+        monkeypatch.setattr(paged, "library", lambda: None)
+    q, k, v = inputs(9, 3, 64)
+    table = torch.arange(3 * 7, dtype=torch.int32).view(3, 7)
+    table[1, place] = wrong
+    lens = torch.tensor([100, 6 * PAGE + 1, 5], dtype=torch.int32)
+    with pytest.raises(ShapeError, match="page ids"):
+        paged_decode_torch(q, k, v, table, lens, scale=SCALE, split_tokens=SPLIT)
+    # Behind a request's last page anything may stand.
+    lens[1] = place * PAGE
+    paged_decode_torch(q, k, v, table, lens, scale=SCALE, split_tokens=SPLIT)

@@ -8,28 +8,28 @@ pages.
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvtier_kernels.compiled import library
-from kvtier_kernels.compiled.layout import AHEAD, LANES, Job
+from kvtier_kernels.compiled.layout import AHEAD, LANES, Job, PageWord
 from kvtier_kernels.ops.chunk_attention import ShapeError, chunk_state
 from kvtier_kernels.ops.chunk_attention.decode import no_rows
-from kvtier_kernels.ops.chunk_attention.jobs import Integers, Work, jobs_of, one_each, readable
+from kvtier_kernels.ops.chunk_attention.jobs import one_each, readable
 from kvtier_kernels.state import AttentionState, LogitFrame, States, fold
+
+if TYPE_CHECKING:
+    from kvtier_kernels.compiled.machine import Library
 
 _SHARES = 4
 
 
-def check_inputs(
+def _check_shapes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, split_tokens: int
 ) -> None:
-    """Shapes, dtypes, lengths and page ids of every implementation. Raises ShapeError.
-
-    Lengths and ids on a GPU are not looked at: that would wait for the device on every call.
-    """
     if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ShapeError(
             f"want q [B,Hq,d], caches [N,P,Hk,d], got {tuple(q.shape)}, {tuple(k_cache.shape)}, "
@@ -45,18 +45,37 @@ def check_inputs(
         raise ShapeError(f"page_table and seq_lens are int32, got {page_table.dtype}, {seq_lens.dtype}")
     if split_tokens < 1 or split_tokens % page:
         raise ShapeError(f"a split of {split_tokens} tokens is not whole pages of {page}")
+
+
+def check_inputs(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, split_tokens: int
+) -> None:
+    """Shapes, dtypes, lengths and page ids of every implementation. Raises ShapeError.
+
+    Lengths and ids on a GPU are not looked at: that would wait for the device on every call.
+    """
+    _check_shapes(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
+    batch, page = q.shape[0], k_cache.shape[1]
     if (
         batch
         and seq_lens.device.type == "cpu"
         and (int(seq_lens.min()) < 0 or int(seq_lens.max()) > page_table.shape[1] * page)
     ):
-        raise ShapeError(f"seq_lens must lie in [0, {page_table.shape[1] * page}]")
+        raise _wrong_lengths(page_table.shape[1] * page)
     if batch and seq_lens.device.type == page_table.device.type == "cpu":
         # Pages are read by their addresses, and one that is none would be foreign memory.
         mapped = torch.arange(page_table.shape[1]) * page < seq_lens.unsqueeze(1)
         ids = page_table[mapped]
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= k_cache.shape[0]):
-            raise ShapeError(f"page ids of rows must lie in [0, {k_cache.shape[0]})")
+            raise _wrong_pages(k_cache.shape[0])
+
+
+def _wrong_lengths(most: int) -> ShapeError:
+    return ShapeError(f"seq_lens must lie in [0, {most}]")
+
+
+def _wrong_pages(pool: int) -> ShapeError:
+    return ShapeError(f"page ids of rows must lie in [0, {pool})")
 
 
 @torch.no_grad()
@@ -74,78 +93,98 @@ def paged_decode_torch(
     """See the package. Inputs of any float dtype; rows are widened to float32 after the gather.
 
     workers: threads that attend shares of a request's chunks side by side; the bits are the same."""
-    check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
+    _check_shapes(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
     batch, hq, d = q.shape
+    page = k_cache.shape[1]
+    compiled = library()
     totals = no_rows(batch, hq, d)
     scaled = q.float() * scale
-    in_place = (
-        library() is not None
-        and k_cache.shape[1] % LANES == 0
-        and readable(k_cache)
-        and readable(v_cache)
-        and readable(scaled)
-    )
-    for b, n in enumerate(seq_lens.tolist()):
-        if not n:
-            continue
-        own = totals[0][b], totals[1][b], totals[2][b]
-        pages = page_table[b, : -(-n // k_cache.shape[1])]
-        if in_place:
-            chunks = _Chunks(k_cache, v_cache, pages.numpy(), n, split_tokens)
-            _attend(scaled[b], chunks, own, workers)
-        else:
-            _gathered(scaled[b : b + 1], (k_cache, v_cache), pages.long(), (n, split_tokens), own)
+    if (
+        compiled is None
+        or page % LANES
+        or not (readable(k_cache) and readable(v_cache) and readable(scaled))
+        or not (page_table.is_cpu and seq_lens.is_cpu)
+    ):
+        check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
+        for b, n in enumerate(seq_lens.tolist()):
+            if n:
+                pages = page_table[b, : -(-n // page)].long()
+                into = totals[0][b], totals[1][b], totals[2][b]
+                _gathered(scaled[b : b + 1], (k_cache, v_cache), pages, (n, split_tokens), into)
+        return AttentionState(*totals, frame=LogitFrame(scale))
+    lengths, most = seq_lens.tolist(), page_table.shape[1] * page
+    if lengths and (min(lengths) < 0 or max(lengths) > most):
+        raise _wrong_lengths(most)
+    if page_table.stride(1) != 1:
+        page_table = page_table.contiguous()
+    # Nothing is read before all ids are known to be pages.
+    requests = [
+        _Chunks(compiled, k_cache, v_cache, page_table, b, n, split_tokens) if n else None
+        for b, n in enumerate(lengths)
+    ]
+    queries = scaled.contiguous().view(batch, k_cache.shape[2], hq // k_cache.shape[2], d)
+    for b, chunks in enumerate(requests):
+        if chunks is not None:
+            m, l, u = (total[b : b + 1] for total in totals)
+            _attend(compiled, queries[b : b + 1], chunks, (m, l, u), workers)
     return AttentionState(*totals, frame=LogitFrame(scale))
 
 
 class _Chunks:
-    """Chunks of one request, read where its pages lie."""
+    """Chunks of one request of n rows, read where its pages lie."""
 
-    def __init__(self, k: Tensor, v: Tensor, pages: Integers, n: int, split: int) -> None:
-        self.heads = k.shape[2]
-        page = k.shape[1]
+    def __init__(
+        self, compiled: Library, k: Tensor, v: Tensor, page_table: Tensor, request: int, n: int, split: int
+    ) -> None:
+        """ShapeError for an id that is no page."""
+        pool, page = k.shape[:2]
         count, blocks = -(-n // split), split // LANES
-        inside = np.arange(page // LANES) * LANES
-        self._table = np.empty(2 * count * blocks + AHEAD, np.int64)
-        by_chunk = self._table[: 2 * count * blocks].reshape(count, 2, blocks)
-        for half, x in enumerate((k, v)):
-            first = x.data_ptr() + 4 * x.stride(0) * pages.astype(np.int64)
-            every = (first[:, None] + 4 * x.stride(1) * inside).reshape(-1)
-            # What stands behind the last page is a hint only.
-            padded = np.full(count * blocks, every[-1])
-            padded[: len(every)] = every[: count * blocks]
-            by_chunk[:, half] = padded.reshape(count, blocks)
-        self._table[2 * count * blocks :] = self._table[-AHEAD - 1]
-        strides = (4 * k.stride(1), 4 * k.stride(2), 4 * v.stride(1), 4 * v.stride(2))
-        self.jobs = jobs_of(self._table, count, blocks, strides, split)
-        self.jobs[-1, Job.VISIBLE] = n - (count - 1) * split
+        at = 2 * count * blocks + AHEAD
+        # Tables and jobs in one piece.
+        memory = np.empty(at + count * len(Job), np.int64)
+        self.jobs = memory[at:].reshape(count, len(Job))
+        sides = [(x.data_ptr(), *(4 * x.stride(i) for i in range(3))) for x in (k, v)]
+        given: dict[int, int] = {
+            PageWord.PAGES: page_table.data_ptr() + 4 * request * page_table.stride(0),
+            PageWord.USED: -(-n // page),
+            PageWord.POOL: pool,
+            PageWord.PER_PAGE: page // LANES,
+            PageWord.CHUNKS: count,
+            PageWord.BLOCKS: blocks,
+            PageWord.SPLIT: split,
+            PageWord.LAST: n - (count - 1) * split,
+            PageWord.TABLE: memory.ctypes.data,
+            PageWord.JOBS: self.jobs.ctypes.data,
+            PageWord.WRONG: 0,
+            **{PageWord.KEYS + i: x for i, x in enumerate(sides[0])},
+            **{PageWord.VALUES + i: x for i, x in enumerate(sides[1])},
+        }
+        words = np.array([given[i] for i in range(PageWord.SIZE)], np.int64)
+        compiled.pages(words.ctypes.data)
+        if words[PageWord.WRONG]:
+            raise _wrong_pages(pool)
 
 
-def _attend(q: Tensor, chunks: _Chunks, totals: States, workers: Executor | None) -> None:
-    """One request: q [Hq, d] times the scale."""
-    compiled = library()
-    assert compiled is not None
-    hq, d = q.shape
-    grouped = q.contiguous().view(1, chunks.heads, hq // chunks.heads, d)
-
-    def run(work: Work, into: States) -> None:
-        compiled.attend(grouped, work.jobs, work.queries, work.slots, work.seen, into)
-
-    count = len(chunks.jobs)
+def _attend(compiled: Library, q: Tensor, chunks: _Chunks, totals: States, workers: Executor | None) -> None:
+    """One request: q [1, Hk, G, d] times the scale, into totals of [1, ...]."""
+    jobs = chunks.jobs
+    count = len(jobs)
+    only = np.zeros(count, np.int64)
     if workers is None or count < 2:
-        into = totals[0][None], totals[1][None], totals[2][None]
-        run(one_each(chunks.jobs, np.zeros(count, np.int64)), into)
+        compiled.attend(q, jobs, only, only, jobs[:, Job.VISIBLE].copy(), totals)
         return
-    states = no_rows(count, hq, d)
+    states = no_rows(count, *totals[2].shape[1:])
     share = -(-count // _SHARES)
 
     def attend(first: int) -> None:
         last = min(count, first + share)
-        run(one_each(chunks.jobs[first:last], np.arange(first, last)), states)
+        work = one_each(jobs[first:last], np.arange(first, last))
+        compiled.attend(q, work.jobs, work.queries, work.slots, work.seen, states)
 
     for _ in workers.map(attend, range(0, count, share)):
         pass
-    fold(totals, states)
+    m, l, u = totals
+    fold((m[0], l[0], u[0]), states)
 
 
 def _gathered(
