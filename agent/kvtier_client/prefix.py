@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvtier_client.blockrecords import StoredBlock
 from kvtier_client.blocks import BlocksClient
 from kvtier_client.blocksource import BlockSource
+from kvtier_client.errors import KvtierError, Reason
 from kvtier_client.hf import KvtierCache
 
 
@@ -18,14 +19,20 @@ def start_from_blocks(
     cache: KvtierCache, blocks: BlocksClient, source: BlockSource, prompt: Sequence[int]
 ) -> int:
     """Lets a new cache of one sequence start from what is published of `prompt`; how many tokens the model
-    need not compute. At least the last token is left to it, since it has the next one's logits. Call it
-    before the first pass, and pass the whole prompt to `generate` as always."""
+    need not compute. At least the last token is left to it, since it has the next one's logits. 0 also where
+    other sessions hold all memory that they may by blocks. Call it before the first pass, and pass the whole
+    prompt to `generate` as always."""
     size = source.block_tokens
     usable = (len(prompt) - 1) // size * size
     if usable <= 0:
         return 0
     opened = cache.opened
-    rows = blocks.start_session(opened.session_id, opened.generation, source, prompt[:usable])
+    try:
+        rows = blocks.start_session(opened.session_id, opened.generation, source, prompt[:usable])
+    except KvtierError as error:
+        if error.reason is not Reason.CREDIT_PRESSURE:
+            raise
+        return 0
     cache.stand_at(rows)
     return rows
 

@@ -38,12 +38,13 @@ class Prefixes:
     def start(self, session_id: str, generation: int, fetch: Fetch, asked: bytes = b"") -> int:
         """Lets a session that has no rows start from the ready blocks of `fetch`, which are in the order of
         chunks and, of each, of layers, one layer each. Returns how many rows it starts with: those of whole
-        chunks that are there in all layers. The scope may be left afterwards. SESSION_UNKNOWN,
-        GENERATION_STALE, STEP_ORDER once it has rows, UNSUPPORTED, with the fact `missing`, where its
-        selector learns from more than rows, BAD_ARGUMENT beyond max_tokens, NOT_VISIBLE when the scope is
-        left meanwhile or is of another engine's blocks; no row is there then. asked: names the blocks that
-        were asked for. A call that names those from which the session started, before its first frame, gets
-        the same answer: the first may have been lost."""
+        chunks that are there in all layers, fewer where sessions would hold more than half of a tier's slots
+        by blocks: CREDIT_PRESSURE when not one chunk may be held. The scope may be left afterwards.
+        SESSION_UNKNOWN, GENERATION_STALE, STEP_ORDER once it has rows, UNSUPPORTED, with the fact `missing`,
+        where its selector learns from more than rows, BAD_ARGUMENT beyond max_tokens, NOT_VISIBLE when the
+        scope is left meanwhile or is of another engine's blocks; no row is there then. asked: names the
+        blocks that were asked for. A call that names those from which the session started, before its first
+        frame, gets the same answer: the first may have been lost."""
         with self._lock:
             session, store = self._session(session_id, generation), self._store
             layers, size = len(session.layers), store.layout.chunk_tokens
@@ -70,6 +71,7 @@ class Prefixes:
             if not fetch.of(store.directory):
                 # The session moved while they were read.
                 raise CoreError(Reason.NOT_VISIBLE, "these blocks are of an engine that the session has left")
+            chunks = self._lendable(chunks, layers, fetch)
             store.start_step(session)
             try:
                 self._borrow(session, chunks, fetch)
@@ -85,6 +87,21 @@ class Prefixes:
             session.started = (asked, chunks * size)
             session.snapshot_generation += 1
             return chunks * size
+
+    def _lendable(self, chunks: int, layers: int, fetch: Fetch) -> int:
+        """The leading chunks whose blocks sessions may hold."""
+        places: list[list[tuple[int, int]]] = []
+        for chunk in range(chunks):
+            with self._store.lock:
+                found = [fetch.place(chunk * layers + layer) for layer in range(layers)]
+            places.append([(line, tier) for line, tier, _ in found])
+        with self._store.lock:
+            fit = self._store.lendable(places)
+        if chunks and not fit:
+            raise CoreError(
+                Reason.CREDIT_PRESSURE, "sessions hold as many slots by blocks as they may, half of a tier"
+            )
+        return fit
 
     def _borrow(self, session: Session, chunks: int, fetch: Fetch) -> None:
         store, layers = self._store, len(session.layers)

@@ -15,7 +15,8 @@ changes them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -58,6 +59,7 @@ class RowStore:
         self.identities: dict[int, BlockIdentity] = {}
         self._owners: dict[int, tuple[Session, ...]] = {}
         self._borrowed: dict[int, tuple[int, int]] = {}
+        self._lent: Counter[tuple[int, int]] = Counter()
         self._epochs = 0
         self.moved: Callable[[Session, int], object] = lambda session, line: None
         self.transactions = Transactions(directory, ledger, tiers, self.identity_of, self._published)
@@ -359,6 +361,20 @@ class RowStore:
         paid by the credit that it has. The metadata lock is held."""
         self._owners[line] = (*self._owners[line], session)
 
+    def lendable(self, chunks: Sequence[Sequence[tuple[int, int]]]) -> int:
+        """Of how many leading chunks copies of blocks, each (line, tier), may be held for sessions too: all
+        that sessions started from hold at most half of a tier's slots, a block of many sessions once. The
+        metadata lock is held."""
+        held = Counter(tier for _, tier in self._lent)
+        seen: set[tuple[int, int]] = set()
+        for count, places in enumerate(chunks):
+            fresh = {place for place in places if place not in self._lent} - seen
+            seen |= fresh
+            held.update(tier for _, tier in fresh)
+            if any(held[tier] > self.ledger.capacity(tier) // 2 for _, tier in fresh):
+                return count
+        return len(chunks)
+
     def borrow(self, session: Session, layer: int, chunk: int, block: int, tier: int, ref: SlotRef) -> None:
         """A sealed line of the session's own over the slot where a block's copy lies: leased until the line
         goes, so that it neither leaves nor moves; the block pays for it. The caller holds the copy meanwhile.
@@ -372,6 +388,7 @@ class RowStore:
             directory.unlease(block, tier)
             raise
         self._borrowed[line] = (block, tier)
+        self._lent[block, tier] += 1
         directory.state[line] = ChunkState.SEALED
         directory.rows[line] = size
         directory.checksum[line] = directory.checksum[block]
@@ -410,6 +427,9 @@ class RowStore:
         else:
             self.directory.readers[line] -= 1
             self.directory.unlease(*lent)
+            self._lent[lent] -= 1
+            if not self._lent[lent]:
+                del self._lent[lent]
         credit = int(self.directory.credit[line])
         if credit:
             self.ledger.release(credit)

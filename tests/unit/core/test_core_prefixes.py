@@ -41,12 +41,12 @@ def key(layer: int, chunk: int) -> bytes:
     return hashlib.sha256(f"{layer}/{chunk}".encode()).digest()
 
 
-def keys(chunks: int = CHUNKS) -> list[bytes]:
-    """In the order of chunks and, of each, of layers."""
-    return [key(layer, chunk) for chunk in range(chunks) for layer in range(LAYERS)]
+def keys(chunks: int = CHUNKS, shift: int = 0) -> list[bytes]:
+    """In the order of chunks and, of each, of layers. shift: of other prompts."""
+    return [key(layer, chunk + shift) for chunk in range(chunks) for layer in range(LAYERS)]
 
 
-def publish(built: CacheEngine, driver: Driver, chunks: int = CHUNKS, **more: Any) -> None:
+def publish(built: CacheEngine, driver: Driver, chunks: int = CHUNKS, shift: int = 0, **more: Any) -> None:
     handle = driver.handle
     for chunk in range(chunks):
         for layer in range(LAYERS):
@@ -54,7 +54,7 @@ def publish(built: CacheEngine, driver: Driver, chunks: int = CHUNKS, **more: An
 
             def attempt(payload: bytes = payload, layer: int = layer, chunk: int = chunk) -> bool:
                 (stored,) = built.blocks.store.put(
-                    [key(layer, chunk)], [payload], namespace=NAMESPACE, deadline=LATER, **more
+                    [key(layer, chunk + shift)], [payload], namespace=NAMESPACE, deadline=LATER, **more
                 )
                 assert stored.reason in (MoveReason.READY, MoveReason.CREDIT_PRESSURE), stored
                 return stored.outcome in (PutOutcome.STORED, PutOutcome.EXISTED)
@@ -70,9 +70,9 @@ def computed(built: CacheEngine) -> Driver:
     return driver
 
 
-def start(built: CacheEngine, driver: Driver, chunks: int = CHUNKS) -> int:
+def start(built: CacheEngine, driver: Driver, chunks: int = CHUNKS, shift: int = 0) -> int:
     store = built.blocks.store
-    with store.fetch(keys(chunks), namespace=NAMESPACE, deadline=LATER) as fetch:
+    with store.fetch(keys(chunks, shift), namespace=NAMESPACE, deadline=LATER) as fetch:
         until(built, lambda: fetch.over)
         rows = built.prefixes.start(driver.handle.session_id, driver.handle.generation, fetch)
     driver.position = rows
@@ -158,6 +158,29 @@ def test_a_borrowed_block_stays_where_it_is_until_the_last_session_over_it_ends(
         until(built, lambda: order.state is DeletionState.DONE)
         assert leases(built) == [0, 0]
         assert built.stats().tiers[0].bytes.blocks == 0
+
+
+def test_sessions_hold_half_of_memory_by_blocks_and_no_more(tmp_path: Path) -> None:
+    """What they start from is held for as long as they live, so others could find no slot for their rows."""
+    with engine(tmp_path, [cpu(14), nvme(32)]) as built:
+        first = computed(built)
+        publish(built, first)
+        # Two prompts of one chunk each.
+        publish(built, first, 1, shift=10)
+        publish(built, first, 1, shift=20)
+        first.close()
+        short, second, third, last = (Driver.open(built, ROWS) for _ in range(4))
+        assert start(built, short, 1, shift=10) == CHUNK
+        assert start(built, second) == (CHUNKS - 1) * CHUNK, "as many whole chunks as fit"
+        assert start(built, third) == (CHUNKS - 1) * CHUNK, "a block that is held already costs nothing more"
+        third.close()
+        with pytest.raises(CoreError) as refused:
+            start(built, last, 1, shift=20)
+        assert refused.value.reason is Reason.CREDIT_PRESSURE
+        second.close()
+        assert start(built, last, 1, shift=20) == CHUNK
+        short.close()
+        last.close()
 
 
 def test_only_whole_chunks_of_all_layers_are_started_from(tmp_path: Path) -> None:
