@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from kvtier_client.blockrecords import StoredBlock
 from kvtier_client.blocks import BlocksClient
 from kvtier_client.blocksource import BlockSource
-from kvtier_client.errors import KvtierError, Reason
+from kvtier_client.errors import KvtierError
 from kvtier_client.hf import KvtierCache
+from kvtier_core.errors import Reason
 
 
 def start_from_blocks(
