@@ -135,10 +135,11 @@ def room_beside(
     pool: JsonObject,
     nodes: Sequence[NodeView],
     all_caches: Sequence[JsonObject],
+    rollouts: Sequence[JsonObject],
 ) -> Feasibility:
     """Whether an engine of the candidate finds room beside the baseline's, which counts among the others
     here, and all other caches of the pool, whichever of them is older: they run."""
-    taken = budgets_of_others(cache, all_caches, younger=True)
+    taken = budgets_of_others(cache, all_caches, rollouts, younger=True)
     for tier in running.tiers:
         taken[tier.tier_class_name] = taken.get(tier.tier_class_name, 0) + tier.budget_bytes
     problems = _first_tier(candidate)
@@ -230,9 +231,14 @@ def _on_node(
 
 
 def budgets_of_others(
-    cache: JsonObject, all_caches: Sequence[JsonObject], *, younger: bool = False
+    cache: JsonObject,
+    all_caches: Sequence[JsonObject],
+    rollouts: Sequence[JsonObject],
+    *,
+    younger: bool = False,
 ) -> dict[str, int]:
-    """Bytes per node and tier class that the other caches of the same pool declare. Of two that do not fit
+    """Bytes per node and tier class that the other caches of the same pool declare, or run by a candidate
+    that was adopted, whichever is more, and those of candidates' engines beside them. Of two that do not fit
     together, the older one keeps its place: `younger` ones are counted only when asked for."""
     metadata, pool = cache["metadata"], cache["spec"]["poolRef"]["name"]
     mine = (metadata.get("creationTimestamp", ""), metadata["name"])
@@ -243,7 +249,48 @@ def budgets_of_others(
             continue
         if not younger and (theirs.get("creationTimestamp", ""), theirs["name"]) > mine:
             continue
-        for tier in other["spec"]["tiers"]:
-            name = tier["tierClassName"]
-            total[name] = total.get(name, 0) + parse_bytes(tier["budget"], "spec.tiers[].budget")
+        mine_and_beside = [_declared_or_adopted(other, rollouts), *_beside(other, rollouts)]
+        for budgets in mine_and_beside:
+            for name, size in budgets.items():
+                total[name] = total.get(name, 0) + size
     return total
+
+
+def _declared_or_adopted(cache: JsonObject, rollouts: Sequence[JsonObject]) -> dict[str, int]:
+    declared = {
+        tier["tierClassName"]: parse_bytes(tier["budget"], "spec.tiers[].budget")
+        for tier in cache["spec"]["tiers"]
+    }
+    running = ((cache.get("status") or {}).get("baseline") or {}).get("digest")
+    for rollout in rollouts:
+        candidate = _candidate(rollout, cache)
+        if running and candidate.get("digest") == running:
+            for name, size in _budgets(candidate).items():
+                declared[name] = max(size, declared.get(name, 0))
+    return declared
+
+
+def _beside(cache: JsonObject, rollouts: Sequence[JsonObject]) -> list[dict[str, int]]:
+    """Of rollouts that agents may hold: from Shadow on until they have ended."""
+    running = ((cache.get("status") or {}).get("baseline") or {}).get("digest")
+    return [
+        _budgets(candidate)
+        for rollout in rollouts
+        if (candidate := _candidate(rollout, cache))
+        and candidate.get("digest") != running
+        and (rollout["status"].get("stage") or "Off") != "Off"
+        and rollout["status"].get("phase") not in ("Completed", "RolledBack", "Invalid")
+    ]
+
+
+def _candidate(rollout: JsonObject, cache: JsonObject) -> JsonObject:
+    here, there = rollout["metadata"], cache["metadata"]
+    same = (here.get("namespace"), rollout["spec"]["cacheRef"]["name"]) == (
+        there.get("namespace"),
+        there["name"],
+    )
+    return ((rollout.get("status") or {}).get("candidate") or {}) if same else {}
+
+
+def _budgets(candidate: JsonObject) -> dict[str, int]:
+    return {str(one["tierClassName"]): int(one["bytes"]) for one in candidate.get("budgets") or ()}

@@ -14,6 +14,7 @@ from kvtier_crds.manifest import Exactness
 from kvtier_crds.models.common import (
     ATOMIC_LIST,
     DigestRef,
+    DnsName,
     Duration,
     Int64,
     Number,
@@ -67,8 +68,17 @@ class IntentResult(StrEnum):
     NOT_APPLICABLE = "NotApplicable"
 
 
+class Budget(Struct):
+    tier_class_name: DnsName
+    bytes: Int64
+
+
 class CandidateStatus(DigestRef):
     candidate_class: Annotated[Exactness, Field(alias="class")]
+    budgets: Annotated[
+        tuple[Budget, ...], Field(max_length=8, json_schema_extra=map_list("tierClassName"))
+    ] = ()
+    """On each node, of its own engine beside the baseline's; empty where one engine answers both."""
 
 
 class GateStatus(Struct):

@@ -275,7 +275,9 @@ class KVCacheReconciler:
         problems = (*unsupported(cache), *resolved.problems)
         if resolved.exact is None or resolved.pool is None:
             return Feasibility(0, problems)
-        others = budgets_of_others(cache, self._deps.store.list_all(Kind.KV_CACHE, _namespace(cache)))
+        store, namespace = self._deps.store, _namespace(cache)
+        caches, rollouts = (store.list_all(kind, namespace) for kind in (Kind.KV_CACHE, Kind.KV_ROLLOUT))
+        others = budgets_of_others(cache, caches, rollouts)
         found = feasibility(resolved.exact, cache, resolved.pool, views, others)
         return Feasibility(found.nodes, (*problems, *found.problems))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvtier_crds.beside import changed_fields, needs_new_cache
+from kvtier_crds.beside import changed_fields, needs_new_cache, needs_own_engine
 from kvtier_crds.compile import CompileError, CompileReason, compile_admission, compile_manifest
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_crds.models.kvcache import KVCache
@@ -85,7 +85,10 @@ def compile_candidate(candidate: Mapping[str, Any], sources: Sources) -> Compile
         message = str(error.errors(include_url=False)[0]["msg"])
         return Compiled(CandidateView(None, Blocker.SPEC_INVALID, message))
     digest = manifest.digest()
-    ref = CandidateRef(digest, revision_name(sources.cache["metadata"]["name"], digest), kind)
+    budgets: tuple[tuple[str, int], ...] = ()
+    if sources.running is not None and needs_own_engine(sources.running, manifest):
+        budgets = tuple((tier.tier_class_name, tier.budget_bytes) for tier in manifest.tiers)
+    ref = CandidateRef(digest, revision_name(sources.cache["metadata"]["name"], digest), kind, budgets)
     return Compiled(CandidateView(ref), manifest.canonical(), manifest)
 
 

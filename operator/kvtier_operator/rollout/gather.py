@@ -215,7 +215,8 @@ class Gatherer:
         chosen = {view.node for view in pool.views if view.selected}
         nodes = [view for view in members if view.live and view.target.name in chosen]
         others = store.list_all(Kind.KV_CACHE, namespace)
-        found = room_beside(wanted, running[1], cache, owner, nodes, others)
+        rollouts = store.list_all(Kind.KV_ROLLOUT, namespace)
+        found = room_beside(wanted, running[1], cache, owner, nodes, others, rollouts)
         return replace(compiled.view, no_room=found.condition().message if found.problems else "")
 
     async def _running(

@@ -28,9 +28,12 @@ class ManifestRef:
 
 @dataclass(frozen=True)
 class CandidateRef:
+    """budgets: (tier class, bytes on each node) of an engine of its own; empty where it has none."""
+
     digest: str
     revision: str
     kind: CandidateClass
+    budgets: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

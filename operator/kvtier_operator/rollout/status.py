@@ -173,6 +173,9 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
     if state.candidate is not None:
         reference = _reference(state.candidate.digest, state.candidate.revision)
         status["candidate"] = {**reference, "class": str(state.candidate.kind)}
+        if state.candidate.budgets:
+            rows = [{"tierClassName": name, "bytes": size} for name, size in state.candidate.budgets]
+            status["candidate"]["budgets"] = rows
     if state.window is not None:
         thresholds = [{"gate": gate, "value": value} for gate, value in state.window.pair_thresholds]
         fence = {"openingFence": state.window.opening_fence}
@@ -376,7 +379,9 @@ def _read_reference(row: Mapping[str, Any] | None) -> ManifestRef | None:
 def _read_candidate(row: Mapping[str, Any] | None) -> CandidateRef | None:
     if not row:
         return None
-    return CandidateRef(str(row["digest"]), str(row.get("revision") or ""), CandidateClass(row["class"]))
+    budgets = tuple((str(one["tierClassName"]), int(one["bytes"])) for one in row.get("budgets") or ())
+    kind = CandidateClass(row["class"])
+    return CandidateRef(str(row["digest"]), str(row.get("revision") or ""), kind, budgets)
 
 
 def _read_window(status: Mapping[str, Any], schedule: Mapping[str, Any], spec_hash: str) -> Window | None:

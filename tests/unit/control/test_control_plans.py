@@ -551,8 +551,40 @@ def test_of_two_caches_the_older_keeps_its_place() -> None:
     old = with_meta(kv_cache("old"), creationTimestamp="2025-01-01T00:00:00Z")
     new = with_meta(kv_cache("new"), creationTimestamp="2026-01-01T00:00:00Z")
     elsewhere = with_meta(kv_cache("elsewhere", poolRef={"name": "other"}))
-    assert budgets_of_others(new, [old, new, elsewhere]) == {"gpu-sim": 32 * MIB, "cpu-dram": 64 * MIB}
-    assert budgets_of_others(old, [old, new, elsewhere]) == {}
+    assert budgets_of_others(new, [old, new, elsewhere], []) == {"gpu-sim": 32 * MIB, "cpu-dram": 64 * MIB}
+    assert budgets_of_others(old, [old, new, elsewhere], []) == {}
+
+
+@pytest.mark.parametrize(
+    ("phase", "stage", "baseline", "counted"),
+    [
+        pytest.param("Pending", "Off", "b", 64, id="not-begun"),
+        pytest.param("Progressing", "Shadow", "b", 64 + 96, id="held-beside"),
+        pytest.param("Paused", "Canary", "b", 64 + 96, id="paused"),
+        pytest.param("RollingBack", "ExactBaseline", "b", 64 + 96, id="until-it-has-returned"),
+        pytest.param("RolledBack", "ExactBaseline", "b", 64, id="returned"),
+        pytest.param("Progressing", "Full", "c", 96, id="adopted-and-not-told"),
+        pytest.param("Completed", "Full", "c", 96, id="adopted-and-larger-than-declared"),
+        pytest.param("Completed", "Full", "later", 64, id="adopted-and-left-behind"),
+    ],
+)
+def test_an_engine_beside_the_baselines_counts_where_another_cache_is_judged(
+    phase: str, stage: str, baseline: str, counted: int
+) -> None:
+    old = with_meta(kv_cache("old"), creationTimestamp="2025-01-01T00:00:00Z")
+    old["status"] = {"baseline": {"digest": baseline}}
+    new = with_meta(kv_cache("new"), creationTimestamp="2026-01-01T00:00:00Z")
+    budgets = [{"tierClassName": "cpu-dram", "bytes": 96 * MIB}]
+
+    def of(cache: str) -> dict[str, Any]:
+        return {
+            "metadata": {"name": f"of-{cache}", "namespace": old["metadata"]["namespace"]},
+            "spec": {"cacheRef": {"name": cache}},
+            "status": {"phase": phase, "stage": stage, "candidate": {"digest": "c", "budgets": budgets}},
+        }
+
+    taken = budgets_of_others(new, [old, new], [of("old"), of("new"), of("nobody")])
+    assert taken == {"gpu-sim": 32 * MIB, "cpu-dram": counted * MIB}
 
 
 # --- Conditions, events, ledger ---------------------------------------------------------------------------

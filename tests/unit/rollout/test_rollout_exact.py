@@ -240,6 +240,7 @@ class TestRoom:
         for status in world.node_status.values():
             status["tiers"][1]["capacity"] = 300 * MIB
         await world.until("Completed")
+        assert {"tierClassName": "cpu-dram", "bytes": 128 * MIB} in world.status["candidate"]["budgets"]
 
     async def test_younger_caches_of_the_pool_hold_theirs(self) -> None:
         world = self.world(256 + 64)
