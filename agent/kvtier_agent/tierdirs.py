@@ -27,8 +27,7 @@ from kvtier_core.tiers.nvme import sweep_orphans
 from kvtier_core.tiers.nvme.datakeys import KEYS_SUFFIX, KeysErased, erase_data_keys
 from kvtier_core.tiers.nvme.endurance import WriteBudget, bytes_per_day, daily_budget
 from kvtier_core.tiers.nvme.pace import Pace
-from kvtier_core.tiers.nvme.tier import store_path
-from kvtier_core.tiers.nvme.verify import SUFFIX
+from kvtier_core.tiers.nvme.verify import SUFFIX, store_path
 from kvtier_crds.manifest import RuntimeManifest
 
 log = logging.getLogger(__name__)

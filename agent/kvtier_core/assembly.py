@@ -33,7 +33,8 @@ from kvtier_core.tiers.gpu import GpuTier
 from kvtier_core.tiers.nvme import NvmeOptions, NvmeTier
 from kvtier_core.tiers.nvme.crypto import KeyProvider
 from kvtier_core.tiers.nvme.datakeys import KEYS_SUFFIX, DataKeys, EphemeralKeys
-from kvtier_core.tiers.nvme.tier import PERSISTENT, store_path
+from kvtier_core.tiers.nvme.tier import PERSISTENT
+from kvtier_core.tiers.nvme.verify import store_path
 from kvtier_core.tiers.staging import block_bytes
 from kvtier_crds.manifest import (
     NUMERICS_VERSION,

@@ -11,18 +11,23 @@ import mmap
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layer_runner import MAX_WAIT_SECONDS, ThreadWaiter, Waiter
 from kvtier_core.tiers.base import BlockIdentity, SlotRef, Tier, seal_checksum, slot_stride
 from kvtier_core.tiers.nvme import NvmeTier
 from kvtier_core.tiers.staging import StagingBuffer
-from kvtier_core.tiers.transfer import Landing, TransferItem, move_bytes
+from kvtier_core.tiers.transfer import Landing, Ranges, TransferItem, move_bytes
 from kvtier_core.units import BytesPerSecond
 
 PROBE_BYTES = 8 << 20
 MAX_ROUNDS = 64
 PATH_SECONDS = 10.0
+MAX_CALLS = 32
+CALL_ROUNDS = 4
+LEAST_SEEK, MOST_SEEK = 8 << 10, 64 << 10
+"""Bounds of what a call may be held for, however a busy machine measured it."""
 
 
 def measure(tier: Tier, clock: Callable[[], float]) -> None:
@@ -54,12 +59,75 @@ def measure(tier: Tier, clock: Callable[[], float]) -> None:
             started = clock()
             tier.sync()
             tier.measured.probes["fsync_seconds"] = f"{clock() - started:.6f}"
+            measure_calls(tier, payload, identity, clock)
     except CoreError as error:
         tier.measured.probes["error"] = error.reason.value
         return
     moved = float(rounds * size)
     tier.measured.write_bytes_per_second = moved / written if written > 0 else 0.0
     tier.measured.read_bytes_per_second = moved / read if read > 0 else 0.0
+
+
+def measure_calls(
+    tier: NvmeTier,
+    payload: Tensor,
+    identity: BlockIdentity,
+    clock: Callable[[], float],
+    waiter: Waiter | None = None,
+) -> None:
+    """Sets what one more call costs a read of parts, in bytes that could have been read instead: as many
+    blocks at a time as there are threads, whole and by single segments, in turn. Nothing is set where a block
+    has too few segments or the clock saw no time pass. What the tier refuses is raised."""
+    size, step = tier.layout.payload_bytes, tier.segment_bytes * 2
+    spans = tuple((at, at + 1) for at in range(0, size, step))[:MAX_CALLS]
+    if len(spans) < MAX_CALLS // 4:
+        return
+    wait = waiter or ThreadWaiter()
+    before, tier.measured.seek_bytes = tier.measured.seek_bytes, 0
+    ref = tier.reserve(0)
+    try:
+        tier.write(ref, payload, identity)
+        tier.validate(ref, identity)
+        tier.publish(ref)
+        # The best of each: what disturbs one round says nothing of the device.
+        wholes, ranged = [], []
+        for _ in range(CALL_ROUNDS):
+            wholes.append(_together(tier, ref, identity, None, clock, wait))
+            ranged.append(_together(tier, ref, identity, spans, clock, wait))
+    finally:
+        tier.measured.seek_bytes = before
+        tier.release(ref)
+    whole, parts = min(wholes), min(ranged)
+    if whole <= 0.0 or parts <= 0.0:
+        return
+    calls = parts / len(spans) / (whole / size) - tier.segment_bytes
+    tier.measured.seek_bytes = max(LEAST_SEEK, min(MOST_SEEK, int(calls)))
+    tier.measured.probes["seek_bytes"] = str(tier.measured.seek_bytes)
+
+
+def _together(
+    tier: NvmeTier,
+    ref: SlotRef,
+    identity: BlockIdentity,
+    spans: tuple[tuple[int, int], ...] | None,
+    clock: Callable[[], float],
+    waiter: Waiter,
+) -> float:
+    """Seconds of as many reads of one block as there are threads."""
+    size = tier.layout.payload_bytes
+    items = []
+    for _ in range(tier.options.threads):
+        landing = Landing(memoryview(mmap.mmap(-1, slot_stride(tier.layout)))[:size])
+        ranges = None if spans is None else Ranges(spans, size)
+        items.append(TransferItem(ref, identity, landing, ranges=ranges))
+    arrivals = [_Arrival(waiter) for _ in items]
+    started = clock()
+    deadline = started + PATH_SECONDS
+    for item, arrival in zip(items, arrivals, strict=True):
+        tier.submit_read([item], deadline, arrival)
+    for arrival in arrivals:
+        _until(arrival, tier, deadline, clock, waiter)
+    return clock() - started
 
 
 def measure_memmove(size: int, clock: Callable[[], float]) -> BytesPerSecond | None:

@@ -92,10 +92,12 @@ class TierMount:
 
 @dataclass(slots=True)
 class TierMeasurement:
-    """Bytes per second as measured at start; 0.0: not measured. Probes are small facts by name."""
+    """Bytes per second as measured at start; 0.0: not measured. seek_bytes: what the device reads in the time
+    of one more call, for reads of parts. Probes are small facts by name."""
 
     read_bytes_per_second: float = 0.0
     write_bytes_per_second: float = 0.0
+    seek_bytes: int = 0
     probes: dict[str, str] = field(default_factory=dict)
 
 

@@ -7,6 +7,8 @@ import dataclasses
 import errno
 import random
 import struct
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from kvtier_core.checksums import checksum
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import ChunkLayout
+from kvtier_core.measure import LEAST_SEEK, MOST_SEEK, measure
 from kvtier_core.tiers.block import (
     HEADER_BYTES,
     WITHOUT_TABLE,
@@ -27,6 +30,7 @@ from kvtier_core.tiers.block import (
     read_header,
     table_of,
 )
+from kvtier_core.tiers.fileops import Buffer
 from kvtier_core.tiers.nvme import NvmeTier
 from kvtier_core.tiers.nvme.crypto import BlockCipher, MemoryKeys
 from kvtier_core.tiers.nvme.pages import KnownPages
@@ -174,8 +178,9 @@ PARTS = {
     "nothing": ([], 0, []),
     "all": ([(0, 65536)], 0, None),
     "every second": (SECONDS, 4095, [(at, at + 1) for at in range(0, 16, 2)]),
-    "every second, and calls are dear": (SECONDS, 4096, [(0, 15)]),
-    "every second and the last": ([*SECONDS, (65535, 65536)], 4096, None),
+    "every second, and calls are dear": (SECONDS, 4096, None),
+    "a gap that is not worth it": ([(0, 8193), (40000, 40001)], 8192, [(0, 3), (9, 10)]),
+    "calls that cost as much as the rest": ([(0, 8193), (40000, 40001)], 24576, None),
 }
 
 
@@ -443,4 +448,40 @@ def test_a_part_that_comes_short_or_fails_is_refused_alone(
     files.script = short if reason == "SHORT_COPY" else failed
     assert read(tier, [ranged(item, TWO_CALLS, SIZE) for item in items]) == [reason, None]
     assert tier.condition == "Ready", "the block behind it was read"
+    tier.close()
+
+
+class Device(ScriptedFiles):
+    """Each read takes `call` seconds, and a second a GB."""
+
+    def __init__(self, clock: FakeClock, call: float) -> None:
+        super().__init__()
+        self._clock, self._call = clock, call
+
+    def read(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        done = super().read(fd, buffers, offset)
+        self._clock.now += self._call + done / 1e9
+        return done
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [(20e-6, 20_000), (50e-6, 50_000), (0.0, LEAST_SEEK), (1e-3, MOST_SEEK)],
+    ids=["20us", "50us", "free", "dear"],
+)
+def test_what_a_call_costs_is_measured(tmp_path: Path, call: float, expected: int) -> None:
+    clock = FakeClock()
+    layout = ChunkLayout(8, 256, 64)
+    tier = open_store(tmp_path, slots=1, layout=layout, files=Device(clock, call), clock=clock, threads=1)
+    measure(tier, clock)
+    assert tier.measured.seek_bytes == pytest.approx(expected, rel=0.1)
+    assert tier.measured.probes["seek_bytes"] == str(tier.measured.seek_bytes)
+    assert tier.slots.used == 0
+    tier.close()
+
+
+def test_a_block_of_few_segments_measures_no_call(tmp_path: Path) -> None:
+    tier = open_store(tmp_path, slots=1, layout=UNEVEN, seek_bytes=77)
+    measure(tier, time.monotonic)
+    assert tier.measured.seek_bytes == 77
     tier.close()

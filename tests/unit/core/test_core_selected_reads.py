@@ -39,7 +39,7 @@ class Counted:
             if tier not in self.tiers:
                 self.tiers.append(tier)
             # No gap of these small blocks is worth a page.
-            tier._backend.seek_bytes = 0
+            tier.measured.seek_bytes = 0
             submit(tier, items if ranged else [replace(item, ranges=None) for item in items], deadline, sink)
 
         monkeypatch.setattr(NvmeTier, "submit_read", ask)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.tiers.base import TierMeasurement
 from kvtier_core.tiers.fileops import Buffer
 from kvtier_core.tiers.nvme.batch import Batch, runs
 from kvtier_core.tiers.nvme.endurance import WriteBudget
@@ -59,8 +60,7 @@ class Health(Protocol):
 
 @dataclass(slots=True)
 class Backend:
-    """What jobs share. threads: that run them. seek_bytes: what the device reads in the time of one more
-    call."""
+    """What jobs share. threads: that run them. measured: of the device."""
 
     store: Store
     commit: GroupCommit
@@ -71,7 +71,7 @@ class Backend:
     read_back: bool = False
     budget: WriteBudget | None = None
     threads: int = 1
-    seek_bytes: int = 0
+    measured: TierMeasurement = field(default_factory=TierMeasurement)
 
 
 class Settling(Protocol):

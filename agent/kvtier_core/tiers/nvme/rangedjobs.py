@@ -4,8 +4,9 @@ Why it exists: a selection names a few rows of a block, and bytes of storage are
 read in part believes and how it fails is what a read of the whole does. It must not know rows.
 
 Which segments are read: those that hold wanted bytes, and what lies between two of them where one call more
-would cost more than it. A call costs `seek_bytes`: what the device reads in the time of one more. Where that
-leaves one call for all of a block, it is read as a whole block is.
+would cost more than it. A call costs `seek_bytes`: what the device reads in the time of one more, as measured
+at start. Where all calls and bytes cost as much as the payload, the block is read whole, and in one call with
+its neighbours.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def parts_of(
             parts[-1] = (parts[-1][0], max(last, parts[-1][1]))
         else:
             parts.append((first, last))
-    return None if parts == [(0, -(-payload_bytes // segment))] else parts
+    cost = sum((last - first) * segment + seek_bytes for first, last in parts)
+    return None if cost >= payload_bytes else parts
 
 
 def read_jobs(backend: Backend, batch: Batch, items: Sequence[TransferItem], deadline: float) -> list[Job]:
@@ -73,7 +75,7 @@ def _size(backend: Backend, item: TransferItem) -> int | None:
     store = backend.store
     segment, payload = store.segment_bytes, store.form.payload_bytes
     try:
-        parts = parts_of(item.ranges.spans, segment, payload, backend.seek_bytes)
+        parts = parts_of(item.ranges.spans, segment, payload, backend.measured.seek_bytes)
     except CoreError:
         # The item's own error, which its job tells.
         return 0
@@ -128,7 +130,7 @@ class RangedJob(Job):
             return False
         if known is None:
             store.pages.remember(item.ref, bytes(page[: HEADER_BYTES + table_bytes(table)]))
-        parts = parts_of(ranges.spans, table.segment, header.length, self._to.seek_bytes)
+        parts = parts_of(ranges.spans, table.segment, header.length, self._to.measured.seek_bytes)
         if parts is None:
             return False
         total = 0 if known is not None else PAGE

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ from kvtier_core.tiers.nvme.recovery import RecoveredBlock, RecoveryReport
 from kvtier_core.tiers.nvme.slots import NvmeSlots
 from kvtier_core.tiers.nvme.store import Pieces, Store
 from kvtier_core.tiers.nvme.superblock import SUPERBLOCK_BYTES
-from kvtier_core.tiers.nvme.verify import SUFFIX
+from kvtier_core.tiers.nvme.verify import store_path
 from kvtier_core.tiers.nvme.writejobs import EraseJob, WriteJob
 from kvtier_core.tiers.staging import PAGE, StagingBuffer
 from kvtier_core.tiers.transfer import EraseItem, Landing, TransferItem, TransferSink
@@ -69,8 +68,7 @@ class NvmeOptions:
     """threads: I/Os at a time. queue_items: blocks that may wait. spare_threads: may replace hung ones.
     run_bytes: the most that one system call moves. read_back: blocks written by `submit_write` are read again
     before they count. budget: of bytes written. pace: of bytes a second. keys: encrypt at rest under them.
-    random: bytes from a CSPRNG. seek_bytes: what the device reads in the time of one more call, for reads of
-    parts.
+    random: bytes from a CSPRNG. seek_bytes: of `TierMeasurement`, until it is measured.
     """
 
     threads: int = 4
@@ -82,7 +80,7 @@ class NvmeOptions:
     pace: Pace | None = None
     keys: KeyProvider | None = None
     random: Callable[[int], bytes] = os.urandom
-    seek_bytes: int = 16 << 10
+    seek_bytes: int = 32 << 10
 
 
 class NvmeTier(Tier):
@@ -107,6 +105,7 @@ class NvmeTier(Tier):
         if self.capability.checksum == "none":
             raise CoreError(Reason.MANIFEST_INVALID, f"tier {name}: storage needs a checksum, xxh3 or crc32c")
         self.options = options or NvmeOptions()
+        self.measured.seek_bytes = self.options.seek_bytes
         self.persistent = self.capability.persistence in PERSISTENT
         self.path = store_path(folder, file_key)
         self._form = BlockFormat.of(layout, self.capability.checksum)
@@ -153,7 +152,7 @@ class NvmeTier(Tier):
             self.options.read_back,
             self.options.budget,
             self.options.threads,
-            self.options.seek_bytes,
+            self.measured,
         )
         self._charged: set[SlotRef] = set()
         self._left: dict[SlotRef, CallJob] = {}
@@ -206,6 +205,10 @@ class NvmeTier(Tier):
     @property
     def slot_bytes(self) -> int:
         return self._block
+
+    @property
+    def segment_bytes(self) -> int:
+        return self._store.segment_bytes
 
     @property
     def o_direct(self) -> bool:
@@ -492,8 +495,3 @@ class NvmeTier(Tier):
         self._health.hung_changed()
         if self.condition == "Closed" and not self.hung_threads:
             self._give_back()
-
-
-def store_path(folder: Path, file_key: str) -> Path:
-    """The key may hold any character of a Kubernetes name; a digest is always a file name."""
-    return folder / f"{hashlib.sha256(file_key.encode()).hexdigest()[:32]}{SUFFIX}"

@@ -7,6 +7,7 @@ that its bytes are whole. Nothing is changed in a store that is verified. It mus
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import re
@@ -33,6 +34,11 @@ MAX_FINDINGS = 1000
 SUFFIX = ".blocks"
 # The stem of `store_path`.
 _OURS = re.compile(r"[0-9a-f]{32}")
+
+
+def store_path(folder: Path, file_key: str) -> Path:
+    """The key may hold any character of a Kubernetes name; a digest is always a file name."""
+    return folder / f"{hashlib.sha256(file_key.encode()).hexdigest()[:32]}{SUFFIX}"
 
 
 class BlockVerdict(StrEnum):
