@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.bench import tiers_block_key, tiers_directory, tiers_nvme, tiers_peers, tiers_store, tiers_through
+from tests.bench import (
+    tiers_block_key,
+    tiers_directory,
+    tiers_nvme,
+    tiers_peers,
+    tiers_ranges,
+    tiers_store,
+    tiers_through,
+)
 from tests.bench.rows import Row
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
@@ -21,6 +29,7 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "peers": tiers_peers.rows,
     "nvme": tiers_nvme.rows,
     "through": tiers_through.rows,
+    "ranges": tiers_ranges.rows,
 }
 
 

@@ -85,7 +85,7 @@ class Ours:
             ),
         )
         size = layout.payload_bytes
-        self._source, self._target = _memory(blocks * size), _memory(blocks * size)
+        self._source, self._target = random_bytes(blocks * size), random_bytes(blocks * size)
         self._identities = []
         for index in range(blocks):
             body = self._source[index * size : (index + 1) * size]
@@ -132,9 +132,9 @@ class Ours:
         return memory[index * self._size : (index + 1) * self._size]
 
     def _wait(
-        self, submit: Callable[[list[TransferItem], float, _Sink], None], items: list[TransferItem]
+        self, submit: Callable[[list[TransferItem], float, Sink], None], items: list[TransferItem]
     ) -> None:
-        sink = _Sink(len(items))
+        sink = Sink(len(items))
         submit(items, FOREVER, sink)
         sink.wait()
 
@@ -153,7 +153,7 @@ class Raw:
         self._durable = durable
         self._fd = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
         os.posix_fallocate(self._fd, 0, blocks * self._size)
-        self._source, self._target = _memory(blocks * self._size), _memory(blocks * self._size)
+        self._source, self._target = random_bytes(blocks * self._size), random_bytes(blocks * self._size)
         self._pool = ThreadPoolExecutor(threads)
         self._threads = threads
         self.bytes = blocks * self._size
@@ -190,7 +190,7 @@ class Raw:
         os.close(self._fd)
 
 
-class _Sink:
+class Sink:
     def __init__(self, count: int) -> None:
         self._left = count
         self._lock = threading.Lock()
@@ -311,7 +311,7 @@ def _restart(folder: Path) -> Iterator[Row]:
 def _fill(tier: NvmeTier, blocks: int) -> None:
     """All blocks hold the same bytes under keys of their own."""
     size = tier.layout.payload_bytes
-    body = _memory(size)
+    body = random_bytes(size)
     seal = checksum("xxh3", body)
     for first in range(0, blocks, 500):
         items = [
@@ -322,7 +322,7 @@ def _fill(tier: NvmeTier, blocks: int) -> None:
             )
             for index in range(first, first + 500)
         ]
-        sink = _Sink(len(items))
+        sink = Sink(len(items))
         tier.submit_write(items, FOREVER, sink)
         sink.wait()
         for item in items:
@@ -336,7 +336,7 @@ def _reopened(folder: Path, layout: ChunkLayout, blocks: int) -> NvmeTier:
     )
 
 
-def _memory(size: int) -> memoryview:
+def random_bytes(size: int) -> memoryview:
     memory = memoryview(mmap.mmap(-1, size))
     memory[:] = np.random.default_rng(0).bytes(size)
     return memory
