@@ -12,12 +12,15 @@ All of them decode token by token in turn, so that a busy machine troubles all a
 the longer of two times: the all-resident token's, and that in which storage delivers the bytes that receipts
 name, at the rate at which the same folder gives blocks of that size one after the other.
 
-`KVTIER_BENCH_LENGTHS` chooses contexts (default 1000; 4000 and 8000 take tens of minutes on two cores).
-`KVTIER_BENCH_RESUME` names a file: contexts that stand there are not measured again, others are added.
+`--lengths` (or `KVTIER_BENCH_LENGTHS`) chooses contexts, by default 1000: most of the time goes into the five
+prefills, whose ends are printed with each round of tokens. `--tokens` is how many are decoded by each way.
+`--resume` (or `KVTIER_BENCH_RESUME`) names a file: contexts that stand there are not measured again, others
+are added.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import mmap
@@ -25,7 +28,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -67,15 +70,28 @@ class Made:
     held: float = 100.0
 
 
-def rows() -> Iterator[Row]:
-    lengths = [int(part) for part in os.environ.get(LENGTHS, "1000").split(",")]
-    kept = _Kept(os.environ.get(RESUME))
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="tokens_per_second", description=__doc__)
+    made.add_argument(
+        "--lengths", default=os.environ.get(LENGTHS, "1000"), help="rows of context, with commas"
+    )
+    made.add_argument("--tokens", type=int, default=NEW_TOKENS, help="decoded by each way, at least 2")
+    made.add_argument("--resume", default=os.environ.get(RESUME), help="file of results between runs")
+    return made
+
+
+def rows(arguments: Sequence[str] = ()) -> Iterator[Row]:
+    args = parser().parse_args(arguments)
+    if args.tokens < 2:
+        raise ValueError(f"--tokens {args.tokens}: the first one is the prefill's")
+    lengths = [int(part) for part in args.lengths.split(",")]
+    kept = _Kept(args.resume)
     model, tokenizer = load_smollm2()
     torch.set_num_threads(1)
     rate = _storage_rate()
     yield Row("tokens_per_second.storage", rate / 1e9, "GB/s")
     for length, ids in zip(lengths, prompts(tokenizer, lengths), strict=True):
-        made = kept.get(f"n{length}", partial(_measure, model, ids))
+        made = kept.get(f"n{length}", partial(_measure, model, ids, args.tokens))
         yield from _rows(f"tokens_per_second.n{length}", made, rate)
 
 
@@ -98,15 +114,15 @@ def _rows(label: str, made: Mapping[str, Made], rate: float) -> Iterator[Row]:
         yield Row(f"{name}.floor", 1 / floor, "tokens/s")
         yield Row(f"{name}.held", one.held, "% in memory")
         equal = sum(a == b for a, b in zip(one.tokens, resident.tokens, strict=True))
-        yield Row(f"{name}.equal_tokens", equal, f"of {NEW_TOKENS}")
+        yield Row(f"{name}.equal_tokens", equal, f"of {len(one.tokens)}")
 
 
 @torch.no_grad()
-def _measure(model: Any, ids: torch.Tensor) -> dict[str, Made]:
-    """Every way's prefill, then NEW_TOKENS - 1 rounds of one token each."""
+def _measure(model: Any, ids: torch.Tensor, new_tokens: int) -> dict[str, Made]:
+    """Every way's prefill, then rounds of one token each."""
     from transformers import DynamicCache
 
-    count = ids.shape[1]
+    count, began = ids.shape[1], time.perf_counter()
     with ExitStack() as stack:
         agent = stack.enter_context(running_agent(tiers=partial(default_tiers, capacity="4Gi")))
         client = stack.enter_context(AttentionClient(agent.socket_path, transport="local"))
@@ -117,13 +133,13 @@ def _measure(model: Any, ids: torch.Tensor) -> dict[str, Made]:
         held: dict[str, float] = {}
         for share in SHARES:
             name = f"cpu{share}"
-            budgets, held[name] = _budgets(count, share)
+            budgets, held[name] = _budgets(count, share, new_tokens)
             tiers = apply_cache(agent, client, name, budgets)
-            caches[name] = stack.enter_context(_opened(tiers, model, count))
+            caches[name] = stack.enter_context(_opened(tiers, model, count + new_tokens))
         tokens: dict[str, list[int]] = {name: [] for name in caches}
         seconds: dict[str, list[float]] = {name: [] for name in caches}
         names = list(caches)
-        for round_ in range(NEW_TOKENS):
+        for round_ in range(new_tokens):
             # Whoever follows a long computation is favoured by a busy machine's scheduler: all do in turn.
             for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
                 cache = caches[name]
@@ -133,19 +149,23 @@ def _measure(model: Any, ids: torch.Tensor) -> dict[str, Made]:
                     logits = model(step, cache=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
                     seconds[name].append(time.perf_counter() - started)
                 tokens[name].append(int(logits.argmax()))
+                if not round_:
+                    print(f"{count} rows: {name} prefilled in {seconds[name][0]:.1f} s", flush=True)
                 if name in held and not round_:
                     cache.take_receipts()
+            spent = time.perf_counter() - began
+            print(f"{count} rows: {round_ + 1} of {new_tokens} tokens after {spent:.0f} s", flush=True)
         made = {name: Made(tokens[name], statistics.median(seconds[name][1:])) for name in caches}
         for name, percent in held.items():
             read = sum(receipt.bytes_by_tier.get("nvme", 0) for receipt in caches[name].take_receipts())
-            made[name] = replace(made[name], storage_bytes=read / (NEW_TOKENS - 1), held=percent)
+            made[name] = replace(made[name], storage_bytes=read / (new_tokens - 1), held=percent)
     return made
 
 
-def _budgets(count: int, share: int) -> tuple[dict[str, int], float]:
+def _budgets(count: int, share: int, new_tokens: int) -> tuple[dict[str, int], float]:
     """Bytes by tier class, and the percentage of the context's chunks that the cpu tier takes."""
     layers = GEOMETRY.layers
-    chunks = layers * ((count + NEW_TOKENS) // CHUNK_TOKENS + 1)
+    chunks = layers * ((count + new_tokens) // CHUNK_TOKENS + 1)
     held = chunks if share == 100 else max(layers, chunks * share // 100)
     budgets = {"gpu-sim": 0, "dram": held * CHUNK_BYTES, "nvme": 0}
     if share < 100:
@@ -164,7 +184,7 @@ def _offloaded(config: Any) -> Any:
     return Offloaded(config=config)
 
 
-def _opened(tiers: Tiers, model: Any, count: int) -> KvtierCache:
+def _opened(tiers: Tiers, model: Any, most: int) -> KvtierCache:
     return KvtierCache(
         tiers.client,
         namespace=tiers.cache.namespace,
@@ -173,7 +193,7 @@ def _opened(tiers: Tiers, model: Any, count: int) -> KvtierCache:
         model_fingerprint=tiers.fingerprint,
         config=model.config,
         tenant="bench",
-        max_tokens=count + NEW_TOKENS,
+        max_tokens=most,
         deadline_seconds=120.0,
     )
 
