@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, attach, detach
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -27,6 +27,7 @@ Attributes = Mapping[str, str | int | float | bool]
 
 QUIET_ERRORS: tuple[type[BaseException], ...] = (Conflict, NotLeader)
 EXPORT_TIMEOUT_MILLIS = 2000
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,12 @@ class DerivedIdGenerator(IdGenerator):
 class Telemetry:
     """Implements `kvtier_operator.ports.TelemetryPort`. Holds the only tracer provider; nothing is global."""
 
-    def __init__(self, provider: TracerProvider) -> None:
+    def __init__(self, provider: TracerProvider, *, recording: bool = True) -> None:
+        """Without `recording` spans have ids, for those of agents to hang on, and no more."""
         self._provider = provider
         self._tracer = provider.get_tracer("kvtier_operator")
+        self._recording = recording
+        self._ids = RandomIdGenerator()
 
     @contextlib.contextmanager
     def span(
@@ -97,6 +101,10 @@ class Telemetry:
         """A span that is current inside the block. An exception marks it as an error, unless it is one of
         the quiet ones that only mean "look again"."""
         context = trace_context(uid, attempt).context if uid else None
+        if not self._recording:
+            with self._unrecorded(context) as bare:
+                yield bare
+            return
         with self._tracer.start_as_current_span(
             name,
             context=context,
@@ -118,6 +126,18 @@ class Telemetry:
                 span.record_exception(error)
                 raise
 
+    @contextlib.contextmanager
+    def _unrecorded(self, context: Context | None) -> Iterator[Span]:
+        parent = trace.get_current_span(context).get_span_context()
+        trace_id = parent.trace_id if parent.is_valid else self._ids.generate_trace_id()
+        ids = SpanContext(trace_id, self._ids.generate_span_id(), is_remote=False, trace_flags=_SAMPLED)
+        span = NonRecordingSpan(ids)
+        token = attach(trace.set_span_in_context(span, context))
+        try:
+            yield span
+        finally:
+            detach(token)
+
     def attempt_root(self, uid: str, attempt: int, attributes: Mapping[str, str]) -> str:
         """Emits the attempt's root span, at once and with no length of its own."""
         ids = trace_context(uid, attempt)
@@ -138,7 +158,7 @@ def build_telemetry(
     *, otlp_endpoint: str, instance: str, version: str, processors: tuple[SpanProcessor, ...] = ()
 ) -> Telemetry:
     """A telemetry that sends spans by OTLP over gRPC to `otlp_endpoint` ("host:port", plain text inside the
-    cluster, or "https://host:port"). Empty: spans are made, and go to `processors` only."""
+    cluster, or "https://host:port"). Empty: spans go to `processors` only, and are not recorded without."""
     provider = TracerProvider(
         resource=Resource.create(
             {"service.name": "kvtier-operator", "service.instance.id": instance, "service.version": version}
@@ -164,4 +184,4 @@ def build_telemetry(
                 export_timeout_millis=EXPORT_TIMEOUT_MILLIS,
             )
         )
-    return Telemetry(provider)
+    return Telemetry(provider, recording=bool(otlp_endpoint or processors))

@@ -68,6 +68,28 @@ def test_two_operators_write_one_trace_with_one_root(spans: tuple[Telemetry, InM
     assert root.context.span_id != stage.context.span_id != rpc.context.span_id
 
 
+def test_without_a_collector_agents_are_told_the_same_trace() -> None:
+    """Their own collector may have the trace though the operator has none."""
+    telemetry = build_telemetry(otlp_endpoint="", instance="t", version="t")
+    assert current_traceparent() == ""
+    with telemetry.span("stage Shadow", uid="uid-1", attempt=2) as stage:
+        outer = current_traceparent()
+        with telemetry.span("agent.Grant") as rpc:
+            rpc.set_attribute("rpc.response.status_code", "OK")
+            inner = current_traceparent()
+        assert current_traceparent() == outer
+    assert current_traceparent() == ""
+    assert not stage.is_recording()
+    trace_id = f"{trace_context('uid-1', 2).trace_id:032x}"
+    version, flags = "00", "01"
+    for told in (outer, inner):
+        assert (told.split("-")[0], told.split("-")[1], told.split("-")[3]) == (version, trace_id, flags)
+    assert outer != inner
+    with pytest.raises(Conflict), telemetry.span("agent.Grant"):
+        raise Conflict(409, "Conflict", "")
+    assert current_traceparent() == ""
+
+
 @pytest.mark.parametrize(
     "error, bad",
     [
