@@ -98,7 +98,7 @@ def affected(
                 if owner.get("kind") == Kind.AGENT_POOL.value:
                     keys.add(ObjectKey(Kind.AGENT_POOL, key.namespace, owner["name"]))
         case Kind.KV_CACHE:
-            if before is not None and after is not None and _only_fenced(key, before, after, store):
+            if before is not None and after is not None and _no_news(key, before, after, store):
                 keys.discard(key)
             keys |= _rollouts_of(store, key.namespace, key.name)
         case Kind.KV_ROLLOUT:
@@ -143,20 +143,28 @@ def _cache_name(rollout_spec: JsonObject) -> str:
     return str((rollout_spec.get("cacheRef") or {}).get("name", ""))
 
 
-def _only_fenced(key: ObjectKey, before: JsonObject, after: JsonObject, store: Store) -> bool:
-    """Whether its number has moved and nothing else, for a rollout that owns it: the cache's own reconcile
-    would ask each agent what it runs, at the moment at which all of them are told of that number."""
-    if _but_for_the_fence(before) != _but_for_the_fence(after):
+def _no_news(key: ObjectKey, before: JsonObject, after: JsonObject, store: Store) -> bool:
+    """Whether a cache's own reconcile has nothing to do: it wrote what has changed, or the number has moved
+    for a rollout that owns it. It would ask each agent what it runs, at the moment at which all of them are
+    told of that number. What anybody else writes there is put right at its next look, within a minute."""
+    if _for_a_cache(before) != _for_a_cache(after):
         return False
+    if _fence(before) == _fence(after):
+        return True
     owners = store.list_all(Kind.KV_ROLLOUT, key.namespace)
     return any(_cache_name(one.get("spec") or {}) == key.name and _standing(one)[1] for one in owners)
 
 
-def _but_for_the_fence(cache: JsonObject) -> tuple[object, ...]:
+def _for_a_cache(cache: JsonObject) -> tuple[object, ...]:
+    """What a cache's own reconcile goes by, but for its number."""
     metadata, status = cache["metadata"], cache.get("status") or {}
-    rest = {name: value for name, value in status.items() if name not in ("fence", "digestBudget")}
     facts = ("uid", "generation", "deletionTimestamp", "finalizers", "labels")
-    return bool(status.get("fence")), rest, cache.get("spec"), *(metadata.get(name) for name in facts)
+    told = bool(status.get("fence")), bool(status.get("conditions")), status.get("baseline")
+    return *told, status.get("approved"), cache.get("spec"), *(metadata.get(name) for name in facts)
+
+
+def _fence(cache: JsonObject) -> object:
+    return (cache.get("status") or {}).get("fence")
 
 
 def _standing(rollout: JsonObject) -> tuple[bool, bool]:

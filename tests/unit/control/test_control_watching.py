@@ -229,14 +229,19 @@ OWNING = {"phase": "RollingBack", "stage": "ExactBaseline", "fence": 4}
         pytest.param(OWNING, {"fence": 5, "approved": {"digest": "d"}}, True, id="with-an-approval"),
         pytest.param(OWNING, {"baseline": {"digest": "e"}}, True, id="another-baseline"),
         pytest.param(OWNING, {"fence": None}, True, id="the-number-was-lost"),
+        pytest.param(
+            {}, {"conditions": [{"type": "Ready", "status": "False"}]}, False, id="its-own-condition"
+        ),
+        pytest.param({}, {"conditions": []}, True, id="the-conditions-were-lost"),
     ],
 )
-def test_a_cache_is_not_woken_by_the_number_of_the_rollout_that_owns_it(
+def test_a_cache_is_not_woken_by_what_it_wrote_nor_by_the_number_of_the_rollout_that_owns_it(
     bench: Bench, rollout: JsonObject, changed: JsonObject, wakes: bool
 ) -> None:
     """It would ask all agents what they run while they are told of that number; the rollout is woken."""
     bench.store.put(ROLLOUT, (bench.store.get(ROLLOUT) or {}) | {"status": rollout})
-    before = (bench.store.get(CACHE) or {}) | {"status": {"fence": 4, "baseline": {"digest": "d"}}}
+    told = {"fence": 4, "baseline": {"digest": "d"}, "conditions": [{"type": "Ready", "status": "True"}]}
+    before = (bench.store.get(CACHE) or {}) | {"status": told}
     after = before | {"status": before["status"] | changed}
     assert affected(CACHE, before, after, bench.store) == {ROLLOUT} | ({CACHE} if wakes else set())
 
