@@ -21,7 +21,7 @@ from kvtier_core.folding import Query
 from kvtier_core.identity import selected_support_digest
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.planner import Plan, plan_rows
-from kvtier_core.receiptcheck.contract import check_positions
+from kvtier_core.receiptcheck.contract import check_selected
 from kvtier_core.receipts import SelectionFacts, StepMode, StepRequest
 from kvtier_core.selectors.base import Selection, SelectorFamily, check_fresh
 from kvtier_core.selectors.gates import GateFailed, estimate_of
@@ -105,7 +105,7 @@ class Selecting:
                 may_widen=Fallback.WIDEN in mode.allowed,
             )
             for rows in selection.positions:
-                check_positions(rows, visible)
+                check_selected(rows, visible)
         except GateFailed as error:
             return Selected(error.selection, error.reason.value)
         except CoreError as error:

@@ -113,6 +113,14 @@ def check_positions(positions: NDArray[np.int64], frontier: int) -> None:
         raise CoreError(Reason.DUPLICATE_POSITION, "a row twice would change the denominator")
 
 
+def check_selected(positions: NDArray[np.int64], frontier: int) -> None:
+    """As `check_positions`, of a list that a selector chose: it ascends, which is how it is cut by chunk, so
+    that DUPLICATE_POSITION is also a list that does not."""
+    check_positions(positions, frontier)
+    if len(positions) > 1 and not bool((np.diff(positions) > 0).all()):
+        raise CoreError(Reason.DUPLICATE_POSITION, "rows are chosen twice, or not in order")
+
+
 def check_support(required: NDArray[np.int64], frontier: int) -> None:
     """An exact move takes every legal row [0, frontier) once: CANDIDATE_OUT_OF_RANGE, DUPLICATE_POSITION,
     SUPPORT_GAP."""

@@ -55,8 +55,13 @@ def test_a_step_receipt_with_one_wrong_field_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "reason"),
-    [([0, 5, 72], Reason.CANDIDATE_OUT_OF_RANGE), ([0, 5, 5], Reason.DUPLICATE_POSITION)],
-    ids=["beyond the frontier", "twice"],
+    [
+        ([0, 5, 72], Reason.CANDIDATE_OUT_OF_RANGE),
+        ([0, 5, 5], Reason.DUPLICATE_POSITION),
+        ([0, 9, 5], Reason.DUPLICATE_POSITION),
+        ([65, 5, 9], Reason.DUPLICATE_POSITION),
+    ],
+    ids=["beyond the frontier", "twice", "not in order", "chunks not in order"],
 )
 def test_a_selection_of_rows_that_there_are_not_is_answered_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[int], reason: Reason
