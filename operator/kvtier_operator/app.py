@@ -47,12 +47,13 @@ from kvtier_operator.watch.triggers import RECONCILED, WATCHED
 
 _log = logging.getLogger(__name__)
 
-# A reconcile of these waits for agents; one slow agent must not hold up every cache.
+# A reconcile of these waits for agents and the API server, seldom for the processor: some slow or silent agents
+# must not hold up every cache, and of a thousand rollouts seventy look at their evidence each second.
 # Leases are renewed only while the fences of cache and rollout agree, so a half-written step must not wait
 # longer than a third of a common lease.
 DEFAULT_LIMITS = {
-    Kind.KV_CACHE: Limits(workers=4),
-    Kind.KV_ROLLOUT: Limits(workers=4, backoff=Backoff(limit_seconds=10.0)),
+    Kind.KV_CACHE: Limits(workers=16),
+    Kind.KV_ROLLOUT: Limits(workers=16, backoff=Backoff(limit_seconds=10.0)),
 }
 WATCH_DOWN_SECONDS = 60.0
 DRAIN_SECONDS = 3.0

@@ -115,9 +115,10 @@ def _missing_classes(observed: Observed) -> list[str]:
 def _overlap(observed: Observed) -> list[tuple[str, str, bool]]:
     """(node, other pool, True when this pool is the younger one and must give way)."""
     found = []
+    own = [node for node in observed.nodes if selects(observed.pool, node)]
     for other in observed.other_pools:
-        for node in observed.nodes:
-            if selects(observed.pool, node) and selects(other, node):
+        for node in own:
+            if selects(other, node):
                 mine = _age(observed.pool) > _age(other)
                 metadata = other["metadata"]
                 found.append((node["metadata"]["name"], f"{metadata['namespace']}/{metadata['name']}", mine))
