@@ -13,9 +13,9 @@ from kvtier_agent import convert
 from kvtier_agent.attendframes import FrameCount, FrameDesk
 from kvtier_agent.attendstreams import FrameStream
 from kvtier_agent.cachehost import CacheHost
-from kvtier_agent.cachesession import Session
+from kvtier_agent.cachesession import Session, check_owner
 from kvtier_agent.localchannel.listener import ChannelServer
-from kvtier_agent.node import Node, check_owner
+from kvtier_agent.node import Node
 from kvtier_agent.rowevidence_convert import engine_gives
 from kvtier_agent.rpc import RpcScope, ServicerContext
 from kvtier_agent.sessionedits import SessionEditor, opened_message

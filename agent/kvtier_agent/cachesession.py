@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvtier_agent.engine_port import FrameInput, FrameMode, FrameResult, SessionHandle
 from kvtier_agent.evidence_port import Progress
-from kvtier_core.errors import CoreError
+from kvtier_core.errors import CoreError, Reason
 from kvtier_core.release.enforcement import Assignment, ServedArm, StepPlan
 from kvtier_evidence.window import WindowKey
 
@@ -141,3 +141,12 @@ class PreparedFrame:
 
     def exact(self) -> FrameMode:
         return FrameMode(False, False, None, self.mode.may_publish)
+
+
+def check_owner(session: Session, generation: int, tenant: str) -> None:
+    """Raises TENANT_MISMATCH before anything about the session is told, then GENERATION_STALE."""
+    if session.tenant != tenant:
+        raise CoreError(Reason.TENANT_MISMATCH, "the session belongs to another tenant")
+    if session.handle.generation != generation:
+        message = f"generation {generation} is not {session.handle.generation}"
+        raise CoreError(Reason.GENERATION_STALE, message)

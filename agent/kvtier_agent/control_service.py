@@ -79,6 +79,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             manifest_set_digest=node.manifest_set_digest(),
             draining=node.draining,
             tiers=[convert.tier_state(report) for report in node.tier_reports()],
+            stamp_ns=node.clock(),
         )
         for uid, host in sorted(node.caches.items()):
             state = control_pb2.CacheState(
@@ -128,11 +129,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
         candidate = parse_manifest(request.manifest, request.digest)
         terms = convert.grant_terms(request, candidate)
         window = convert.window_terms(request, terms)
-        digest, lease = await self._node.grant(_command(request), terms, candidate, window, traceparent)
+        digest, lease = await self._node.grant(
+            _command(request), terms, candidate, window, traceparent, request.sent_ns
+        )
+        now = self._node.clock()
         return control_pb2.GrantResponse(
             candidate_digest=digest,
             boot_id=self._node.boot_id,
-            remaining_ms=lease.remaining_ms(self._node.clock()),
+            remaining_ms=lease.remaining_ms(now),
+            stamp_ns=now,
         )
 
     async def _renew(self, request: control_pb2.RenewRequest) -> control_pb2.RenewResponse:
@@ -144,13 +149,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
             result = answer.results.add(cache=item.cache)
             try:
                 lease = await self._node.renew(
-                    convert.cache_name(item.cache), convert.fence_token(item.fence), item.digest, item.ttl_ms
+                    convert.cache_name(item.cache),
+                    convert.fence_token(item.fence),
+                    item.digest,
+                    item.ttl_ms,
+                    sent_ns=request.sent_ns,
                 )
             except CoreError as error:
                 result.error.CopyFrom(to_detail(error))
                 continue
             result.renewed = True
             result.remaining_ms = lease.remaining_ms(self._node.clock())
+        answer.stamp_ns = self._node.clock()
         return answer
 
     async def _revoke(self, request: control_pb2.RevokeRequest) -> control_pb2.RevokeResponse:

@@ -27,7 +27,7 @@ from kvtier_evidence.window import WindowKey
 
 _STAGES = frozenset({"Off", "Shadow", "Canary", "Ramp", "Full", "ExactBaseline"})
 # Left out of a command's content: they may differ between repeats of one command (release.md).
-_NOT_CONTENT = ("nonce", "boot_id")
+_NOT_CONTENT = ("nonce", "boot_id", "sent_ns")
 
 _EXACTNESS_NUMBER = {kind: attention_pb2.ExactnessClass.Value(kind.value) for kind in ExactnessClass}
 _MOST_INDEXES = 16

@@ -20,7 +20,7 @@ from typing import TypeVar
 from kvtier_agent import idlesessions
 from kvtier_agent.admission_wire import admission_of
 from kvtier_agent.cachehost import CacheHost, manifest_set_digest_input
-from kvtier_agent.cachesession import CacheName, Session
+from kvtier_agent.cachesession import CacheName, Session, check_owner
 from kvtier_agent.candidateengines import (
     CLOSE_SECONDS,
     BlocksOf,
@@ -47,7 +47,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.enforcement import CacheEnforcement, LocalReturn, ReturnReason
 from kvtier_core.release.fences import CommandKind, FenceBook, FenceRecord, Judgement
-from kvtier_core.release.leases import FenceToken, GrantTerms, Lease
+from kvtier_core.release.leases import FenceToken, GrantTerms, Lease, since
 from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_core.tiers.nvme.datakeys import KeysErased
 from kvtier_crds.manifest import RuntimeManifest
@@ -241,9 +241,11 @@ class Node:
         candidate: RuntimeManifest,
         window: WindowTerms,
         traceparent: str,
+        sent_ns: int = 0,
     ) -> tuple[str, Lease]:
-        """Gives the candidate a lease from the command's arrival; returns its recomputed digest."""
-        received = self.clock()
+        """Gives the candidate a lease from the command's sending, as far as that is told, or its arrival;
+        returns its recomputed digest."""
+        received = since(sent_ns, self.clock())
         uid = command.cache.uid
         async with self._locks.hold(uid):
             self._check_boot(command.boot_id)
@@ -270,9 +272,11 @@ class Node:
             log.info("cache %s: %s granted, %s", uid, recomputed, where)
             return recomputed, lease
 
-    async def renew(self, cache: CacheName, fence: FenceToken, digest: str, ttl_ms: int) -> Lease:
-        """Extends the lease held under exactly this fence."""
-        received = self.clock()
+    async def renew(
+        self, cache: CacheName, fence: FenceToken, digest: str, ttl_ms: int, sent_ns: int = 0
+    ) -> Lease:
+        """Extends the lease held under exactly this fence. sent_ns: of this clock, 0 when it is not told."""
+        received = since(sent_ns, self.clock())
         host = self.host(cache)
         self._book.check_renewal(cache.uid, fence.value)
         return host.enforcement.renew(fence.value, digest, ttl_ms, received)
@@ -475,15 +479,6 @@ class Node:
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
-
-
-def check_owner(session: Session, generation: int, tenant: str) -> None:
-    """Raises TENANT_MISMATCH before anything about the session is told, then GENERATION_STALE."""
-    if session.tenant != tenant:
-        raise CoreError(Reason.TENANT_MISMATCH, "the session belongs to another tenant")
-    if session.handle.generation != generation:
-        message = f"generation {generation} is not {session.handle.generation}"
-        raise CoreError(Reason.GENERATION_STALE, message)
 
 
 def _unchanged(command: Command, kind: CommandKind, host: CacheHost) -> FenceRecord:

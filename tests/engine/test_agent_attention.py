@@ -375,3 +375,26 @@ def test_an_agent_stopped_past_its_lease_serves_no_step_of_the_candidate_when_it
     assert (cache.returned_reason, cache.returned_fence) == ("LeaseExpired", held.fence.value)
     session.close()
     agent.revoke()
+
+
+def test_a_renewal_that_waited_in_a_stopped_agents_socket_counts_from_when_it_was_sent(
+    agent: Agent, manifest: RuntimeManifest
+) -> None:
+    """Its lease ends when its operator believes that it does, though nobody could take the renewal back."""
+    ttl_ms = 60_000
+    held = agent.grant(manifest, quest_candidate(manifest), ttl_ms=ttl_ms)
+    stamp = agent.state().stamp_ns
+    assert 0 < stamp <= boottime_ns()
+    with stopped(agent.process.pid):
+        sent = boottime_ns()
+        item = control_pb2.RenewItem(cache=CACHE, fence=held.fence, digest=held.digest, ttl_ms=ttl_ms)
+        renewal = control_pb2.RenewRequest(boot_id=agent.boot_id, items=[item], sent_ns=sent)
+        renewing = agent.control.Renew.future(renewal, timeout=CALL_SECONDS)
+        until(lambda: boottime_ns() > sent + 1_000_000_000)
+    answer = renewing.result()
+    [result] = answer.results
+    assert result.renewed
+    # Milliseconds are rounded down, and the stamp is the later reading of the same clock.
+    ends = answer.stamp_ns + result.remaining_ms * 1_000_000
+    assert result.remaining_ms <= ttl_ms - 1_000 and ends >= sent + (ttl_ms - 1) * 1_000_000
+    agent.revoke()

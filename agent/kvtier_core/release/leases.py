@@ -74,6 +74,12 @@ class GrantTerms:
             raise CoreError(Reason.BAD_ARGUMENT, message, {})
 
 
+def since(sent_ns: int, now_ns: int) -> int:
+    """When a permission begins to count, of a message that arrives now: as it was sent, 0 where nobody says
+    when, and never later than now."""
+    return min(now_ns, sent_ns) if sent_ns > 0 else now_ns
+
+
 @dataclass(frozen=True)
 class Lease:
     """A held candidate. `epoch` grows whenever permission was interrupted, so that sessions notice."""

@@ -1,7 +1,7 @@
 """The pool of mTLS channels to node agents: one per (name, address), each call gated, bounded and traced.
 
-Implements `kvtier_operator.ports.Agents`. It never retries and remembers nothing but channels: what a call
-means is its caller's business.
+Implements `kvtier_operator.ports.Agents`. It never retries and remembers nothing but channels and what
+agents' clocks said: what a call means is its caller's business.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from kvtier.v1 import control_pb2 as control
 from kvtier.v1.control_pb2_grpc import ControlStub
 from kvtier_operator.agents.errors import error_for
+from kvtier_operator.agents.stamps import Stamps
 from kvtier_operator.ports import (
     AgentError,
     AgentTarget,
@@ -56,6 +57,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 CLOSE_GRACE_SECONDS = 1.0
 
 Answer = TypeVar("Answer", bound=Message)
+# What begins or extends a permission says when it was sent, by the clock that an earlier answer told.
+_COUNTED = (control.GrantRequest, control.RenewRequest)
+_STAMPED = (control.GetStateResponse, control.GrantResponse, control.RenewResponse)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class GrpcAgents:
         self._telemetry = telemetry
         self._metrics = metrics
         self._connections: dict[str, _Connection] = {}
+        self._stamps = Stamps(time.monotonic)
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         # Of their own: many calls that hang on dead agents must not let the leases of live ones end.
         self._renewals = asyncio.Semaphore(MAX_RENEWALS)
@@ -158,6 +163,7 @@ class GrpcAgents:
         return await self._call(node, "ReadEvidence", request, control.ReadEvidenceResponse, deadline_seconds)
 
     def retain(self, names: Container[str]) -> None:
+        self._stamps.retain(names)
         for name in [name for name in self._connections if name not in names]:
             self._retire(name, self._connections.pop(name))
 
@@ -223,7 +229,11 @@ class GrpcAgents:
                 parent = current_traceparent()
                 metadata = (("traceparent", parent),) if parent else ()
                 call = getattr(connection.stub, method)
+                if isinstance(request, _COUNTED):
+                    request.sent_ns = self._stamps.now_ns(node.name, request.boot_id)
                 received: Answer = await call(request, timeout=left, metadata=metadata)
+                if isinstance(received, _STAMPED):
+                    self._stamps.hear(node.name, received.boot_id, received.stamp_ns)
                 return received
         except grpc.aio.AioRpcError as error:
             trailing = [(key, value) for key, value in error.trailing_metadata() or ()]

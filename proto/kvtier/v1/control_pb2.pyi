@@ -13,7 +13,7 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("node", "boot_id", "agent_version", "numerics_version", "manifest_set_digest", "draining", "caches", "tiers")
+    __slots__ = ("node", "boot_id", "agent_version", "numerics_version", "manifest_set_digest", "draining", "caches", "tiers", "stamp_ns")
     NODE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class GetStateResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     CACHES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    STAMP_NS_FIELD_NUMBER: _ClassVar[int]
     node: str
     boot_id: str
     agent_version: str
@@ -30,7 +31,8 @@ class GetStateResponse(_message.Message):
     draining: bool
     caches: _containers.RepeatedCompositeFieldContainer[CacheState]
     tiers: _containers.RepeatedCompositeFieldContainer[TierState]
-    def __init__(self, node: _Optional[str] = ..., boot_id: _Optional[str] = ..., agent_version: _Optional[str] = ..., numerics_version: _Optional[str] = ..., manifest_set_digest: _Optional[str] = ..., draining: _Optional[bool] = ..., caches: _Optional[_Iterable[_Union[CacheState, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ...) -> None: ...
+    stamp_ns: int
+    def __init__(self, node: _Optional[str] = ..., boot_id: _Optional[str] = ..., agent_version: _Optional[str] = ..., numerics_version: _Optional[str] = ..., manifest_set_digest: _Optional[str] = ..., draining: _Optional[bool] = ..., caches: _Optional[_Iterable[_Union[CacheState, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ..., stamp_ns: _Optional[int] = ...) -> None: ...
 
 class CacheState(_message.Message):
     __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid", "used_by_tier", "pinned_by_tier", "plan", "indexes", "admission")
@@ -296,7 +298,7 @@ class GateLimit(_message.Message):
     def __init__(self, name: _Optional[str] = ..., metric: _Optional[str] = ..., quantile: _Optional[float] = ..., limit: _Optional[str] = ..., pair_threshold: _Optional[str] = ...) -> None: ...
 
 class GrantRequest(_message.Message):
-    __slots__ = ("cache", "fence", "boot_id", "manifest", "digest", "baseline_digest", "ttl_ms", "traffic_fraction", "sample_fraction", "blast_radius", "window", "gates", "settle_ms", "warmup_ms", "nonce", "approved")
+    __slots__ = ("cache", "fence", "boot_id", "manifest", "digest", "baseline_digest", "ttl_ms", "traffic_fraction", "sample_fraction", "blast_radius", "window", "gates", "settle_ms", "warmup_ms", "nonce", "approved", "sent_ns")
     CACHE_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +315,7 @@ class GrantRequest(_message.Message):
     WARMUP_MS_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     APPROVED_FIELD_NUMBER: _ClassVar[int]
+    SENT_NS_FIELD_NUMBER: _ClassVar[int]
     cache: _common_pb2.CacheRef
     fence: _common_pb2.Fence
     boot_id: str
@@ -329,25 +332,30 @@ class GrantRequest(_message.Message):
     warmup_ms: int
     nonce: bytes
     approved: bool
-    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., boot_id: _Optional[str] = ..., manifest: _Optional[bytes] = ..., digest: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., traffic_fraction: _Optional[str] = ..., sample_fraction: _Optional[str] = ..., blast_radius: _Optional[_Union[BlastRadius, _Mapping]] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., gates: _Optional[_Iterable[_Union[GateLimit, _Mapping]]] = ..., settle_ms: _Optional[int] = ..., warmup_ms: _Optional[int] = ..., nonce: _Optional[bytes] = ..., approved: _Optional[bool] = ...) -> None: ...
+    sent_ns: int
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., boot_id: _Optional[str] = ..., manifest: _Optional[bytes] = ..., digest: _Optional[str] = ..., baseline_digest: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., traffic_fraction: _Optional[str] = ..., sample_fraction: _Optional[str] = ..., blast_radius: _Optional[_Union[BlastRadius, _Mapping]] = ..., window: _Optional[_Union[_evidence_pb2.WindowKey, _Mapping]] = ..., gates: _Optional[_Iterable[_Union[GateLimit, _Mapping]]] = ..., settle_ms: _Optional[int] = ..., warmup_ms: _Optional[int] = ..., nonce: _Optional[bytes] = ..., approved: _Optional[bool] = ..., sent_ns: _Optional[int] = ...) -> None: ...
 
 class GrantResponse(_message.Message):
-    __slots__ = ("candidate_digest", "boot_id", "remaining_ms")
+    __slots__ = ("candidate_digest", "boot_id", "remaining_ms", "stamp_ns")
     CANDIDATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    STAMP_NS_FIELD_NUMBER: _ClassVar[int]
     candidate_digest: str
     boot_id: str
     remaining_ms: int
-    def __init__(self, candidate_digest: _Optional[str] = ..., boot_id: _Optional[str] = ..., remaining_ms: _Optional[int] = ...) -> None: ...
+    stamp_ns: int
+    def __init__(self, candidate_digest: _Optional[str] = ..., boot_id: _Optional[str] = ..., remaining_ms: _Optional[int] = ..., stamp_ns: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("boot_id", "items")
+    __slots__ = ("boot_id", "items", "sent_ns")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    SENT_NS_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     items: _containers.RepeatedCompositeFieldContainer[RenewItem]
-    def __init__(self, boot_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[RenewItem, _Mapping]]] = ...) -> None: ...
+    sent_ns: int
+    def __init__(self, boot_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[RenewItem, _Mapping]]] = ..., sent_ns: _Optional[int] = ...) -> None: ...
 
 class RenewItem(_message.Message):
     __slots__ = ("cache", "fence", "digest", "ttl_ms")
@@ -362,12 +370,14 @@ class RenewItem(_message.Message):
     def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., digest: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
-    __slots__ = ("results", "boot_id")
+    __slots__ = ("results", "boot_id", "stamp_ns")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    STAMP_NS_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedCompositeFieldContainer[RenewResult]
     boot_id: str
-    def __init__(self, results: _Optional[_Iterable[_Union[RenewResult, _Mapping]]] = ..., boot_id: _Optional[str] = ...) -> None: ...
+    stamp_ns: int
+    def __init__(self, results: _Optional[_Iterable[_Union[RenewResult, _Mapping]]] = ..., boot_id: _Optional[str] = ..., stamp_ns: _Optional[int] = ...) -> None: ...
 
 class RenewResult(_message.Message):
     __slots__ = ("cache", "renewed", "error", "remaining_ms")

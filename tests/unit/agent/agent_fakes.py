@@ -261,6 +261,7 @@ class Bench:
         ttl_ms: int = 60_000,
         gates: Sequence[GateTerms] = (GateTerms("output", "outputRelativeError", 75.0, "0.05"),),
         settle_ms: int = 1000,
+        sent_ns: int = 0,
     ) -> WindowKey:
         command = self.command(stage=stage)
         terms = GrantTerms(
@@ -277,7 +278,7 @@ class Bench:
             "rollout", 1, stage, 0, terms.candidate_digest, terms.baseline_digest, "sha256:g", self.fence
         )
         window = WindowTerms(key, gates, float(traffic), settle_ms, 0)
-        await self.node.grant(command, terms, self.candidate, window, "")
+        await self.node.grant(command, terms, self.candidate, window, "", sent_ns)
         return key
 
     async def close(self) -> None:

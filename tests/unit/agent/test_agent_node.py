@@ -26,7 +26,7 @@ from kvtier_core.release.enforcement import ServedArm, SessionFacts
 from kvtier_core.release.leases import FenceToken
 from kvtier_evidence.gates import ONE
 from kvtier_evidence.window import MetricCounts, WindowKey
-from tests.unit.agent.agent_fakes import SELECTION, Bench, FakeEngine, frame
+from tests.unit.agent.agent_fakes import SECONDS, SELECTION, Bench, FakeEngine, frame
 
 EMPTY_SET = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
@@ -569,4 +569,44 @@ async def test_other_keys_are_another_engine_though_the_manifest_is_the_same(tmp
     for name in ("chat-keys", "chat-keys", "other-keys"):
         await bench.node.apply_baseline(bench.command(name), bench.baseline.canonical(), digest, name)
     assert bench.key_secrets == ["chat-keys", "other-keys"]
+    await bench.close()
+
+
+@pytest.mark.parametrize(
+    ("late", "expected"),
+    [
+        pytest.param(0, 60, id="at-once"),
+        pytest.param(20, 40, id="waited-in-a-socket"),
+        pytest.param(-5, 60, id="said-to-be-of-the-future"),
+        pytest.param(None, 60, id="not-told"),
+    ],
+)
+async def test_a_permission_counts_from_when_it_was_sent_and_never_from_later_than_its_arrival(
+    tmp_path: Path, late: int | None, expected: int
+) -> None:
+    bench = Bench(tmp_path)
+    await bench.apply()
+
+    def sent() -> int:
+        return 0 if late is None else bench.clock.now - late * SECONDS
+
+    await bench.grant(sent_ns=sent())
+    host = next(iter(bench.node.caches.values()))
+    for _ in range(2):
+        lease = host.enforcement.lease()
+        assert lease is not None and lease.remaining_ms(bench.clock.now) == expected * 1000
+        bench.clock.advance(30)
+        await bench.node.renew(
+            host.name, FenceToken(bench.fence), bench.candidate.digest(), 60_000, sent_ns=sent()
+        )
+    await bench.close()
+
+
+async def test_a_grant_that_was_on_its_way_for_longer_than_its_lease_is_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.apply()
+    bench.clock.advance(100)
+    with pytest.raises(CoreError) as refused:
+        await bench.grant(sent_ns=bench.clock.now - 61 * SECONDS)
+    assert refused.value.reason is Reason.LEASE_EXPIRED
     await bench.close()

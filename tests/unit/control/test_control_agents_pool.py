@@ -40,6 +40,8 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, str]] = []
+        self.requests: list[Any] = []
+        self.answers: dict[str, Any] = {}
         self.hanging: set[str] = set()
         self.closed: list[str] = []
         self.expected = 1
@@ -62,11 +64,12 @@ class Channel:
         async def call(request: Any, **options: Any) -> Any:
             assert options["timeout"] > 0
             self._wire.sent.append((self._node.address, method))
+            self._wire.requests.append(request)
             if len(self._wire.sent) >= self._wire.expected:
                 self._wire.arrived.set()
             if method in self._wire.hanging:
                 await asyncio.Event().wait()
-            return getattr(control, f"{method}Response")()
+            return self._wire.answers.get(method) or getattr(control, f"{method}Response")()
 
         return call
 
@@ -139,6 +142,26 @@ async def test_calls_that_hang_do_not_hold_up_renewals() -> None:
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_what_extends_a_permission_says_when_it_was_sent_by_the_agents_own_clock() -> None:
+    bench, target = Bench(), node("a")
+    renewal = control.RenewRequest(boot_id=target.boot_id)
+    await bench.agents.renew(target, renewal)
+    assert bench.wire.requests[-1].sent_ns == 0, "nothing was heard of its clock"
+    stamp = 10**18
+    bench.wire.answers["GetState"] = control.GetStateResponse(boot_id=target.boot_id, stamp_ns=stamp)
+    await bench.agents.get_state(target)
+    for call, request in (
+        (bench.agents.renew, renewal),
+        (bench.agents.grant, control.GrantRequest(boot_id=target.boot_id)),
+    ):
+        bench.wire.answers[type(request).__name__.replace("Request", "")] = None
+        await bench.agents.get_state(target)
+        await call(target, request)  # type: ignore[operator]
+        assert bench.wire.requests[-1].sent_ns >= stamp
+    await bench.agents.renew(target, control.RenewRequest(boot_id="another life"))
+    assert bench.wire.requests[-1].sent_ns == 0
 
 
 async def test_channels_of_agents_that_are_gone_are_closed() -> None:
