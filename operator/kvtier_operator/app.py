@@ -47,8 +47,8 @@ from kvtier_operator.watch.triggers import RECONCILED, WATCHED
 
 _log = logging.getLogger(__name__)
 
-# A reconcile of these waits for agents and the API server, seldom for the processor: some slow or silent agents
-# must not hold up every cache, and of a thousand rollouts seventy look at their evidence each second.
+# A reconcile of these waits for agents and the API server, seldom for the processor: some slow or silent
+# agents must not hold up every cache, and of a thousand rollouts seventy look at their evidence each second.
 # Leases are renewed only while the fences of cache and rollout agree, so a half-written step must not wait
 # longer than a third of a common lease.
 DEFAULT_LIMITS = {
