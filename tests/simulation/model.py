@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier_core.blockstore.lasting import Lasting
 from kvtier_core.blockstore.reads import Fetch
-from kvtier_core.blockstore.writes import Reservation
+from kvtier_core.blockstore.reservation import Reservation
 
 SIZE = 4096
 

@@ -28,7 +28,8 @@ from kvtier_core.blockstore.pinned import Keys, MemoryPins, Pinned
 from kvtier_core.blockstore.reads import Fetch, Reads, leading
 from kvtier_core.blockstore.reclaim import Reclaim
 from kvtier_core.blockstore.recovery import Recovers, restore
-from kvtier_core.blockstore.writes import Reservation, Writes
+from kvtier_core.blockstore.reservation import Reservation
+from kvtier_core.blockstore.writes import Writes
 from kvtier_core.checksums import checksum
 from kvtier_core.credits import PINNED, STAGING, BlockSlots, Ledger, Limit, LinkPayer, slots
 from kvtier_core.credits.resources import QUEUE, Resource

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
-from types import TracebackType
-from typing import Self
 
 from kvtier_core.blockstore.batches import BATCH_FROM, Batches
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored, compared
 from kvtier_core.blockstore.parts import Parts
+from kvtier_core.blockstore.reservation import Held, Reservation
 from kvtier_core.checksums import digests
 from kvtier_core.credits import CreditRefused, Ledger, slots
 from kvtier_core.directory import KEY_BYTES, NO_LINE, StoreFacts
@@ -39,77 +38,6 @@ _DELETING = Stored(PutOutcome.REFUSED, reason=MoveReason.TOMBSTONED, message="th
 _PRESSURE = Stored(PutOutcome.REFUSED, reason=MoveReason.CREDIT_PRESSURE, message="copies leave")
 _CANCELLED = Stored(PutOutcome.REFUSED, reason=MoveReason.CANCELLED, message="the scope was left")
 _LATE = Stored(PutOutcome.REFUSED, reason=MoveReason.TRANSFER_TIMEOUT, message="the writer was too slow")
-
-
-class _Held:
-    """What a reservation holds, block by block; no reference to the reservation itself, or it could never be
-    collected. lines[i]: NO_LINE when block i needs no bytes. slots: (slot, generation) of those that do.
-    late: its slots are quarantined until the writer is gone."""
-
-    __slots__ = ("claim", "deadline", "ended", "keys", "late", "lines", "namespace", "slots", "waiting")
-
-    def __init__(self, keys: tuple[bytes, ...], claim: int, deadline: float, namespace: int) -> None:
-        self.keys = keys
-        self.claim = claim
-        self.deadline = deadline
-        self.namespace = namespace
-        self.lines: list[int] = []
-        self.slots: list[tuple[int, int]] = []
-        self.ended: list[Stored | None] = []
-        self.waiting = 0
-        self.late = False
-
-
-class Reservation:
-    """A writer's scope over some blocks, in the order of its keys. Leaving it gives back what is not
-    published.
-
-    Not for several threads at once; other reservations are independent of it."""
-
-    __slots__ = ("_held", "_writes", "keys")
-
-    def __init__(self, writes: Writes, keys: Sequence[bytes], held: _Held) -> None:
-        self._writes = writes
-        self._held = held
-        self.keys = keys
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __len__(self) -> int:
-        return len(self._held.lines)
-
-    def __del__(self) -> None:
-        # A scope that was never left, from the collector: nothing here may take a lock.
-        if self._held.waiting or self._held.late:
-            self._writes.abandoned.append(self._held)
-
-    def outcome(self, index: int) -> Stored | None:
-        """How block `index` ended; None while it waits for its bytes."""
-        return self._held.ended[index]
-
-    def landing(self, index: int) -> memoryview | None:
-        """Where block `index` is to be written, exactly a payload long; None when it needs no bytes. Writing
-        to it after the scope ended is the writer's defect: the slot may be another's."""
-        held = self._held
-        return None if held.ended[index] is not None else self._writes.body(held.slots[index][0])
-
-    def publish(self, stated: Sequence[int] | None = None) -> list[Stored]:
-        """Seals every block by the XXH3-64 of what lies in its slot and makes it readable. stated: what the
-        writer says the checksums are; a difference is CHECKSUM_MISMATCH and that block is not published, or
-        IDENTITY_MISMATCH when other bytes of that key are there."""
-        return self._writes.publish(self._held, stated)
-
-    def close(self) -> None:
-        """Gives back what is not published. A second call has no effect."""
-        held = self._held
-        if held.waiting or held.late:
-            self._writes.close(held)
 
 
 class Writes:
@@ -144,10 +72,10 @@ class Writes:
         self._resource = slots(parts.home)
         code = steps() if compiled else None
         self._batches = Batches(code, parts.directory, parts.home, home.slots) if code else None
-        self._open: dict[int, _Held] = {}
-        self._dying: dict[int, _Held] = {}
+        self._open: dict[int, Held] = {}
+        self._dying: dict[int, Held] = {}
         self._next = FIRST_CLAIM
-        self.abandoned: deque[_Held] = deque()
+        self.abandoned: deque[Held] = deque()
         self.forbidden: Set[bytes] = frozenset()
         """Keys under which nothing may be stored now."""
         self.digests: Callable[[Sequence[memoryview]], list[int]] = digests
@@ -175,39 +103,67 @@ class Writes:
         """Takes a slot in the home tier for every key that is not there. Per block: a landing, or EXISTED,
         IN_FLIGHT, or REFUSED with its reason (NO_DESTINATION_CAPACITY, KEPT_CAPACITY, QUOTA_EXCEEDED,
         CREDIT_PRESSURE while copies leave, TOMBSTONED). Raises QUEUE_FULL, DEADLINE, BAD_ARGUMENT; nothing is
-        held then."""
-        parts = self._parts
-        if not set(map(len, keys)) <= _KEY_LENGTHS:
+        held then. The lock of metadata is held."""
+        parts, count = self._parts, len(keys)
+        if len(keys[0]) != KEY_BYTES if count == 1 else not set(map(len, keys)) <= _KEY_LENGTHS:
             raise CoreError(Reason.BAD_ARGUMENT, f"a block's key has {KEY_BYTES} bytes")
         # An order by cost has no place for what is no number, and infinity would be the age of all to come.
         if not 0.0 <= cost <= MAX_COST_SECONDS:
             raise CoreError(Reason.BAD_ARGUMENT, f"{cost} seconds to recompute a block")
-        with parts.lock:
-            if parts.clock() >= deadline:
-                raise CoreError(Reason.DEADLINE, "the deadline passed before the blocks were stored")
-            if self.open_blocks + len(keys) > self._max_open:
-                raise CoreError(
-                    Reason.QUEUE_FULL,
-                    f"{self.open_blocks} blocks are being stored, {self._max_open} may be",
-                    {"open": self.open_blocks},
-                )
-            owner = parts.namespaces.index(namespace)
-            self._next += 1
-            held = _Held(tuple(keys), self._next, deadline, owner)
-            facts = StoreFacts(owner, rows, producer, cost, droppable, parts.next_tick(), held.claim)
-            try:
+        if parts.clock() >= deadline:
+            raise CoreError(Reason.DEADLINE, "the deadline passed before the blocks were stored")
+        if self.open_blocks + count > self._max_open:
+            raise CoreError(
+                Reason.QUEUE_FULL,
+                f"{self.open_blocks} blocks are being stored, {self._max_open} may be",
+                {"open": self.open_blocks},
+            )
+        owner = parts.namespaces.index(namespace)
+        self._next += 1
+        held = Held(tuple(keys), self._next, deadline, owner)
+        facts = StoreFacts(owner, rows, producer, cost, droppable, parts.next_tick(), held.claim)
+        try:
+            if count != 1 or not self._fill_one(held, keys[0], namespace, facts):
                 self._fill(held, keys, namespace, facts)
-            except BaseException:
-                self.open_blocks += held.waiting
-                self._end(held, _CANCELLED)
-                raise
+        except BaseException:
             self.open_blocks += held.waiting
-            made = Reservation(self, keys, held)
-            if held.waiting:
-                self._open[held.claim] = held
-            return made
+            self._end(held, _CANCELLED)
+            raise
+        made = Reservation(self, keys, held)
+        if held.waiting:
+            self.open_blocks += held.waiting
+            self._open[held.claim] = held
+        return made
 
-    def _fill(self, held: _Held, keys: Sequence[bytes], namespace: bytes, facts: StoreFacts) -> None:
+    def _fill_one(self, held: Held, key: bytes, namespace: bytes, facts: StoreFacts) -> bool:
+        """The short way of one block that is not there and has room. False, with nothing changed, for any
+        other: it goes the way of many."""
+        directory, table, ledger = self._parts.directory, self._home.slots, self._ledger
+        if directory.locate(key) != NO_LINE or key in self.forbidden or ledger.offered(self._resource) < 1:
+            return False
+        if not facts.droppable and directory.kept >= self._kept_limit:
+            return False
+        try:
+            slot = table.begin(namespace)
+        except CoreError:
+            return False
+        try:
+            ledger.occupy(self._resource, 1, held.namespace)
+            try:
+                line = directory.begin_store(key, facts, self._parts.home, *slot)
+            except BaseException:
+                ledger.vacate(self._resource, 1, held.namespace)
+                raise
+        except CoreError:
+            table.release(SlotRef(*slot))
+            return False
+        except BaseException:
+            table.release(SlotRef(*slot))
+            raise
+        held.lines, held.slots, held.ended, held.waiting = [line], [slot], [None], 1
+        return True
+
+    def _fill(self, held: Held, keys: Sequence[bytes], namespace: bytes, facts: StoreFacts) -> None:
         batches, locate = self._batches, self._parts.directory.locate
         found = [locate(key) for key in keys] if batches is None else batches.locate(keys)
         absent = missing = found.count(NO_LINE)
@@ -273,7 +229,7 @@ class Writes:
             if paid:
                 self._ledger.vacate(self._resource, paid, held.namespace)
 
-    def _pay(self, held: _Held, count: int) -> tuple[int, Stored | None]:
+    def _pay(self, held: Held, count: int) -> tuple[int, Stored | None]:
         """Credits for up to `count` slots; how many there are, and why there are no more."""
         try:
             self._ledger.occupy(self._resource, count, held.namespace)
@@ -358,11 +314,13 @@ class Writes:
 
     # Publishing.
 
-    def publish(self, held: _Held, stated: Sequence[int] | None) -> list[Stored]:
+    def publish(self, held: Held, stated: Sequence[int] | None) -> list[Stored]:
         if stated is not None and len(stated) != len(held.ended):
             raise CoreError(
                 Reason.BAD_ARGUMENT, f"{len(stated)} checksums for {len(held.ended)} blocks were stated"
             )
+        if len(held.ended) == 1:
+            return self._publish_one(held, None if stated is None else stated[0])
         body = self._home.body
         # The bytes are the writer's until here, and nobody else's: hashing needs no lock.
         waiting = [index for index, ended in enumerate(held.ended) if ended is None]
@@ -399,7 +357,23 @@ class Writes:
                 self._ledger.vacate(self._resource, failed, held.namespace)
         return [ended or _IN_FLIGHT for ended in held.ended]
 
-    def _seal(self, held: _Held, index: int, found: int, wanted: int | None) -> Stored:
+    def _publish_one(self, held: Held, stated: int | None) -> list[Stored]:
+        ended = held.ended[0]
+        found = 0 if ended is not None else self.digests((self._home.body(held.slots[0][0]),))[0]
+        with self._parts.lock:
+            ended = held.ended[0]
+            if ended is None:
+                ended = held.ended[0] = self._seal(held, 0, found, stated)
+                self.open_blocks -= 1
+                held.waiting = 0
+                del self._open[held.claim]
+                if ended.outcome is not PutOutcome.STORED:
+                    self._ledger.vacate(self._resource, 1, held.namespace)
+            elif stated is not None:
+                ended = held.ended[0] = compared(ended, stated)
+        return [ended]
+
+    def _seal(self, held: Held, index: int, found: int, wanted: int | None) -> Stored:
         line, slot = held.lines[index], held.slots[index]
         if wanted is not None and wanted != found:
             self._drop(held, index)
@@ -424,14 +398,14 @@ class Writes:
             self._published(line)
         return Stored(PutOutcome.STORED, generation)
 
-    def _drop(self, held: _Held, index: int) -> None:
+    def _drop(self, held: Held, index: int) -> None:
         """Takes a block that is not published back: its line first, then its slot."""
         self._parts.directory.abort_store(held.lines[index], self._parts.home, held.claim)
         self._home.slots.release(SlotRef(*held.slots[index]))
 
     # Ending without publishing.
 
-    def close(self, held: _Held) -> None:
+    def close(self, held: Held) -> None:
         with self._parts.lock:
             self._end(held, _CANCELLED)
             if held.claim in self._dying:
@@ -451,7 +425,7 @@ class Writes:
         self.expired += count
         return count
 
-    def _end(self, held: _Held, why: Stored) -> None:
+    def _end(self, held: Held, why: Stored) -> None:
         if not held.waiting:
             return
         for index, ended in enumerate(held.ended):
@@ -463,7 +437,7 @@ class Writes:
         held.waiting = 0
         self._open.pop(held.claim, None)
 
-    def _suspend(self, held: _Held) -> int:
+    def _suspend(self, held: Held) -> int:
         count = held.waiting
         for index, ended in enumerate(held.ended):
             if ended is None:
@@ -479,7 +453,7 @@ class Writes:
         self._dying[held.claim] = held
         return count
 
-    def _bury(self, held: _Held) -> None:
+    def _bury(self, held: Held) -> None:
         """The writer is gone: its quarantined slots are free again, and so are their credits."""
         del self._dying[held.claim]
         held.late = False

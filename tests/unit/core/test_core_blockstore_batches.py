@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
+from kvtier_core.blockstore.reservation import Reservation
 from kvtier_core.blockstore.store import BlockStore
-from kvtier_core.blockstore.writes import Reservation
 from kvtier_core.credits import slots as slots_of
 from kvtier_core.directory import NO_LINE
 from kvtier_core.directory.compiled import steps
