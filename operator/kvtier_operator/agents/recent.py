@@ -33,6 +33,8 @@ class RecentAgents:
         self._clock = clock
         self._answers: dict[str, _Answer] = {}
         self._told: dict[tuple[str, str], float] = {}
+        # Of what was asked before then nobody knows any more what was told since.
+        self._forgotten = -1.0
 
     async def recent_state(
         self,
@@ -48,7 +50,7 @@ class RecentAgents:
             known is not None
             and known.target == node
             and self._clock.monotonic() - known.sent <= max_age_seconds
-            and known.sent > self._told.get((node.name, cache_uid), -1.0)
+            and known.sent > self._told.get((node.name, cache_uid), self._forgotten)
         ):
             return known.state
         return await self.get_state(node, deadline_seconds=deadline_seconds)
@@ -125,7 +127,8 @@ class RecentAgents:
         """From its beginning until its end, whatever that is, a command may have changed what was said."""
         if len(self._told) >= MAX_TOLD:
             self._told.clear()
-            self._answers.clear()
+            # Also of an answer that is still on its way.
+            self._forgotten = self._clock.monotonic()
         self._told[node.name, cache_uid] = self._clock.monotonic()
         try:
             yield

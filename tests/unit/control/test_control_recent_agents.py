@@ -10,8 +10,9 @@ import pytest
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
+from kvtier_operator.agents import recent
 from kvtier_operator.agents.recent import RecentAgents
-from kvtier_operator.ports import AgentTarget, AgentUnreachable
+from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable
 from tests.unit.control.control_fakes import FakeClock
 
 NODE = AgentTarget("a", "uid-a", "here:1", "boot-1")
@@ -24,19 +25,26 @@ class Asked:
     def __init__(self) -> None:
         self.states = 0
         self.go_on: asyncio.Event | None = None
+        self.answer: asyncio.Event | None = None
         self.down = False
+        self.boot = "boot-1"
 
     async def get_state(self, node: AgentTarget, *, deadline_seconds: float | None = None) -> Any:
         self.states += 1
         if self.down:
             raise AgentUnreachable(node.name, "UNAVAILABLE", "down")
-        return control.GetStateResponse(node=node.name, agent_version=str(self.states))
+        answer = control.GetStateResponse(node=node.name, agent_version=str(self.states), boot_id=self.boot)
+        if self.answer is not None:
+            await self.answer.wait()
+        return answer
 
     async def grant(self, node: AgentTarget, request: Any, *, deadline_seconds: float | None = None) -> Any:
         if self.go_on is not None:
             await self.go_on.wait()
         if self.down:
             raise AgentUnreachable(node.name, "UNAVAILABLE", "down")
+        if request.boot_id not in ("", self.boot):
+            raise AgentError(node.name, "BOOT_ID_MISMATCH", "the agent restarted", 0.0, {})
         return control.GrantResponse()
 
     apply_baseline = remove_cache = revoke = grant
@@ -131,3 +139,39 @@ async def test_an_agent_that_is_gone_leaves_nothing_behind() -> None:
     await rig.look()
     rig.agents.retain({"b"})
     assert await rig.look() == 2
+
+
+async def test_a_bound_on_what_is_remembered_shows_nobody_a_time_before_his_own_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer that was on its way when a command was told is not newer for having arrived after it."""
+    monkeypatch.setattr(recent, "MAX_TOLD", 1)
+    rig = Rig()
+    rig.asked.answer = asyncio.Event()
+    looking = asyncio.create_task(rig.look("other"))
+    await asyncio.sleep(0)
+    rig.clock.advance(0.1)
+    for uid in ("mine", "others"):
+        await rig.agents.grant(NODE, control.GrantRequest(cache=common.CacheRef(uid=uid)))
+    rig.asked.answer.set()
+    assert await looking == 1
+    rig.clock.advance(0.1)
+    assert await rig.look("mine") == 2
+    assert await rig.look("other") == 2, "what was asked afterwards serves again"
+
+
+async def test_an_agent_that_restarts_is_asked_again_as_soon_as_it_refuses_and_then_told() -> None:
+    """Its KVNode may still name the life before."""
+    rig = Rig()
+    before = await rig.agents.recent_state(NODE, "mine", AGE)
+    rig.asked.boot = "boot-2"
+    with pytest.raises(AgentError):
+        await rig.agents.grant(NODE, _grant(before.boot_id))
+    rig.clock.advance(0.1)
+    after = await rig.agents.recent_state(NODE, "mine", AGE)
+    assert after.boot_id == "boot-2"
+    await rig.agents.grant(NODE, _grant(after.boot_id))
+
+
+def _grant(boot_id: str) -> control.GrantRequest:
+    return control.GrantRequest(cache=common.CacheRef(uid="mine"), boot_id=boot_id)
