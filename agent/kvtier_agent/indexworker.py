@@ -1,8 +1,9 @@
 """The thread in which selectors' indexes are built, and what is told of it.
 
 Why it exists: the core decides what is built next and how long to rest behind it; somebody has to call it.
-One thread for all caches of the process, since the share of a processor that it may use is the node's. It
-must not know what an index is."""
+One thread for all caches of the process, since the share of a processor that it may use is the node's. A
+build is one call, which nothing can end: one that takes too long is given up with its thread, and another
+thread builds the rest. It must not know what an index is."""
 
 from __future__ import annotations
 
@@ -28,12 +29,22 @@ log = logging.getLogger(__name__)
 NICENESS = 10
 """Of the thread, on Linux: steps come first even within the share."""
 IDLE_SECONDS = 5.0
+JOB_SECONDS = 600.0
+"""What one job may take before it is given up; the longest builds of 8,192 rows take some seconds."""
+SPARE_THREADS = 2
+"""That may take the place of threads whose job was given up and has not returned."""
 
 
 class IndexWorker:
-    """A Runner of IndexWorks; its thread starts with the first work."""
+    """A Runner of IndexWorks; its threads start with the first work."""
 
-    def __init__(self) -> None:
+    def __init__(self, job_seconds: float = JOB_SECONDS, look_seconds: float = IDLE_SECONDS) -> None:
+        """job_seconds: of the works' clock. look_seconds: how often a job's time is looked at."""
+        self._job_seconds = job_seconds
+        self._look_seconds = look_seconds
+        self._stopped = threading.Event()
+        self._watch: threading.Thread | None = None
+        self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._something = threading.Event()
         self._ending = False
@@ -44,29 +55,57 @@ class IndexWorker:
         with self._lock:
             if self._ending:
                 return
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, args=(works,), name="index-worker", daemon=True
+            if self._watch is None:
+                self._begin(works)
+                self._watch = threading.Thread(
+                    target=self._look, args=(works,), name="index-watch", daemon=True
                 )
-                self._thread.start()
+                self._watch.start()
         self._something.set()
+
+    def _begin(self, works: IndexWorks) -> None:
+        """The lock is held."""
+        self._thread = threading.Thread(target=self._run, args=(works,), name="index-worker", daemon=True)
+        self._thread.start()
+
+    def _look(self, works: IndexWorks) -> None:
+        while not self._stopped.wait(self._look_seconds):
+            with self._lock:
+                thread = self._thread
+                self._given_up = [one for one in self._given_up if one.is_alive()]
+                if self._ending:
+                    return
+                if thread is None:
+                    # All places are taken by jobs that did not return; one that does gives its place back.
+                    if len(self._given_up) <= SPARE_THREADS:
+                        self._begin(works)
+                elif thread.ident is not None and works.give_up(thread.ident, self._job_seconds):
+                    log.error("an index job was given up after %g s", self._job_seconds)
+                    self._given_up.append(thread)
+                    self._thread = None
+                    if len(self._given_up) <= SPARE_THREADS:
+                        self._begin(works)
 
     def close(self, seconds: float) -> list[str]:
         """No further work begins; what still runs after `seconds`, by name."""
         with self._lock:
             self._ending = True
-            thread = self._thread
+            threads = [one for one in (*self._given_up, self._thread) if one is not None]
+            watch = self._watch
+        self._stopped.set()
         self._something.set()
-        if thread is None:
-            return []
-        thread.join(seconds)
-        return [thread.name] if thread.is_alive() else []
+        until = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if watch is not None:
+            watch.join(max(0.0, until - time.monotonic()))
+        return [thread.name for thread in threads if thread.is_alive()]
 
     def _run(self, works: IndexWorks) -> None:
         with contextlib.suppress(OSError):
             # Of this thread alone: on Linux a priority is a thread's.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while not self._ending:
+        while not self._ending and self._thread is threading.current_thread():
             self._something.clear()
             try:
                 rest = works.run_next()

@@ -4,13 +4,13 @@ metrics."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvtier_agent.indexworker import IndexCollector, IndexWorker, make_works
+from kvtier_agent.indexworker import SPARE_THREADS, IndexCollector, IndexWorker, make_works
 from kvtier_core.errors import Reason
 from kvtier_core.selectors.lifecycle.life import LayerLife
 from kvtier_core.selectors.lifecycle.works import IndexWorks, Name, Point
@@ -67,6 +67,64 @@ def test_rows_that_come_while_queries_read_are_seen_whole_or_not_at_all() -> Non
                 assert rest == list(range(held.covered, first + BLOCK))
         assert works.caught_up([life], WAIT_SECONDS)
         assert life.covered == 200 * BLOCK
+
+
+class Stuck:
+    """Holds the jobs of chosen lives when they begin."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.entered = threading.Semaphore(0)
+        self.let_go = threading.Event()
+        self.left = 0
+
+    def __call__(self, point: Point) -> None:
+        if point is Point.TAKEN and self.left:
+            self.left -= 1
+            self.entered.release()
+            assert self.let_go.wait(WAIT_SECONDS)
+
+
+def stuck_works(count: int) -> tuple[Stuck, IndexWorker, IndexWorks]:
+    stuck, worker = Stuck(), IndexWorker(job_seconds=60.0, look_seconds=0.01)
+    stuck.left = count
+    return stuck, worker, IndexWorks(lambda: stuck.now, runner=worker, at=stuck)
+
+
+def wait(works: IndexWorks, condition: Callable[[], bool]) -> None:
+    with works._lock:
+        assert works._ran.wait_for(condition, WAIT_SECONDS)
+
+
+def test_a_build_that_does_not_end_is_given_up_and_the_others_go_on() -> None:
+    stuck, worker, works = stuck_works(1)
+    first = begun(works)
+    assert stuck.entered.acquire(timeout=WAIT_SECONDS)
+    second = begun(works)
+    assert (first.published, second.published) == (None, None)
+    stuck.now = 60.1
+    wait(works, lambda: second.published is not None)
+    assert second.covered == 2 * BLOCK
+    assert first.refused is not None
+    assert first.refused.reason is Reason.DEADLINE
+    assert works.states()[0].counted.refusals == {"DEADLINE": 1}
+    stuck.let_go.set()
+    assert worker.close(WAIT_SECONDS) == []
+    assert first.published is None, "what came after all is nobody's"
+
+
+def test_jobs_that_never_return_take_a_bounded_number_of_threads() -> None:
+    stuck, worker, works = stuck_works(SPARE_THREADS + 1)
+    for _ in range(SPARE_THREADS + 1):
+        life = begun(works)
+        assert stuck.entered.acquire(timeout=WAIT_SECONDS)
+        stuck.now += 60.1
+        wait(works, lambda life=life: life.refused is not None)  # type: ignore[misc]
+    last = begun(works)
+    assert last.published is None, "no thread is left"
+    stuck.let_go.set()
+    wait(works, lambda: last.published is not None)
+    assert worker.close(WAIT_SECONDS) == []
 
 
 class Dying(IndexWorks):

@@ -64,7 +64,8 @@ class AtOnce:
 
 
 class IndexWorks:
-    """The indexes of one process. Thread-safe; one thread at a time runs jobs."""
+    """The indexes of one process. Thread-safe; one thread at a time runs jobs, but for those that `give_up`
+    has given up."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class IndexWorks:
         self._in_a_row = 0
         self._passed_over = False
         self._others: deque[Callable[[], None]] = deque()
+        self._under_way: dict[int, tuple[Job | None, float]] = {}
         self.audits = AuditBook()
 
     # Sessions.
@@ -290,6 +292,7 @@ class IndexWorks:
                 return None
             job = None if life is None else life.start()
             other = self._others.popleft() if job is None else None
+            self._under_way[threading.get_ident()] = (job, began)
         spent = self._spent()
         try:
             if job is not None:
@@ -299,9 +302,26 @@ class IndexWorks:
         finally:
             used = max(0.0, self._spent() - spent)
             with self._lock:
+                self._under_way.pop(threading.get_ident(), None)
                 self._not_before = self._clock() + used * self._rest
                 self._ran.notify_all()
         return 0.0 if unpaced else max(0.0, self._not_before - self._clock())
+
+    def give_up(self, thread: int, seconds: float) -> bool:
+        """Whether the job of that thread (its ident) has run for more than `seconds`: then the indexes of its
+        session end for good, with DEADLINE, and what it still makes is nobody's. The call itself cannot be
+        ended; another thread may run the others."""
+        with self._lock:
+            job, began = self._under_way.get(thread, (None, self._clock()))
+            if self._clock() - began <= seconds:
+                return False
+            del self._under_way[thread]
+            session = None if job is None else self._of.get(id(job.life))
+            if session is not None and job is not None and job.life.running is job:
+                said = f"an index was not built in {seconds:g} s"
+                self._refuse(session, CoreError(Reason.DEADLINE, said))
+            self._ran.notify_all()
+            return True
 
     def _run(self, job: Job, began: float, *, exposed: bool) -> None:
         try:
