@@ -216,12 +216,16 @@ class PairedEngine:
     @contextmanager
     def seated(self, session_id: str, generation: int) -> Iterator[Seat]:
         """The session's seat, which nobody moves meanwhile. SESSION_UNKNOWN, GENERATION_STALE."""
-        seat = self._seats.get(session_id)
-        if seat is None:
-            raise CoreError(Reason.SESSION_UNKNOWN, f"no session {session_id} here")
+        seat = self._seat_of(session_id)
         with seat.lock:
             seat.check(generation)
             yield seat
+
+    def _seat_of(self, session_id: str) -> Seat:
+        seat = self._seats.get(session_id)
+        if seat is None:
+            raise CoreError(Reason.SESSION_UNKNOWN, f"no session {session_id} here")
+        return seat
 
     def _bring_home(self, seat: Seat, deadline: float | None = None) -> None:
         """Into the baseline's engine, whatever it is now; the seat's lock is held. What `carry` refuses."""
@@ -268,7 +272,9 @@ class PairedEngine:
     # Frames.
 
     def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
-        with self.seated(frame.session_id, frame.generation) as seat:
+        seat = self._seat_of(frame.session_id)
+        with seat.lock:
+            seat.check(frame.generation)
             return self._step(seat, frame, mode)
 
     def step_many(self, frames: Sequence[tuple[FrameInput, FrameMode]]) -> Sequence[FrameResult | CoreError]:

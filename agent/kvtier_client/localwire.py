@@ -22,7 +22,7 @@ import torch
 
 from kvtier.local import frames as wire
 from kvtier.local import memory
-from kvtier.local.receipts import AnswerRecord, unpack_answers, unpack_ended
+from kvtier.local.receipts import AnswerRecord, read_answer, unpack_answers, unpack_ended
 from kvtier.v1 import attention_pb2
 from kvtier_client.errors import KvtierError, from_detail
 from kvtier_client.localring import FLOAT_BYTES, AnswerRing, StagingRing, ring_bytes
@@ -67,6 +67,7 @@ class LocalWire:
         self._waiting: deque[list[_Waiting]] = deque()
         self._sequence = 0
         self._buffer = bytearray(wire.MAX_ANSWER_BYTES)
+        self._view = memoryview(self._buffer)
         self._timeout = 0.0
         self._answers: AnswerRing | None = None
         size = ring_bytes(MAX_OUTSTANDING * wire.aligned(wanted), offer.max_ring_bytes)
@@ -97,12 +98,12 @@ class LocalWire:
     def has_room(self, frames: Sequence[Frame]) -> bool:
         if len(self._waiting) >= MAX_OUTSTANDING:
             return False
-        return self._ring.place(sum(wire.aligned(frame.size) for frame in frames)) is not None
+        return self._ring.place(self._bytes_of(frames)) is not None
 
     def send(self, frames: Sequence[Frame]) -> None:
         if self.broken is not None:
             raise self.broken
-        size = sum(wire.aligned(frame.size) for frame in frames)
+        size = wire.aligned(frames[0].size) if len(frames) == 1 else self._bytes_of(frames)
         start = self._ring.place(size)
         if start is None or len(self._waiting) >= MAX_OUTSTANDING:
             raise KvtierError(Reason.QUEUE_FULL, f"{len(self._waiting)} messages wait for their answers")
@@ -191,6 +192,10 @@ class LocalWire:
 
     # --- parts -----------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _bytes_of(frames: Sequence[Frame]) -> int:
+        return sum(wire.aligned(frame.size) for frame in frames)
+
     def _answer(self, record: AnswerRecord, offset: int, shape: torch.Size) -> Answer | KvtierError:
         if record.error is not None:
             return from_detail(record.error)
@@ -211,6 +216,9 @@ class LocalWire:
             ) from None
         except OSError as error:
             raise self._fail(self._why_gone(error), lost=True) from None
+        one = read_answer(self._view, size)
+        if one is not None:
+            return [one]
         kind, count = self._header(size)
         if kind is not wire.Kind.ANSWERS:
             raise self._fail(KvtierError(Reason.FRAME_INVALID, f"{kind.name} came for an answer"), lost=False)

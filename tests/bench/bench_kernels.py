@@ -1,7 +1,7 @@
 """Kernels and the attention above them, part by part: a module `kernels_<part>.py` beside this is a part.
 
-`--parts` (or `KVTIER_BENCH_PARTS`) chooses parts, comma-separated; all of them without it. `--lengths` goes to
-`tokens_per_second`. A part is imported when it runs, so that a machine with a GPU needs no more than the
+`--parts` (or `KVTIER_BENCH_PARTS`) chooses parts, comma-separated; all of them without it. `--lengths` goes
+to `tokens_per_second`. A part is imported when it runs, so that a machine with a GPU needs no more than the
 kernels and torch for `gpu`, which times each kernel by CUDA events; elsewhere that part says so and times
 nothing.
 """

@@ -173,6 +173,10 @@ class Channel:
         if size == 0:
             return False
         now = time.monotonic()
+        one = wire.read_frame(self._buffer, size)
+        if one is not None:
+            self._frames((one[0],), one[1], now)
+            return True
         try:
             kind, count, sent_ns = self._header(size)
             if kind is wire.Kind.FRAMES:
@@ -195,7 +199,7 @@ class Channel:
         longest = self._office.frame_seconds
         received_at = min(now, max(sent, now - 2 * longest))
         turns = self._server.turns(records, self._attachments, rings)
-        allowed = max(turn.record.deadline_ms / 1000 or longest for turn in turns)
+        allowed = max([turn.record.deadline_ms / 1000 or longest for turn in turns])
         self._running_until = received_at + min(allowed, longest)
         self._running = turns
         try:

@@ -39,6 +39,7 @@ class Kind(IntEnum):
 
 
 _KINDS = {int(kind): kind for kind in Kind}
+_FRAMES = int(Kind.FRAMES)
 
 # magic, version, kind, bytes of the whole message, records, clock: nanoseconds of the sender's
 # CLOCK_MONOTONIC.
@@ -55,6 +56,9 @@ FRAME = struct.Struct("<HHIiII9q16s16s")
 
 # Whose input the hidden states are, hidden states, surprisals, 0, row of the first surprisal.
 EVIDENCE = struct.Struct("<iIIIq")
+
+# A whole message of one frame that has neither evidence nor extra bytes: what a token of one sequence sends.
+_ONE = struct.Struct(HEADER.format + FRAME.format.removeprefix("<"))
 
 # A frame's flags: the next layer of its step comes next, with rows to the same frontier; it has evidence.
 _FOLLOWS, _EVIDENCE = 1, 2
@@ -184,6 +188,8 @@ def unpack_attached(message: bytes | bytearray | memoryview, size: int) -> Attac
 
 def pack_frames(frames: Sequence[FrameRecord], clock_ns: int) -> bytes:
     """MalformedError for a number that has no place in its field, or too many frames."""
+    if len(frames) == 1 and frames[0].evidence is None and not frames[0].extra:
+        return _packed_frame(frames[0], clock_ns)
     if not 0 < len(frames) <= MAX_FRAMES:
         raise MalformedError(f"count: {len(frames)} frames in a message of 1 to {MAX_FRAMES}")
     records = []
@@ -223,6 +229,52 @@ def pack_frames(frames: Sequence[FrameRecord], clock_ns: int) -> bytes:
             extras.append(f.extra)
             size += len(f.extra)
     return b"".join((header(Kind.FRAMES, size, len(frames), clock_ns), *records, *extras))
+
+
+def _packed_frame(f: FrameRecord, clock_ns: int) -> bytes:
+    try:
+        return _ONE.pack(
+            MAGIC,
+            VERSION,
+            _FRAMES,
+            _ONE.size,
+            1,
+            clock_ns,
+            f.attachment,
+            _FOLLOWS if f.next_layer_follows else 0,
+            0,
+            f.layer,
+            f.rows,
+            f.queries,
+            f.generation,
+            f.step,
+            f.first_row_position,
+            f.first_query_position,
+            f.committed_frontier,
+            f.deadline_ms,
+            f.position_epoch,
+            f.sequence,
+            f.offset,
+            f.session_tag,
+            f.boot_tag,
+        )
+    except struct.error as error:
+        raise MalformedError(str(error)) from None
+
+
+def read_frame(message: bytes | bytearray | memoryview, size: int) -> tuple[FrameRecord, int] | None:
+    """The frame and the sender's clock, of a well-formed message of one frame that has neither evidence nor
+    extra bytes; None of any other, which `read_header` and `unpack_frames` read or refuse."""
+    if size != _ONE.size:
+        return None
+    magic, version, kind, length, count, clock_ns, attachment, flags, extra, *rest = _ONE.unpack_from(message)
+    if (magic, version, kind, length, count, extra) != (MAGIC, VERSION, _FRAMES, size, 1, 0):
+        return None
+    if flags & ~_FOLLOWS:
+        return None
+    record = FrameRecord(attachment, *rest)
+    record.next_layer_follows = flags == _FOLLOWS
+    return record, clock_ns
 
 
 def unpack_frames(message: bytes | bytearray | memoryview, size: int, count: int) -> list[FrameRecord]:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.local.frames import HEADER, Kind, MalformedError, header
+from kvtier.local.frames import HEADER, MAGIC, VERSION, Kind, MalformedError, header
 from kvtier.v1 import attention_pb2, common_pb2
 
 # tail bytes, layer, kind of the tail, exactness, arm, flags, sequence, step, output bytes, frontier, rows
@@ -134,7 +134,7 @@ class AnswerPacker:
         """As `answer`, without an object in between, since it is made for every layer of every token."""
         flags = _SIMULATED if simulated else 0
         manifest = self._digest(manifest_digest)
-        support = _raw(support_digest)
+        support = self._digest(support_digest)
         producer = self._digest(producer_digest)
         if manifest is None or support is None or producer is None:
             texts = attention_pb2.Receipt()
@@ -184,7 +184,7 @@ class AnswerPacker:
         return record + names + tail + extra
 
     def _digest(self, text: str) -> bytes | None:
-        """Of a manifest or a producer: the same ones again and again."""
+        """The same ones again and again; a support's for all layers of a step."""
         try:
             return self._digests[text]
         except KeyError:
@@ -212,6 +212,8 @@ def refusal(sequence: int, step: int, layer: int, detail: common_pb2.ErrorDetail
 
 
 def pack_answers(records: Sequence[bytes], clock_ns: int) -> bytes:
+    if len(records) == 1:
+        return header(Kind.ANSWERS, len(records[0]), 1, clock_ns) + records[0]
     size = sum(map(len, records))
     return b"".join((header(Kind.ANSWERS, size, len(records), clock_ns), *records))
 
@@ -275,8 +277,25 @@ def unpack_answers(message: bytes | bytearray | memoryview, size: int, count: in
     return found
 
 
-# The first fields of an answer, all that its reader needs at once.
+# The first fields of an answer, all that its reader needs at once; and with the header before them.
 _HEAD = struct.Struct("<IiBBBB3q")
+_ONE = struct.Struct(HEADER.format + _HEAD.format.removeprefix("<"))
+_ANSWERS = int(Kind.ANSWERS)
+
+
+def read_answer(message: memoryview, size: int) -> AnswerRecord | None:
+    """The answer of a well-formed message of one that is no refusal; None of any other, which `read_header`
+    and `unpack_answers` read or refuse."""
+    if size < HEADER.size + ANSWER.size:
+        return None
+    magic, version, kind, length, count, _, tail, layer, has, _, _, _, sequence, step, out_bytes = (
+        _ONE.unpack_from(message)
+    )
+    if (magic, version, kind, length, count) != (MAGIC, VERSION, _ANSWERS, size, 1) or has != _RECEIPT:
+        return None
+    if HEADER.size + ANSWER.size + tail != size:
+        return None
+    return AnswerRecord(sequence, step, layer, out_bytes, None, bytes(message[HEADER.size : size]))
 
 
 def decode_receipt(raw: bytes) -> attention_pb2.Receipt:
