@@ -74,6 +74,7 @@ class Kept:
     last_look: Look | None = None
     rate: float = 0.0
     unreadable: str = ""
+    waits: dict[float, float] = field(default_factory=dict)
     probing: Probing = field(default_factory=Probing)
 
 
@@ -116,7 +117,8 @@ class Gatherer:
         exact = None if ref is None else ref.kind is CandidateClass.EXACT
         spec, spec_error = await self._spec(key, rollout, kept, exact)
         pool = await self._pool(members, cache, subject.uid, state, spec, kept, run)
-        now = self._deps.clock.now().timestamp()
+        now, steady = self._deps.clock.now().timestamp(), self._deps.clock.monotonic()
+        kept.waits = {since: kept.waits.get(since, steady) for since in _waits(state)}
         if run.look is None:
             run.look = await self._look(subject, state, spec, pool, now)
             kept.last_look = run.look or kept.last_look
@@ -139,6 +141,7 @@ class Gatherer:
             rate=_known_rate(kept, state),
             probe_trouble=kept.probing.trouble,
             quiet_since=self._quiet_since(now),
+            waited={since: steady - first for since, first in kept.waits.items()},
             ttl=_duration(rollout, "ttlAfterFinished", 0.0),
             lease_ttl=_duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL),
         )
@@ -323,6 +326,14 @@ class Gatherer:
             busy_with=busy_with(rollout, others),
             superseded_by=superseded_by(rollout, others, completed=state.phase is Phase.COMPLETED),
         )
+
+
+def _waits(state: RolloutState) -> tuple[float, ...]:
+    """Since when leases are waited for, as it was written down."""
+    found = [one.since for one in state.vanished]
+    found += [state.rollback.started_at] if state.rollback is not None else []
+    found += [state.revoking.since] if state.revoking is not None else []
+    return tuple(found)
 
 
 def _known_rate(kept: Kept, state: RolloutState) -> float:

@@ -7,6 +7,7 @@ gathered or wishes fulfilled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvtier_evidence.carry import Carry
@@ -136,8 +137,9 @@ class Inputs:
     pass or window. ttl: seconds that a finished rollout is kept. lease_ttl: seconds, also of a spec that
     cannot be run. approved_ttl: of the rollout whose candidate the cache holds approved. rate: requests a
     second in the blast radius, 0 when not known. quiet_since: when this process became leader; it knows
-    nothing of renewals sent before that. probe_trouble: reason and sentence of a probe Job that makes no
-    evidence."""
+    nothing of renewals sent before that. waited: how long this process has waited for leases since a time
+    that was written down, in seconds that nobody can set. probe_trouble: reason and sentence of a probe Job
+    that makes no evidence."""
 
     now: float
     uid: str
@@ -156,6 +158,7 @@ class Inputs:
     look: Look | None = None
     last_look: Look | None = None
     quiet_since: float = 0.0
+    waited: Mapping[float, float] = field(default_factory=dict)
     ttl: float = 0.0
     lease_ttl: float = DEFAULT_LEASE_TTL
     approved_ttl: float = DEFAULT_LEASE_TTL

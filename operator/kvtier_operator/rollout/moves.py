@@ -234,9 +234,14 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
 def lease_end(inputs: Inputs, since: float, at_least: float = 0.0) -> float:
     """When every lease that could have been renewed before `since`, or by an operator before this one, has
     provably ended: TTL + 10 %, at least the second that a short lease's renewal may be on its way. The TTL
-    is the spec's, or `at_least` where that is longer."""
+    is the spec's, or `at_least` where that is longer. What this process has waited it has measured: a wall
+    clock that is set meanwhile, or was another's, changes nothing."""
     ttl = max(inputs.lease_ttl, at_least)
-    return max(since, inputs.quiet_since) + ttl + max(ttl * (LEASE_GRACE - 1), MIN_GRACE)
+    wait = ttl + max(ttl * (LEASE_GRACE - 1), MIN_GRACE)
+    waited = inputs.waited.get(since)
+    if waited is not None:
+        return inputs.now + wait - waited
+    return max(since, inputs.quiet_since) + wait
 
 
 def excluded_now(state: RolloutState, agents: Sequence[AgentView], uid: str) -> frozenset[str]:

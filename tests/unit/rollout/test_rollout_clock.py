@@ -86,18 +86,28 @@ async def test_ticks_that_a_jump_forth_skipped_run_once() -> None:
     assert world.feed.looks == looks + 1
 
 
-async def test_a_clock_set_back_in_a_return_only_makes_it_wait_longer() -> None:
-    """Its lease may go on for as long as a lease lasts; the wait never ends before that."""
+@pytest.mark.parametrize("jump", [-HOUR, -5.0, 5.0, HOUR], ids=lambda jump: f"{jump:+.0f}s")
+@pytest.mark.parametrize("restarted", [False, True], ids=["same-operator", "next-operator"])
+async def test_a_clock_that_is_set_in_a_return_neither_ends_its_wait_nor_lengthens_it(
+    jump: float, restarted: bool
+) -> None:
+    """A lease may go on for as long as a lease lasts: of 10 s, with a grace of one. A successor, which knows
+    of no renewal, counts from its own start, whatever the clocks of the two say."""
     world = World(progressDeadline="10h", stages=QUICK)
     await world.until("Progressing", "Canary")
+    world.feed.default = Verdict.INSUFFICIENT
+    # Or it would count from the start of its own process.
+    await world.run(30)
     world.sims["node-1"].cut_off = True
     world.feed.gates["output"] = Verdict.FAIL
     await world.until("RollingBack")
-    world.clock.ahead = -HOUR
-    await world.run(8)
+    await world.run(2)
+    world.clock.ahead = jump
+    if restarted:
+        world.restart()
+    await world.run(7)
     assert world.condition("CandidateRevoked")["status"] == "False"
-    world.clock.ahead = 0.0
-    await world.run(10)
+    await world.run(6)
     assert world.condition("CandidateRevoked")["status"] == "True"
     assert held(world) == []
 
