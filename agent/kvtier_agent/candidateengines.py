@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS = 10.0
 # While no command of the cache waits: storage that hangs must not keep other caches from being looked after.
 SETTLE_SECONDS = 60.0
+# For which an engine waits whose building outlasted the lease that it was built for: its grant is repeated.
+KEPT_SECONDS = 120.0
 
 
 def paired(host: CacheHost) -> PairedEngine:
@@ -80,8 +82,17 @@ class _Ending:
 class CandidateEngines:
     """Of one node; on the event loop."""
 
-    def __init__(self, tiers: NodeTiers, factory: EngineFactory, blocks_of: BlocksOf) -> None:
+    def __init__(
+        self,
+        tiers: NodeTiers,
+        factory: EngineFactory,
+        blocks_of: BlocksOf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """clock: seconds."""
         self._tiers = tiers
+        self._clock = clock
+        self._kept_until: dict[str, float] = {}
         self._factory = factory
         self._blocks_of = blocks_of
         self._former_blocks: dict[str, BlockHost] = {}
@@ -123,6 +134,7 @@ class CandidateEngines:
                 raise
             self._begun.discard(uid)
             engines.attach(built, digest, place)
+            self._kept_until[uid] = self._clock() + KEPT_SECONDS
         finally:
             del self._building[uid]
         log.info("cache %s: an engine for candidate %s is there", uid, digest)
@@ -135,6 +147,10 @@ class CandidateEngines:
         if blocks is not None and terms != UNDECLARED:
             await asyncio.to_thread(blocks.store.admit, terms)
         return blocks
+
+    def keep_no_more(self, uid: str) -> None:
+        """Its candidate has a lease, or has been told off: from now on the lease decides."""
+        self._kept_until.pop(uid, None)
 
     def _promised(self, hosts: Iterable[CacheHost]) -> list[RuntimeManifest]:
         """What has room on this node now."""
@@ -179,11 +195,12 @@ class CandidateEngines:
             if self._idle(host):
                 await self._closed(host)
 
-    @staticmethod
-    def _idle(host: CacheHost) -> bool:
-        """Whether there is a second engine that no lease is held for."""
+    def _idle(self, host: CacheHost) -> bool:
+        """Whether there is a second engine that no lease is held for, nor about to be."""
         beside, lease = paired(host).beside, host.enforcement.lease()
         if beside is None:
+            return False
+        if not beside.retired and self._clock() < self._kept_until.get(host.name.uid, 0.0):
             return False
         return beside.retired or lease is None or lease.terms.candidate_digest != beside.digest
 
@@ -215,6 +232,7 @@ class CandidateEngines:
         end = BlockingEnd(slot.engine.close, f"close-second-{uid}")
         self._ending[uid] = _Ending(slot.place, slot.engine.live_manifest(), end)
         self._begun.discard(uid)
+        self._kept_until.pop(uid, None)
         return True
 
     async def ended(self, uid: str, seconds: float) -> bool:

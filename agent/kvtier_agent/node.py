@@ -96,7 +96,7 @@ class Node:
         self._book = FenceBook(state.fences)
         self._locks = KeyedLocks()
         self._ends = CacheEnds()
-        self._candidates = CandidateEngines(tiers, engine_factory, blocks_of)
+        self._candidates = CandidateEngines(tiers, engine_factory, blocks_of, lambda: clock() / 1e9)
         self._opening = 0
         self._asking: asyncio.Future[list[Asked]] | None = None
         self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
@@ -264,6 +264,7 @@ class Node:
             if judgement is Judgement.ADVANCE:
                 await self._commit(_unchanged(command, CommandKind.GRANT, host))
             lease = host.enforcement.grant(terms, judgement, received)
+            self._candidates.keep_no_more(uid)
             host.evidence.open(window)
             host.window = window.key
             host.rollout_traceparent = traceparent
@@ -289,6 +290,7 @@ class Node:
             judgement = self._book.judge(uid, command.fence.value, CommandKind.REVOKE, command.content)
             host = self.host(command.cache)
             host.enforcement.revoke(reason)
+            self._candidates.keep_no_more(uid)
             self.changed.set()
             if judgement is Judgement.ADVANCE:
                 await self._commit(_unchanged(command, CommandKind.REVOKE, host))

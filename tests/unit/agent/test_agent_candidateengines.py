@@ -81,6 +81,41 @@ async def test_it_is_closed_once_no_lease_is_held_for_it(bench: Bench, how: str)
     assert engines(bench) == [bench.baseline.digest()]
 
 
+def slowly(bench: Bench, seconds: int) -> None:
+    """Engines that take so long to build."""
+
+    def made(manifest: RuntimeManifest) -> FakeEngine:
+        bench.clock.advance(seconds)
+        return FakeEngine(manifest)
+
+    bench.engines_made = made
+
+
+@pytest.mark.parametrize("end", ["repeated", "revoked", "never"])
+async def test_one_that_takes_longer_to_build_than_its_lease_waits_for_the_grants_repeat(
+    bench: Bench, end: str
+) -> None:
+    """Or it would be built anew for each repeat, for ever."""
+    slowly(bench, 70)
+    with pytest.raises(CoreError) as refused:
+        await granted(bench)
+    assert refused.value.reason is Reason.LEASE_EXPIRED
+    await bench.node.tend_candidates()
+    assert engines(bench) == [bench.baseline.digest(), OTHER.digest()]
+    if end == "repeated":
+        await granted(bench)
+        await bench.node.tend_candidates()
+        assert await proved(bench) == (bench.baseline.digest(), OTHER.digest())
+        assert len(bench.engines) == 2
+        bench.clock.advance(61)
+    elif end == "revoked":
+        await bench.node.revoke(bench.command(), "IntentAbort", b"nonce")
+    else:
+        bench.clock.advance(121)
+    await bench.node.tend_candidates()
+    assert engines(bench) == [bench.baseline.digest()]
+
+
 async def test_a_session_in_it_keeps_it_and_the_next_candidate_waits(bench: Bench) -> None:
     """These engines carry nothing, so that sessions stay until they end."""
     second = await granted(bench)
