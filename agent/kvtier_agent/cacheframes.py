@@ -164,7 +164,8 @@ class CacheFrames:
             return CoreError(Reason.INTERNAL, DEFECT)
 
     def _prepare(self, session: Session, frame: FrameInput, queries: int) -> PreparedFrame:
-        """How the frame is computed now."""
+        """How the frame is computed now. SESSION_UNKNOWN where the session was ended as it came."""
+        session.check_open()
         first_query = frame.first_query_position if frame.step != session.step else session.step_first_query
         decode = queries == 1 and _decodes(session, frame, first_query)
         assignment = session.assignment

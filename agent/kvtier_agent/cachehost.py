@@ -194,6 +194,11 @@ class CacheHost:
         now = self._clock()
         return [s for s in self.sessions.values() if not s.frames_running and now - s.last_used_ns > idle_ns]
 
+    def end_idle(self, idle_ns: int, why: str) -> list[Session]:
+        """Those of them that nobody uses in this moment, for their caller to close."""
+        before = self._clock() - idle_ns
+        return [one for one in list(self.sessions.values()) if one.end_when_idle(before, why)]
+
     def _lacks(self, assignment: Assignment, gives: EngineGives) -> CoreError | None:
         """Why the grant's candidate could not answer the session, of one that the grant covers."""
         terms = assignment.terms

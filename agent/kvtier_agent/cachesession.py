@@ -80,6 +80,21 @@ class Session:
         with self._counting:
             self.frames_running -= 1
 
+    def end_when_idle(self, before_ns: int, why: str) -> bool:
+        """Whether it is ended: it was last used before then, and nothing of it runs. What comes from here on
+        is refused; what had begun before keeps it. before_ns: CLOCK_BOOTTIME."""
+        with self._counting:
+            if self.frames_running or self.last_used_ns >= before_ns:
+                return False
+            self.ended = why
+            return True
+
+    def check_open(self) -> None:
+        """SESSION_UNKNOWN, with the reason, once it was ended. Asked between `begin_frame` and `end_frame`,
+        in which nobody ends it."""
+        if self.ended:
+            raise CoreError(Reason.SESSION_UNKNOWN, self.ended, {"ended": "idle"})
+
     def begin_again(self) -> None:
         """After an edit steps may have any number, so that none seen before says anything of them, but that
         there were some. What was measured stays."""

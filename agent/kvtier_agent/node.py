@@ -335,11 +335,12 @@ class Node:
             session = host.sessions.get(session_id)
             if session is not None:
                 check_owner(session, generation, tenant)
+                session.check_open()
                 return session
             ended = host.session_for_outcome(session_id)
             if ended is not None and ended.ended:
                 check_owner(ended, generation, tenant)
-                raise CoreError(Reason.SESSION_UNKNOWN, ended.ended, {"ended": "idle"})
+                ended.check_open()
         raise CoreError(Reason.SESSION_UNKNOWN, "this agent holds no such session")
 
     def check_boot(self, boot_id: str) -> None:

@@ -63,6 +63,7 @@ class SessionEditor:
         runner = session.host.runner
         session.begin_frame()
         try:
+            session.check_open()
             answer = await runner.call(lambda: runner.engine.edit_session(asked))
         finally:
             session.end_frame()

@@ -13,7 +13,7 @@ from kvtier_agent import idlesessions
 from kvtier_agent.admission_wire import admission_message, admission_of, admission_terms, admission_text
 from kvtier_core.admission import UNDECLARED, AdmissionTerms, Idle, IdleTerms
 from kvtier_core.errors import CoreError, Reason
-from tests.unit.agent.agent_fakes import Bench
+from tests.unit.agent.agent_fakes import Bench, frame
 from tests.unit.agent.test_agent_node import open_session
 
 # The bench's agent takes a session for idle after 5 s.
@@ -63,6 +63,41 @@ async def test_a_session_lives_as_long_as_its_cache_says(
     with pytest.raises(CoreError) as other:
         bench.node.session(name, generation, "another tenant")
     assert other.value.reason is Reason.TENANT_MISMATCH
+    await bench.close()
+
+
+async def test_a_frame_that_comes_when_its_session_has_been_ended_is_refused_though_it_is_not_closed_yet(
+    tmp_path: Path,
+) -> None:
+    """Or it would be answered, and the next one not."""
+    bench = await bench_of(tmp_path, terms(Idle.DROP))
+    session = await open_session(bench)
+    bench.clock.advance(IDLE + 0.1)
+    assert idlesessions.over(bench.node.caches.values(), IDLE) == [session]
+    assert session.handle.session_id in session.host.sessions
+    with pytest.raises(CoreError) as late:
+        await session.host.frames.attend(session, frame(session.handle.session_id, 1), 1)
+    assert (late.value.reason, late.value.facts) == (Reason.SESSION_UNKNOWN, {"ended": "idle"})
+    with pytest.raises(CoreError):
+        bench.node.session(session.handle.session_id, session.handle.generation, session.tenant)
+    assert not session.frames_running and idlesessions.over(bench.node.caches.values(), IDLE) == [session]
+    await bench.close()
+
+
+@pytest.mark.parametrize("what", ["running", "just-answered"])
+async def test_a_session_whose_frame_has_begun_is_not_ended(tmp_path: Path, what: str) -> None:
+    bench = await bench_of(tmp_path, terms(Idle.DROP))
+    session = await open_session(bench)
+    bench.clock.advance(IDLE + 0.1)
+    session.begin_frame()
+    if what == "just-answered":
+        session.host.used(session)
+        session.end_frame()
+    assert await bench.node.expire_idle_sessions() == 0
+    session.check_open()
+    if what == "running":
+        session.end_frame()
+        assert await bench.node.expire_idle_sessions() == 1
     await bench.close()
 
 
