@@ -229,7 +229,7 @@ def test_training_waits_for_as_many_rows_as_declared() -> None:
         assert (index.books is None) == (index.facts.covered < 32)
         assert index.facts.covered == min(60, first + 7)
     assert index.books is not None
-    assert index.books.rows == 33
+    assert index.books.rows == 30, "however the rows behind them were cut"
     fam.verify(index, k)
 
 

@@ -185,7 +185,9 @@ class Pqcache:
             rest = own.waiting.entries
             if len(rest) < self.train_tokens:
                 return self._made(own, covered)
-            books = self.train(rest, own.facts.source.layer)
+            # A prompt that was too short goes on row by row, in appends that are cut anyhow.
+            learnt = rest if not own.facts.covered else rest[: self.train_tokens]
+            books = self.train(learnt, own.facts.source.layer)
             own = replace(own, waiting=own.waiting.first(0), books=books, made_by=books.digest)
         assert own.books is not None
         return self._made(replace(own, codes=own.codes.plus(coded(rest, own.books.entries))), covered)
