@@ -90,9 +90,24 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
+HEAD = ("| id | value | unit | goal | peer | | |", "|---|--:|---|--:|---|--:|---|")
+
+
+def with_table(page: str, new: str) -> str:
+    """The page with `new` in place of the table that it has. ValueError unless there is exactly one."""
+    lines = page.splitlines()
+    starts = [at for at, line in enumerate(lines) if line == HEAD[0]]
+    if len(starts) != 1:
+        raise ValueError(f"the page has {len(starts)} tables of rows, not one")
+    end = starts[0]
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    return "\n".join([*lines[: starts[0]], *new.splitlines(), *lines[end:]]) + "\n"
+
+
 def markdown(rows: Iterable[Row]) -> str:
     """For a page of the documentation: one table, a line per row."""
-    lines = ["| id | value | unit | goal | peer | | |", "|---|--:|---|--:|---|--:|---|"]
+    lines = list(HEAD)
     for row in rows:
         verdict = {True: "met", False: "**missed**", None: ""}[row.met]
         goal = "" if row.goal is None else f"{'<=' if row.lower_is_better else '>='} {row.goal:.4g}"

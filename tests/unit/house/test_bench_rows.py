@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.__main__ import main, suites
-from tests.bench.rows import Row, markdown, write_report
+from tests.bench.rows import Row, markdown, with_table, write_report
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,14 @@ def test_a_table_for_the_documentation_says_goal_peer_and_verdict() -> None:
         "| a.time | 3 | ms | <= 2 |  |  | **missed** |",
         "| a.fact | 1 | bool |  |  |  |  |",
     ]
+
+
+def test_a_page_is_changed_only_where_its_table_stands() -> None:
+    old, new = markdown([Row("a.speed", 1.0, "GB/s")]), markdown([Row("a.speed", 2.0, "GB/s")])
+    other = "| block | 1 |\n|---|--:|\n| 16 KiB | 0.6 |"
+    page = f"# Words\n\n{other}\n\n{{}}\n\nmore words\n"
+    assert with_table(page.format(old), new) == page.format(new)
+    assert with_table(f"# Words\n{old}\n", new + "\n") == f"# Words\n{new}\n"
+    for wrong in ("# Words\n", page.format(f"{old}\n\n{old}")):
+        with pytest.raises(ValueError, match="not one"):
+            with_table(wrong, new)
