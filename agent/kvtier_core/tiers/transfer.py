@@ -81,9 +81,16 @@ _UNLOCKED_BYTES = 1 << 20
 def move_bytes(target: memoryview, source: memoryview) -> None:
     """One memmove. From 1 MiB on through numpy, which lets other threads run meanwhile; below, a plain slice
     assignment costs less. SHORT_COPY when the lengths differ."""
-    if len(target) != len(source):
-        raise CoreError(Reason.SHORT_COPY, f"{len(source)} bytes do not fill {len(target)}")
     if len(source) < _UNLOCKED_BYTES:
-        target[:] = source
+        try:
+            target[:] = source
+        except ValueError:
+            raise _misfit(target, source) from None
         return
+    if len(target) != len(source):
+        raise _misfit(target, source)
     np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
+def _misfit(target: memoryview, source: memoryview) -> CoreError:
+    return CoreError(Reason.SHORT_COPY, f"{len(source)} bytes do not fill {len(target)}")
