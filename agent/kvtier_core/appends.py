@@ -6,13 +6,14 @@ committed or given back. It must not know tiers' contents or locks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from kvtier_core.directory import Directory
+from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import SourceBinding
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.positions import UNEDITED, PositionView
@@ -91,6 +92,20 @@ class Session:
         if len(self.producers) - 1 > len(self.edits):
             return ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY
         return ExactnessClass.EXACT_OVER_EDITED_HISTORY if self.edits else ExactnessClass.EXACT
+
+
+def session_of(sessions: Mapping[str, Session], session_id: str, generation: int) -> Session:
+    """SESSION_UNKNOWN, GENERATION_STALE."""
+    session = sessions.get(session_id)
+    if session is None:
+        raise CoreError(Reason.SESSION_UNKNOWN, f"no session {session_id} here")
+    if session.generation != generation:
+        raise CoreError(
+            Reason.GENERATION_STALE,
+            f"session {session_id} is of generation {session.generation}, not {generation}",
+            {"generation": session.generation},
+        )
+    return session
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvtier_core.appends import session_of
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.receipts import ExactnessClass, SessionHandle, SessionSpec
 from kvtier_core.sessions import RowStore, Session
@@ -80,7 +81,7 @@ class Carriage:
         """SESSION_UNKNOWN, GENERATION_STALE; UNSUPPORTED for a session with a selector, whose index would be
         left behind, and for one whose history was edited."""
         with self._lock:
-            session = self._session(session_id, generation)
+            session = session_of(self._sessions, session_id, generation)
             if self._contexts[session_id].family is not None or session.edits or session.positions.edited:
                 raise CoreError(
                     Reason.UNSUPPORTED, "a session with a selector or an edited history stays where it is"
@@ -102,7 +103,7 @@ class Carriage:
     def rows(self, session_id: str, generation: int, deadline: float | None = None) -> Iterator[CarriedRows]:
         """Every row, layer by layer and ascending, in parts. Between two parts no lock is held.
         CHECKSUM_MISMATCH, STORAGE_UNAVAILABLE, DEADLINE."""
-        layers = len(self._session(session_id, generation).layers)
+        layers = len(session_of(self._sessions, session_id, generation).layers)
         for layer in range(layers):
             chunk = 0
             while (part := self._part(session_id, generation, layer, chunk, deadline)) is not None:
@@ -114,7 +115,7 @@ class Carriage:
     ) -> CarriedRows | None:
         size = self._store.layout.chunk_tokens
         with self._lock, torch.inference_mode():
-            state = self._session(session_id, generation).layers[layer]
+            state = session_of(self._sessions, session_id, generation).layers[layer]
             ks, vs = [], []
             for at, line in enumerate(state.lines[chunk : chunk + PART_CHUNKS], start=chunk):
                 payload = self._store.read_rows(line, deadline)
@@ -129,7 +130,10 @@ class Carriage:
         """Rows from `first` on follow answers of another engine, which runs the manifest of that digest and
         merges other chunks: they are not those of this one's exact run, and answers over them say so."""
         with self._lock:
-            session, producer = self._session(session_id, generation), self._runner.producer(digest)
+            session, producer = (
+                session_of(self._sessions, session_id, generation),
+                self._runner.producer(digest),
+            )
             if session.producers[-1][1] == producer:
                 return
             session.producers.append((first, producer))
@@ -146,7 +150,7 @@ class Carriage:
         handle = self._opens(carried.spec)
         try:
             with self._lock:
-                self._store.start_step(self._session(handle.session_id, handle.generation))
+                self._store.start_step(session_of(self._sessions, handle.session_id, handle.generation))
             for part in parts:
                 self._append(handle, part, deadline)
             self._settle(handle, carried)
@@ -157,7 +161,7 @@ class Carriage:
 
     def _append(self, handle: SessionHandle, part: CarriedRows, deadline: float | None) -> None:
         with self._lock, torch.inference_mode():
-            session = self._session(handle.session_id, handle.generation)
+            session = session_of(self._sessions, handle.session_id, handle.generation)
             append = self._store.reserve(session, part.layer, part.k, part.v, deadline)
             try:
                 self._store.settle(append)
@@ -168,7 +172,7 @@ class Carriage:
 
     def _settle(self, handle: SessionHandle, carried: CarriedSession) -> None:
         with self._lock:
-            session = self._session(handle.session_id, handle.generation)
+            session = session_of(self._sessions, handle.session_id, handle.generation)
             frontiers = tuple(state.frontier for state in session.layers)
             if frontiers != carried.frontiers:
                 raise CoreError(Reason.SHORT_COPY, f"rows to {frontiers} came of {carried.frontiers}")
@@ -185,13 +189,3 @@ class Carriage:
                     for chunk, line in enumerate(state.lines):
                         last = min(state.frontier, (chunk + 1) * self._store.layout.chunk_tokens) - 1
                         self._store.directory.producer[line] = session.producer_at(last)
-
-    def _session(self, session_id: str, generation: int) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise CoreError(Reason.SESSION_UNKNOWN, f"no session {session_id} here")
-        if session.generation != generation:
-            raise CoreError(
-                Reason.GENERATION_STALE, f"session {session_id} is of generation {session.generation}"
-            )
-        return session

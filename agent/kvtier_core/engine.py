@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from kvtier_core.admission import brought
+from kvtier_core.appends import session_of
 from kvtier_core.assembly import LiveConfiguration, Node, build_tiers, check_manifest, close_tiers
 from kvtier_core.carrying import Carriage
 from kvtier_core.composition import compose
@@ -248,7 +249,7 @@ class CacheEngine:
         """Moves up to `most` sealed chunks that are the session's alone to slower tiers which have room for
         them; returns how many. SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock:
-            session, store = self._session(session_id, generation), self._store
+            session, store = session_of(self._sessions, session_id, generation), self._store
             mine = [line for state in session.layers for line in state.lines if line >= 0]
             alone = [line for line in mine if len(store.owners(line)) == 1]
             return store.placement.send_down(alone, most)
@@ -256,7 +257,7 @@ class CacheEngine:
     def close_session(self, session_id: str, generation: int) -> int:
         """Frees what the session holds; returns its rows. SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock:
-            session = self._session(session_id, generation)
+            session = session_of(self._sessions, session_id, generation)
             del self._sessions[session_id]
             self._contexts.pop(session_id).close()
             self._plans.forget(session_id)
@@ -270,7 +271,7 @@ class CacheEngine:
         SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock, torch.inference_mode():
             self._check_running()
-            session = self._session(request.session_id, request.generation)
+            session = session_of(self._sessions, request.session_id, request.generation)
             self._plans.forget(session.session_id)
             return self._edits.apply(self._contexts[session.session_id], request)
 
@@ -279,7 +280,7 @@ class CacheEngine:
         `Edits.fork`. SESSION_UNKNOWN, GENERATION_STALE, BAD_ARGUMENT when the child's id is taken."""
         with self._lock, torch.inference_mode():
             self._check_running()
-            parent = self._session(request.session_id, request.generation)
+            parent = session_of(self._sessions, request.session_id, request.generation)
             number = self._number()
             session_id = request.child_id or self._name(number)
             if session_id in self._sessions:
@@ -290,18 +291,6 @@ class CacheEngine:
             self._sessions[session_id] = child
             self._contexts[session_id] = context.forked(child, source.digest(), indexes)
             return SessionHandle(session_id, number)
-
-    def _session(self, session_id: str, generation: int) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise CoreError(Reason.SESSION_UNKNOWN, f"no session {session_id} here")
-        if session.generation != generation:
-            raise CoreError(
-                Reason.GENERATION_STALE,
-                f"session {session_id} is of generation {session.generation}, not {generation}",
-                {"generation": session.generation},
-            )
-        return session
 
     def _check_running(self) -> None:
         if self._stopped:
@@ -340,7 +329,7 @@ class CacheEngine:
     def _prepared(self, request: StepRequest, mode: StepMode) -> ResidentFrame | None:
         """The frame on the short way; None when it is not for that."""
         self._check_running()
-        session = self._session(request.session_id, request.generation)
+        session = session_of(self._sessions, request.session_id, request.generation)
         context = self._contexts[session.session_id]
         if not self._lanes.short(session.session_id, mode):
             if mode.publish is not PublishArm.EXACT or mode.compare or mode.plan is not None:
@@ -358,7 +347,7 @@ class CacheEngine:
 
     def _general(self, request: StepRequest, mode: StepMode) -> StepAnswer:
         geometry = self._manifest.model.geometry
-        session = self._session(request.session_id, request.generation)
+        session = session_of(self._sessions, request.session_id, request.generation)
         check_shapes(
             request,
             query_heads=geometry.query_heads,
@@ -388,7 +377,7 @@ class CacheEngine:
         """How a decode step of the layer would be attended as its rows lie now: every plan with its price, or
         why it lost. SESSION_UNKNOWN, GENERATION_STALE, NOT_VISIBLE."""
         with self._lock:
-            session = self._session(session_id, generation)
+            session = session_of(self._sessions, session_id, generation)
             if not 0 <= layer < len(session.layers) or not session.layers[layer].frontier:
                 raise CoreError(Reason.NOT_VISIBLE, f"layer {layer} has no rows")
             return self._plans.inspect(session, layer)
@@ -421,7 +410,7 @@ class CacheEngine:
     ) -> list[ChunkInfo]:
         """Published chunks of committed rows, by layer and chunk. SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock:
-            found = self._parts.chunks.all(self._session(session_id, generation))
+            found = self._parts.chunks.all(session_of(self._sessions, session_id, generation))
             return found[offset : None if limit is None else offset + limit]
 
     def read_chunk(
@@ -430,7 +419,7 @@ class CacheEngine:
         """A published chunk's payload, float32 [2, Hk, C, d], verified before a byte leaves.
         NOT_VISIBLE when not listed, GENERATION_STALE when it has moved since, CHECKSUM_MISMATCH, DEADLINE."""
         with self._lock:
-            session = self._session(session_id, generation)
+            session = session_of(self._sessions, session_id, generation)
             until = self._clock() + READ_TIMEOUT_SECONDS
             return self._parts.chunks.read(session, layer, chunk, chunk_generation, until)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from kvtier_core.appends import NO_LINE, Session
+from kvtier_core.appends import NO_LINE, Session, session_of
 from kvtier_core.blockstore.reads import Fetch
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.receipts import ExactnessClass
@@ -46,7 +46,7 @@ class Prefixes:
         blocks that were asked for. A call that names those from which the session started, before its first
         frame, gets the same answer: the first may have been lost."""
         with self._lock:
-            session, store = self._session(session_id, generation), self._store
+            session, store = session_of(self._sessions, session_id, generation), self._store
             layers, size = len(session.layers), store.layout.chunk_tokens
             frontier = session.layers[0].frontier
             begun = session.step >= 0 or bool(session.edits)
@@ -140,7 +140,7 @@ class Prefixes:
         after approximate answers or edits nobody else may start from them. DEADLINE: not read by `until`,
         since nobody else is served meanwhile."""
         with self._lock:
-            session, store = self._session(session_id, generation), self._store
+            session, store = session_of(self._sessions, session_id, generation), self._store
             if session.history is not ExactnessClass.EXACT or session.positions.edited:
                 raise CoreError(
                     Reason.UNCOMMITTED_ROWS,
@@ -154,13 +154,3 @@ class Prefixes:
             if line in (NO_LINE, state.open_line):
                 raise CoreError(Reason.NOT_VISIBLE, f"chunk {chunk} of layer {layer} is not sealed")
             return bytes(tensor_bytes(store.read_rows(line, until)))
-
-    def _session(self, session_id: str, generation: int) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None:
-            raise CoreError(Reason.SESSION_UNKNOWN, f"no session {session_id} here")
-        if session.generation != generation:
-            raise CoreError(
-                Reason.GENERATION_STALE, f"session {session_id} is of generation {session.generation}"
-            )
-        return session
