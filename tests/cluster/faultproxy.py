@@ -14,11 +14,13 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+
+from tests.cluster.loopthread import LoopThread
 
 _HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "content-length", "host"}
 MAX_LOG = 50_000
@@ -100,33 +102,18 @@ class Fault:
     hits: int = 0
 
 
-@dataclass
-class FaultProxy:
+class FaultProxy(LoopThread):
     """`with FaultProxy(url, ca, ...) as proxy`, then `with proxy.fault(when, action): ...`."""
 
-    target: str
-    ca_file: str
-    log: list[Passed] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, target: str, ca_file: str) -> None:
+        super().__init__()
+        self.target = target
+        self.ca_file = ca_file
+        self.log: list[Passed] = []
+        self.url = ""
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
-        self._ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
         self._open: dict[int, web.Request] = {}
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-        self.url = ""
-
-    def __enter__(self) -> FaultProxy:
-        self._thread.start()
-        assert self._ready.wait(60), "the proxy did not start"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._loop is not None and self._stop is not None
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(60)
 
     @contextlib.contextmanager
     def fault(
@@ -143,8 +130,7 @@ class FaultProxy:
 
     def cut_watches(self) -> int:
         """Breaks every connection on which events come; how many there were."""
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._cut_all(), self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(self._cut_all(), self.loop).result(60)
 
     def passed(self, since: float = 0.0) -> list[Passed]:
         with self._lock:
@@ -157,8 +143,7 @@ class FaultProxy:
                 request.transport.abort()
         return len(found)
 
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+    async def serve(self, ready: Callable[[], None], stop: asyncio.Event) -> None:
         trust = ssl.create_default_context(cafile=self.ca_file)
         connector = aiohttp.TCPConnector(ssl=trust, limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=60)
@@ -176,8 +161,8 @@ class FaultProxy:
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
             self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            self._ready.set()
-            await self._stop.wait()
+            ready()
+            await stop.wait()
             await runner.cleanup()
 
     def _strikes(self, seen: Seen) -> list[Action]:

@@ -7,50 +7,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from tests.cluster.loopthread import LoopThread
 
 
-class Relay:
+class Relay(LoopThread):
     """`with Relay(port) as relay`: whoever connects to `relay.port` speaks to that port."""
 
     def __init__(self, target: int) -> None:
+        super().__init__()
         self._target = target
-        self._ready = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
         self._flowing: asyncio.Event | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self.port = 0
-
-    def __enter__(self) -> Relay:
-        self._thread.start()
-        assert self._ready.wait(60), "the relay did not start"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._loop is not None and self._stop is not None
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(60)
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
         """Nothing passes inside, in either direction."""
-        assert self._loop is not None and self._flowing is not None
-        self._loop.call_soon_threadsafe(self._flowing.clear)
+        assert self._flowing is not None
+        self.loop.call_soon_threadsafe(self._flowing.clear)
         try:
             yield
         finally:
-            self._loop.call_soon_threadsafe(self._flowing.set)
+            self.loop.call_soon_threadsafe(self._flowing.set)
 
-    async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+    async def serve(self, ready: Callable[[], None], stop: asyncio.Event) -> None:
         self._flowing = asyncio.Event()
         self._flowing.set()
         server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
-        self._ready.set()
-        await self._stop.wait()
+        ready()
+        await stop.wait()
         server.close()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
