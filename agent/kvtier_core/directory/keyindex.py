@@ -145,24 +145,21 @@ class KeyIndex:
         order = np.argsort(shards, kind="stable")
         ends = np.cumsum(added)
         fresh = (hashed << _32) | (lines + 1).astype(np.uint64)
-        done: list[NDArray[np.int64]] = []
+        done = 0
         try:
             for shard in np.flatnonzero(added).tolist():
                 mine = order[ends[shard] - added[shard] : ends[shard]]
-                if len(mine) >= _BULK:
-                    size = self._size_for(shard, self._count_of[shard] + len(mine))
-                    self._rebuild(shard, size, fresh[mine])
-                    done.append(mine)
+                if len(mine) < _BULK:
+                    for one in mine.tolist():
+                        self.insert(int(hashed[one]), int(lines[one]))
+                        done += 1
                     continue
-                for at in range(len(mine)):
-                    one = mine[at : at + 1]
-                    self.insert(int(hashed[one[0]]), int(lines[one[0]]))
-                    done.append(one)
+                self._rebuild(shard, self._size_for(shard, self._count_of[shard] + len(mine)), fresh[mine])
+                done += len(mine)
         except BaseException:
-            # Memory may end at any shard; what others hold is theirs, so this call's goes one by one.
-            for part in done:
-                for one in part:
-                    self.remove(int(hashed[one]), int(lines[one]))
+            # Memory may end at any shard. What others hold is theirs, so this call's keys go one by one.
+            for one in order[:done].tolist():
+                self.remove(int(hashed[one]), int(lines[one]))
             raise
 
     def remove(self, hashed: int, line: int) -> None:
