@@ -162,7 +162,7 @@ async def test_blocks_and_engine_of_a_cache_share_one_deadline(way: str) -> None
     clock = [100.0]
     blocks, runner = Ending(clock, 4.75), Ending(clock, 1.0)
     ends = CacheEnds(lambda: clock[0])
-    ends.begin("u", SimpleNamespace(blocks=blocks, runner=runner))  # type: ignore[arg-type]
+    ends.begin("u", SimpleNamespace(blocks=blocks, blocks_beside=None, runner=runner))  # type: ignore[arg-type]
     if way == "close":
         assert await ends.close({}, 5.0) == ["engine of cache u"]
     else:
