@@ -89,7 +89,7 @@ def answers(
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("memory", [NO_MEMORY, MUCH], ids=["nothing-kept", "hot"])
-@pytest.mark.parametrize("tokens", [PAGE, 4 * PAGE, 20 * PAGE])
+@pytest.mark.parametrize("tokens", [4 * PAGE, 20 * PAGE])
 def test_the_bits_are_those_of_whole_blocks_and_the_bytes_those_that_left_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, memory: int
 ) -> None:
@@ -99,7 +99,7 @@ def test_the_bits_are_those_of_whole_blocks_and_the_bytes_those_that_left_the_fi
     out, told, hot, real = answers(tmp_path / "part", monkeypatch, ranged=True, memory=memory, tokens=tokens)
     assert torch.equal(out, want)
     assert not out.isnan().any()
-    assert sum(told) < sum(whole) or tokens == PAGE, "a few rows may be all of a small block"
+    assert sum(told) < sum(whole)
     # A block that is read whole leaves the file with its header's page.
     assert all(0 <= left - said <= 4096 * (said // BLOCK) for left, said in zip(real, told, strict=True))
     assert (sum(hot) > 0) is (memory == MUCH)
