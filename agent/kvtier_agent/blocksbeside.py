@@ -61,7 +61,7 @@ async def bring(keys: Sequence[bytes], source: Call, session: Session, into: Blo
             return
         there = [each.outcome in THERE for each in stored]
         done += len(there)
-        if len(payloads) < len(part) or not all(there):
+        if len(there) < len(part) or not all(there):
             return
 
 
