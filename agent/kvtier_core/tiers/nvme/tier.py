@@ -74,7 +74,7 @@ class NvmeOptions:
     threads: int = 4
     queue_items: int = 4096
     spare_threads: int = 4
-    run_bytes: int = 4 << 20
+    run_bytes: int = 8 << 20
     read_back: bool = False
     budget: WriteBudget | None = None
     pace: Pace | None = None
