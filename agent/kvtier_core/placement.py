@@ -23,7 +23,7 @@ from kvtier_core.placements.homes import ByLane, ByRecency, Homes, homes_of
 from kvtier_core.placements.preference import PlacementPreference
 from kvtier_core.tiers.arena import ArenaSlots
 from kvtier_core.tiers.base import SlotRef, Tier
-from kvtier_core.transactions import MoveKind, Transactions
+from kvtier_core.transactions import MoveKind, MoveReason, MoveRefused, Transactions
 from kvtier_crds.manifest import TierRole
 
 MOVE_SECONDS = 5.0
@@ -258,7 +258,7 @@ class Placement:
 
     def _demote(self, line: int, lower: int, deadline: float | None = None) -> None:
         """The whole move here and now, its bytes outside of the metadata lock, until `deadline` or for
-        MOVE_SECONDS: TRANSFER_TIMEOUT then. Raises MoveRefused; the chunk is still where it was, and a slot
+        MOVE_SECONDS: DEADLINE or TRANSFER_TIMEOUT then. Raises MoveRefused; the chunk is still where it was, and a slot
         in which bytes may arrive is nobody's until they cannot."""
         moves, until = self._transactions, self._until(deadline)
         with self._lock:
@@ -272,7 +272,12 @@ class Placement:
                 moves.cancel(move)
             raise
         with self._lock:
-            moves.complete(done, error)
+            try:
+                moves.complete(done, error)
+            except MoveRefused as refused:
+                if deadline is None or refused.code is not MoveReason.TRANSFER_TIMEOUT:
+                    raise
+                raise CoreError(Reason.DEADLINE, "the deadline passed before rows had moved") from refused
             moves.publish(move)
             moves.release(move)
 
