@@ -257,9 +257,9 @@ class Placement:
         return until is not None and clock is not None and clock() >= until
 
     def _demote(self, line: int, lower: int, deadline: float | None = None) -> None:
-        """The whole move here and now, its bytes outside of the metadata lock, until `deadline` or for
-        MOVE_SECONDS: DEADLINE or TRANSFER_TIMEOUT then. Raises MoveRefused; the chunk is still where it was, and a slot
-        in which bytes may arrive is nobody's until they cannot."""
+        """The whole move here and now, its bytes outside of the metadata lock, until `deadline` (DEADLINE
+        then) or for MOVE_SECONDS (TRANSFER_TIMEOUT). Raises MoveRefused; the chunk is still where it was, and
+        a slot in which bytes may arrive is nobody's until they cannot."""
         moves, until = self._transactions, self._until(deadline)
         with self._lock:
             move = moves.begin(MoveKind.DEMOTE, line, lower)
