@@ -98,7 +98,7 @@ class CandidateEngines:
         self._former_blocks: dict[str, BlockHost] = {}
         self._building: dict[str, RuntimeManifest] = {}
         self._ending: dict[str, _Ending] = {}
-        # Whose second engine has lost its blocks already, and is not used again.
+        # Whose second engine's blocks take no calls any more, so that it is not used again.
         self._begun: set[str] = set()
 
     async def prepare(self, host: CacheHost, candidate: RuntimeManifest, hosts: Iterable[CacheHost]) -> None:
@@ -214,9 +214,12 @@ class CandidateEngines:
         await asyncio.to_thread(engines.settle, time.monotonic() + CLOSE_SECONDS)
         if not await self._blocks_ended(uid):
             return False
-        if engines.seated_in(engines.beside) or not await self._beside_ended(host):
+        if engines.seated_in(engines.beside):
             return False
+        # Also when calls on its blocks outlast this: what refuses calls must never be adopted.
         self._begun.add(uid)
+        if not await self._beside_ended(host):
+            return False
         if not await asyncio.to_thread(self._taken_out, engines, uid):
             return False
         if not await self.ended(uid, CLOSE_SECONDS):

@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 
 from kvtier_agent import candidateengines, node
+from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.cachesession import CacheName
 from kvtier_agent.candidateengines import CandidateEngines, paired
@@ -131,6 +132,44 @@ async def test_a_session_in_it_keeps_it_and_the_next_candidate_waits(bench: Benc
     await host.close_session(session)
     await granted(bench, baseline_manifest(budgets={"dram": 80 * MIB}))
     assert second.closed and len(engines(bench)) == 2
+
+
+class Blocks:
+    """Shared blocks that take calls until they are told to end, which they do once `ends` is set."""
+
+    def __init__(self) -> None:
+        self.ends = self.closed = False
+
+    async def close(self, seconds: float) -> bool:
+        self.closed = True
+        return self.ends
+
+
+async def test_one_whose_blocks_have_begun_to_end_is_not_used_again(tmp_path: Path) -> None:
+    """Calls on them may outlast one attempt to end them; they refuse new ones from its beginning on."""
+    made: list[Blocks] = []
+
+    def blocks_of(engine: object) -> BlockHost:
+        made.append(Blocks())
+        return cast(BlockHost, made[-1])
+
+    bench = Bench(tmp_path, blocks_of=blocks_of)
+    await bench.apply()
+    second = await granted(bench)
+    host = bench.node.caches["cache-uid-1"]
+    await bench.node.revoke(bench.command(), "IntentAbort", b"nonce")
+    await bench.node.tend_candidates()
+    assert made[1].closed and not second.closed
+    with pytest.raises(CoreError) as refused:
+        await granted(bench)
+    assert refused.value.reason is Reason.QUEUE_FULL
+    assert not bench.node._candidates.runs(host, OTHER.digest(), ""), "nor is it adopted"
+    for one in made:
+        one.ends = True
+    assert await granted(bench) is not second
+    assert second.closed and cast(Blocks, host.blocks_beside) is made[-1] and not made[-1].closed
+    made[-1].ends = True
+    await bench.close()
 
 
 async def test_one_that_finds_no_room_is_refused_with_numbers_before_the_fence_is_spent(bench: Bench) -> None:
