@@ -256,13 +256,8 @@ class BlockCalls:
                 delete = partial(_delete_namespace, namespace=namespace)
             else:
                 delete = partial(_delete_keys, namespace=namespace, keys=await self._keys(call, span))
-            call.cache.deletions += 1
             orders, answer = await call.host.run(partial(delete, store))
-            beside = call.cache.blocks_beside
-            if beside is not None:
-                # Copies that sessions of a candidate's engine start from.
-                orders += (await beside.run(partial(delete, beside.store)))[0]
-                beside.store.parts.wake()
+            orders += await _delete_copies(call, delete)
             self._metrics.deletions_requested.inc(len(orders))
             store.parts.wake()
             done = await call.host.until(lambda: all(map(_done, orders)), call.deadline)
@@ -315,6 +310,25 @@ class BlockCalls:
 
 
 _Ordered = tuple[list[Deletion], blocks_pb2.DeleteBlocksResponse]
+
+
+async def _delete_copies(call: Call, delete: Callable[[BlockStore], _Ordered]) -> list[Deletion]:
+    """Of what sessions of a candidate's engine start from; once the call's store has none of it any more, so
+    that a copy that is on its way is either here already or finds the count moved. Those of an engine that
+    was adopted meanwhile are the cache's now."""
+    cache, orders = call.cache, list[Deletion]()
+    cache.deletions += 1
+    for host in (cache.blocks, cache.blocks_beside):
+        if host is None or host is call.host:
+            continue
+        try:
+            orders += (await host.run(partial(delete, host.store)))[0]
+            host.store.parts.wake()
+        except CoreError as error:
+            # One that has ended has nothing that anybody could start from.
+            if error.reason is not Reason.CACHE_UNKNOWN:
+                raise
+    return orders
 
 
 def _delete_namespace(store: BlockStore, namespace: bytes) -> _Ordered:

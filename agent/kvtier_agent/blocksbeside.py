@@ -35,14 +35,14 @@ def call_for(call: Call, session: Session) -> Call:
     return replace(call, host=host.blocks_beside)
 
 
-async def bring(keys: Sequence[bytes], source: Call, session: Session, into: BlockHost) -> None:
+async def bring(keys: Sequence[bytes], source: Call, into: BlockHost) -> None:
     """Copies those leading blocks that only the baseline's store has. Where one cannot be read, or finds no
     room, the rest is left: the session computes it."""
-    host, namespace = session.host, source.caller.namespace
+    namespace = source.caller.namespace
     array = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(keys), -1)
     done = len(await into.run(partial(into.store.lookup, array, namespace)))
     while done < len(keys):
-        part, deletions = keys[done : done + COPIED_AT_ONCE], host.deletions
+        part, deletions = keys[done : done + COPIED_AT_ONCE], source.cache.deletions
         with source.host.call():
             fetch = await source.host.run(
                 partial(source.host.store.fetch, part, namespace=namespace, deadline=source.deadline)
@@ -52,24 +52,31 @@ async def bring(keys: Sequence[bytes], source: Call, session: Session, into: Blo
                 payloads = await source.host.run(partial(_verified, fetch))
             finally:
                 source.host.give_back(fetch.close)
-        mine = part[: len(payloads)]
-        stored = await put_once(mine, payloads, replace(source, host=into))
-        if host.deletions != deletions:
-            # Somebody may have asked for their end while they were on the way.
-            await into.run(partial(into.store.delete, mine))
-            into.store.parts.wake()
-            return
+        stored = await put_copies(part[: len(payloads)], payloads, replace(source, host=into), deletions)
         there = [each.outcome in THERE for each in stored]
         done += len(there)
         if len(there) < len(part) or not all(there):
             return
 
 
-async def put_once(keys: Sequence[bytes], payloads: Sequence[bytes], call: Call) -> list[Stored]:
+async def put_copies(
+    keys: Sequence[bytes], payloads: Sequence[bytes], call: Call, deletions: int
+) -> list[Stored]:
     """Into the call's store, as far as there is room now. They may be lost: the baseline's store, or nobody,
-    answers for them."""
+    answers for them. deletions: the cache's count before the baseline's store was asked, or given them; when
+    it has moved since, somebody may have asked for their end, and none of them stays."""
     if not keys:
         return []
+    into = call.host
+    stored = await _put_once(keys, payloads, call)
+    if call.cache.deletions != deletions:
+        await into.run(partial(into.store.delete, keys))
+        into.store.parts.wake()
+        return []
+    return stored
+
+
+async def _put_once(keys: Sequence[bytes], payloads: Sequence[bytes], call: Call) -> list[Stored]:
     put = partial(
         call.host.store.put,
         keys,

@@ -20,7 +20,7 @@ from kvtier.v1 import blocks_pb2
 from kvtier_agent import convert
 from kvtier_agent.blockcalls import BlockCalls, Call
 from kvtier_agent.blockhost import BlockHost
-from kvtier_agent.blocksbeside import bring, call_for, put_once
+from kvtier_agent.blocksbeside import bring, call_for, put_copies
 from kvtier_agent.blockscope import MAX_BLOCKS, Span, check_cost, span_of
 from kvtier_agent.blockstoring import stored_message
 from kvtier_agent.cachesession import Session
@@ -61,7 +61,7 @@ class BlockSessions:
             keys = await host.run(partial(_keys, call.source, span, call.manifest))
             asked = hashlib.sha256(keys.tobytes()).digest()
             if host is not common.host:
-                await bring([key.tobytes() for key in keys], common, session, host)
+                await bring([key.tobytes() for key in keys], common, host)
             fetch = await host.run(
                 lambda: host.store.fetch(
                     [key.tobytes() for key in keys], namespace=call.caller.namespace, deadline=call.deadline
@@ -109,13 +109,13 @@ class BlockSessions:
                     )
                     for layer in range(layers)
                 ]
-                mine = keys[chunk * layers : (chunk + 1) * layers]
+                mine, deletions = keys[chunk * layers : (chunk + 1) * layers], call.cache.deletions
                 outcomes += await _put(call, mine, payloads, request)
                 own = call_for(call, session)
                 if own is not call:
                     # Its engine's other sessions find them under that engine's bounds.
                     with own.host.call():
-                        await put_once(mine, payloads, own)
+                        await put_copies(mine, payloads, own, deletions)
             if request.durable:
                 await _write_through(call, keys, outcomes)
             there = [each.outcome in THERE for each in outcomes]

@@ -3,16 +3,22 @@ deleted while it was on its way."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import xxhash
 
-from kvtier_agent.blockcalls import Call
+from kvtier.v1 import blocks_pb2
+from kvtier_agent import blockcalls, blocksessions
+from kvtier_agent.blockcalls import BlockCalls, Call
 from kvtier_agent.blocksbeside import COPIED_AT_ONCE, bring
-from kvtier_core.blockstore.outcomes import PutOutcome
+from kvtier_agent.blocksessions import BlockSessions
+from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.errors import CoreError, Reason
 
 KEYS = [bytes([n % 256, n // 256]) * 16 for n in range(2 * COPIED_AT_ONCE + 3)]
@@ -55,6 +61,7 @@ class Store:
         self.store = self
         self.parts = SimpleNamespace(wake=lambda: None)
         self.on_put: Callable[[], None] = lambda: None
+        self.on_delete: Callable[[], None] = lambda: None
 
     def call(self) -> Any:
         return self
@@ -65,6 +72,8 @@ class Store:
 
     async def run(self, function: Callable[[], Any]) -> Any:
         return function()
+
+    def mark(self) -> None: ...
 
     async def until(self, done: Callable[[], bool], deadline: float) -> bool:
         return done()
@@ -92,7 +101,7 @@ class Store:
             fits = len(self.held) < self.room
             if fits:
                 self.held[key] = payload
-            stored.append(SimpleNamespace(outcome=PutOutcome.STORED if fits else PutOutcome.REFUSED))
+            stored.append(Stored(PutOutcome.STORED if fits else PutOutcome.REFUSED))
         return stored
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -100,12 +109,12 @@ class Store:
             self.held.pop(key, None)
 
 
-async def copied(source: Store, into: Store, host: Any = None) -> list[bytes]:
+async def copied(source: Store, into: Store, cache: Any = None) -> list[bytes]:
     """What the second store has afterwards, of KEYS and in their order."""
+    cache = cache or SimpleNamespace(deletions=0)
     caller = SimpleNamespace(namespace=b"n", source=SimpleNamespace(block_tokens=64))
-    call = Call(cast(Any, source), cast(Any, None), cast(Any, None), cast(Any, caller), 1.0)
-    session = SimpleNamespace(host=host or SimpleNamespace(deletions=0))
-    await bring(KEYS, call, cast(Any, session), cast(Any, into))
+    call = Call(cast(Any, source), cache, cast(Any, None), cast(Any, caller), 1.0)
+    await bring(KEYS, call, cast(Any, into))
     assert source.open == 0, "every scope was left"
     assert all(into.held[key] == b"payload of " + key for key in into.held)
     return [key for key in KEYS if key in into.held]
@@ -140,10 +149,131 @@ async def test_what_finds_no_room_is_left(room: int) -> None:
 
 
 async def test_what_was_deleted_meanwhile_is_not_there_afterwards() -> None:
-    host, into = SimpleNamespace(deletions=0), Store()
+    cache, into = SimpleNamespace(deletions=0), Store()
 
     def deleted() -> None:
-        host.deletions += 1
+        cache.deletions += 1
 
     into.on_put = deleted
-    assert await copied(Store(KEYS), into, host) == []
+    assert await copied(Store(KEYS), into, cache) == []
+
+
+class Calls(BlockCalls):
+    """Calls on a cache that is given."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cast(Any, None), cast(Any, SimpleNamespace(deletions_requested=Counter())))
+        self.cache = cache
+
+    def call_of(self, scope: object, *, source_needed: bool = True) -> Call:
+        caller = SimpleNamespace(namespace=b"n")
+        return Call(self.cache.blocks, self.cache, cast(Any, None), cast(Any, caller), 1.0)
+
+
+class Counter:
+    def inc(self, amount: int) -> None: ...
+
+
+@pytest.fixture
+def deleted(monkeypatch: pytest.MonkeyPatch) -> list[Store]:
+    """Stores of which a namespace was deleted, in order; `on_delete` is called then."""
+    stores: list[Store] = []
+
+    def delete(store: Store, namespace: bytes) -> Any:
+        stores.append(store)
+        store.held.clear()
+        store.on_delete()
+        return [], blocks_pb2.DeleteBlocksResponse(tombstoned=len(stores))
+
+    monkeypatch.setattr(blockcalls, "_delete_namespace", delete)
+    return stores
+
+
+WHOLE = blocks_pb2.DeleteBlocksRequest(whole_namespace=True)
+
+
+async def test_a_deletion_is_of_both_engines_and_counts_once_the_baseline_has_none_of_it(
+    deleted: list[Store],
+) -> None:
+    """A copy that was read before the baseline's deletion and arrives after the other's must see that the
+    count has moved since it was read."""
+    cache = SimpleNamespace(blocks=Store(KEYS), blocks_beside=Store(KEYS), deletions=0)
+    counts: list[int] = []
+    for store in (cache.blocks, cache.blocks_beside):
+        store.on_delete = lambda: counts.append(cache.deletions)
+    answer = await Calls(cache).delete(WHOLE)
+    assert deleted == [cache.blocks, cache.blocks_beside]
+    assert counts == [0, 1]
+    assert answer.tombstoned == 1, "copies are not counted again"
+
+
+async def test_a_deletion_reaches_the_blocks_of_an_engine_that_is_adopted_meanwhile(
+    deleted: list[Store],
+) -> None:
+    first, second = Store(KEYS), Store(KEYS)
+    cache = SimpleNamespace(blocks=first, blocks_beside=second, deletions=0)
+
+    def adopted() -> None:
+        cache.blocks, cache.blocks_beside = second, None
+
+    first.on_delete = adopted
+    await Calls(cache).delete(WHOLE)
+    assert deleted == [first, second] and not second.held
+
+
+@pytest.mark.parametrize(
+    ("reason", "passes"),
+    [
+        pytest.param(Reason.CACHE_UNKNOWN, True, id="ended"),
+        pytest.param(Reason.QUEUE_FULL, False, id="busy"),
+    ],
+)
+async def test_a_deletion_does_not_fail_for_an_engine_that_has_ended(
+    deleted: list[Store], reason: Reason, passes: bool
+) -> None:
+    cache = SimpleNamespace(blocks=Store(KEYS), blocks_beside=Store(KEYS), deletions=0)
+
+    def refuse() -> None:
+        raise CoreError(reason, "no threads")
+
+    cache.blocks_beside.on_delete = refuse
+    with contextlib.nullcontext() if passes else pytest.raises(CoreError):
+        await Calls(cache).delete(WHOLE)
+
+
+async def test_what_a_session_publishes_is_not_copied_past_a_deletion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    baselines, own = Store(), Store()
+    cache = SimpleNamespace(deletions=0)
+    caller = SimpleNamespace(namespace=b"n", source=SimpleNamespace(block_tokens=64))
+    manifest = SimpleNamespace(model=SimpleNamespace(geometry=SimpleNamespace(layers=1)), chunk_tokens=64)
+    call = Call(cast(Any, baselines), cast(Any, cache), cast(Any, manifest), cast(Any, caller), 1.0)
+
+    async def now(function: Callable[[], Any]) -> Any:
+        return function()
+
+    handle = SimpleNamespace(session_id="s", generation=1)
+    session = SimpleNamespace(host=SimpleNamespace(runner=SimpleNamespace(call=now)), handle=handle)
+    prefixes = SimpleNamespace(payload=lambda *_: b"payload of " + KEYS[0])
+
+    class Given(BlockSessions):
+        def _of(self, scope: object, session_id: str, generation: int) -> Any:
+            return call, session, prefixes
+
+    monkeypatch.setattr(blocksessions, "_keys", lambda *_: np.frombuffer(KEYS[0], np.uint8).reshape(1, -1))
+    monkeypatch.setattr(blocksessions, "call_for", lambda call, _: replace(call, host=own))
+
+    def gone() -> None:
+        """Between the two stores somebody deletes it."""
+        cache.deletions += 1
+
+    node = cast(Any, SimpleNamespace(draining=False, boot_id="b"))
+    request = blocks_pb2.PublishSessionRequest(span=blocks_pb2.BlockSpan(tokens=b"\0" * 256))
+    sessions = Given(node, cast(Any, None))
+    await sessions.publish(request)
+    assert set(own.held) == {KEYS[0]}
+    own.held.clear()
+    baselines.on_put = gone
+    await sessions.publish(request)
+    assert not own.held
