@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -119,3 +120,33 @@ def test_the_frontier_moves_with_each_flush() -> None:
         commit.expect(1)
         commit.arrive(Writer(1, 0), commit.stamp())
         assert commit.frontier == expected
+
+
+class Broken(Writer):
+    def committed(self, error: CoreError | None) -> None:
+        super().committed(error)
+        raise ZeroDivisionError("a defect")
+
+
+@pytest.mark.parametrize("where", ["flush", "writer"])
+def test_who_came_during_a_defect_is_flushed_all_the_same(where: str) -> None:
+    later: list[Writer] = []
+
+    def flush() -> None:
+        if later:
+            return
+        commit.expect(1)
+        later.append(Writer(1, commit.stamp()))
+        commit.arrive(later[0], later[0].group)
+        if where == "flush":
+            raise ZeroDivisionError("a defect")
+
+    commit = GroupCommit(flush, lambda _frontier, _blocks: None, LIMIT, frontier=10)
+    commit.expect(1)
+    first = Broken(1, commit.stamp()) if where == "writer" else Writer(1, commit.stamp())
+    with pytest.raises(ZeroDivisionError):
+        commit.arrive(first, first.group)
+    assert later[0].told == [None]
+    (told,) = first.told
+    assert (told is None) if where == "writer" else (told is not None and told.reason is Reason.INTERNAL)
+    assert commit.frontier == (12 if where == "writer" else 10), "what failed is not proven"

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
-from kvtier_core.errors import CoreError
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.telling import tell_each
 
 
 class Writer(Protocol):
@@ -93,49 +95,56 @@ class GroupCommit:
             self._frozen = group - 1 if self._frozen is None else min(self._frozen, group - 1)
 
     def lead(self) -> None:
-        """Flushes as long as someone waits and nobody else is expected or the limit is reached."""
-        while True:
-            with self._lock:
-                ready = self._pending and (self._expected <= 0 or self._weight >= self._limit)
-                if self._flushing or not ready:
-                    return
-                batch, self._pending, self._weight = self._pending, [], 0
-                self._flushing = True
-                self._group += 1
-            error: CoreError | None = None
+        """Flushes as long as someone waits and nobody else is expected or the limit is reached. A defect, in
+        the flush or in what a writer does with its end, is raised when there is nobody left: those who came
+        meanwhile have nobody else."""
+        defects: list[Exception] = []
+        while (batch := self._ready()) is not None:
             try:
-                self._flush()
-            except CoreError as raised:
-                error = raised
-            with self._lock:
-                self.flushes += 1
-                for group, _ in batch:
-                    if group is not None:
-                        self._unstamp(group)
-                        if error is not None:
-                            self._frozen = group - 1 if self._frozen is None else min(self._frozen, group - 1)
-                lowest = min(self._stamped, default=self._group)
-                self._frontier = max(self._frontier, self._bounded(lowest - 1))
-                frontier = self._frontier
-            try:
-                self._tell([writer for _, writer in batch], error)
-                if error is None:
-                    self._flushed(frontier, sum(writer.weight for _, writer in batch))
+                self._lead(batch, defects)
             finally:
                 with self._lock:
                     self._flushing = False
-
-    @staticmethod
-    def _tell(writers: Sequence[Writer], error: CoreError | None) -> None:
-        """All of them, whatever one of their callers does."""
-        defects: list[Exception] = []
-        for writer in writers:
-            try:
-                writer.committed(error)
-            except Exception as defect:
-                defects.append(defect)
         if defects:
             raise defects[0]
+
+    def _ready(self) -> list[tuple[int | None, Writer]] | None:
+        """Takes what is to be flushed now, by whoever asks; None: nothing, or another is at it."""
+        with self._lock:
+            ready = self._pending and (self._expected <= 0 or self._weight >= self._limit)
+            if self._flushing or not ready:
+                return None
+            batch, self._pending, self._weight = self._pending, [], 0
+            self._flushing = True
+            self._group += 1
+            return batch
+
+    def _lead(self, batch: list[tuple[int | None, Writer]], defects: list[Exception]) -> None:
+        error: CoreError | None = None
+        try:
+            self._flush()
+        except CoreError as raised:
+            error = raised
+        except Exception as defect:
+            defects.append(defect)
+            error = CoreError(Reason.INTERNAL, f"{type(defect).__name__}: {defect}")
+        with self._lock:
+            self.flushes += 1
+            for group, _ in batch:
+                if group is not None:
+                    self._unstamp(group)
+                    if error is not None:
+                        self._frozen = group - 1 if self._frozen is None else min(self._frozen, group - 1)
+            lowest = min(self._stamped, default=self._group)
+            self._frontier = max(self._frontier, self._bounded(lowest - 1))
+            frontier = self._frontier
+        told: list[Callable[[], object]] = [partial(writer.committed, error) for _, writer in batch]
+        if error is None:
+            told.append(partial(self._flushed, frontier, sum(writer.weight for _, writer in batch)))
+        try:
+            tell_each(told)
+        except Exception as defect:
+            defects.append(defect)
 
     def _bounded(self, frontier: int) -> int:
         return frontier if self._frozen is None else min(frontier, self._frozen)
