@@ -10,9 +10,12 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from kvtier_core.telling import report_defect
+
 
 class Errands:
-    """Work runs in the order of `run`. It is bounded by its callers: each waits for its own."""
+    """Work runs in the order of `run`. It is bounded by its callers: each waits for its own. Work that raises
+    ends none behind it."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -25,7 +28,10 @@ class Errands:
 
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception:
+                report_defect()
 
     def close(self, seconds: float) -> bool:
         """Ends what is queued; whether that was done within `seconds`."""

@@ -12,9 +12,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.telling import report_defect, tell_each
 from kvtier_core.tiers.nvme.pace import Load, Pace, Way
 
 _TIMER_MAX_WAIT_SECONDS = 1.0
@@ -156,12 +158,13 @@ class IoPool:
             if self._pace is not None:
                 # Whoever calls this may have moved the clock.
                 self._work.notify_all()
-        for job in never:
-            job.refuse(_late(self._name))
-        for job in late:
-            job.expire()
-        if late:
-            self._hung_changed()
+        tell_each(
+            [
+                *(partial(job.refuse, _late(self._name)) for job in never),
+                *(job.expire for job in late),
+                *([self._hung_changed] if late else ()),
+            ]
+        )
 
     def drain(self, seconds: float) -> bool:
         """Takes no more work and waits (real time) until all is over. Then, or when the time is up, what has
@@ -177,12 +180,12 @@ class IoPool:
             self._work.notify_all()
             self._timer_wake.notify_all()
             threads = [*(self._threads - self._hung), *([self._timer] if self._timer else [])]
-        for job in never:
-            job.refuse(CoreError(Reason.DRAINING, f"{self._name} closed before this began"))
-        for job in late:
-            job.expire()
-        for thread in threads:
-            thread.join(_JOIN_SECONDS)
+        closed = CoreError(Reason.DRAINING, f"{self._name} closed before this began")
+        try:
+            tell_each([*(partial(job.refuse, closed) for job in never), *(job.expire for job in late)])
+        finally:
+            for thread in threads:
+                thread.join(_JOIN_SECONDS)
         return over
 
     def _grow(self, jobs: int) -> None:
@@ -288,7 +291,11 @@ class IoPool:
                         wait = min(max(wait, _TIMER_MIN_WAIT_SECONDS), _TIMER_MAX_WAIT_SECONDS)
                     self._timer_wake.wait(wait if dues else None)
                     continue
-            self.expire()
+            try:
+                self.expire()
+            except Exception:
+                # Nobody else would keep the deadlines of those that come.
+                report_defect()
 
 
 def _late(name: str) -> CoreError:

@@ -10,9 +10,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.telling import tell_each
 from kvtier_core.tiers.base import TierMeasurement
 from kvtier_core.tiers.fileops import Buffer
 from kvtier_core.tiers.nvme.batch import Batch, runs
@@ -110,15 +112,13 @@ class Job(ABC):
 
     def expire(self) -> None:
         late = CoreError(Reason.DEADLINE, "storage did not end in time; it may still do so")
-        for index in self._indexes:
-            self._batch.done(index, late)
+        tell_each(partial(self._batch.done, index, late) for index in self._indexes)
 
     def refuse(self, error: CoreError) -> None:
         self._end(error)
 
     def _end(self, error: CoreError | None) -> None:
-        for index in self._indexes:
-            self._batch.over(index, error)
+        tell_each(partial(self._batch.over, index, error) for index in self._indexes)
 
 
 class ReadJob(Job):
