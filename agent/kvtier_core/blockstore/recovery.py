@@ -32,13 +32,14 @@ class Recovers(Protocol):
 
 def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock], keeping: Keeping) -> Counter[int]:
     """Inserts every recovered block of a tier with its one copy; returns how many by namespace index. A block
-    that another tier has given back already is not needed twice: its slot is free. What was promised of one
-    after its header was written holds. Raises CoreError: NO_DESTINATION_CAPACITY."""
+    that another tier has given back already is not needed twice: its slot is free, and what was promised of
+    it holds for the other copy. What was promised of one after its header was written holds. Raises
+    CoreError: NO_DESTINATION_CAPACITY."""
     owners: Counter[int] = Counter()
     kept: list[Copy] = []
     directory = parts.directory
     while read := list(islice(found, _AT_ONCE)):
-        batch = [block for block in read if _is_new(parts, tier, block)]
+        batch = [block for block in read if _is_new(parts, tier, block, keeping)]
         each = [block.identity for block in batch]
         keys = np.frombuffer(b"".join(item.chunk_digest for item in each), dtype=np.uint8)
         namespaces = np.asarray([parts.namespaces.index(item.namespace) for item in each], dtype=np.int32)
@@ -69,8 +70,13 @@ def restore(parts: Parts, tier: int, found: Iterator[RecoveredBlock], keeping: K
     return owners
 
 
-def _is_new(parts: Parts, tier: int, block: RecoveredBlock) -> bool:
-    if parts.directory.locate(block.identity.chunk_digest) == NO_LINE:
+def _is_new(parts: Parts, tier: int, block: RecoveredBlock, keeping: Keeping) -> bool:
+    line = parts.directory.locate(block.identity.chunk_digest)
+    if line == NO_LINE:
         return True
+    promised = keeping.covers(tier, (block.ref, block.identity.replica_generation))
+    if promised or not block.identity.droppable:
+        # The other may be an older copy, from before anybody asked for as much.
+        keeping.keep(line)
     parts.tiers[tier].release(block.ref)
     return False

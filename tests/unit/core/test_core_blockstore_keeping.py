@@ -18,7 +18,7 @@ from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.fileops import OsFileOps
 from kvtier_core.tiers.nvme import NvmeTier
 from kvtier_core.tiers.slots import SlotRef
-from kvtier_core.transactions import MoveReason
+from kvtier_core.transactions import MoveKind, MoveReason
 from tests.unit.core.nvme_files import ScriptedFiles, failing
 from tests.unit.core.nvme_store import LAYOUT, NAMESPACE, SIZE, content, key, open_store
 
@@ -160,3 +160,48 @@ def test_notes_that_cannot_be_read_open_no_store(tmp_path: Path) -> None:
     read = KeptNotes(tmp_path, "kept", OsFileOps())
     assert not read.covers((SlotRef(0, 99), 1)), "another life of the slot"
     read.close()
+
+
+class Pair:
+    """Memory over two stores on flash, each with notes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.disks = [open_store(folder / name, 12, OsFileOps(), threads=1) for name in ("near", "far")]
+        self.notes = {at: KeptNotes(folder, f"kept-{at}", OsFileOps()) for at in (1, 2)}
+        ram = CpuTier("ram", LAYOUT, 6, options=ArenaOptions(segment_bytes=SIZE))
+        self.store = BlockStore([ram, *self.disks], lambda: 1.0, capacity=256, notes=self.notes)
+
+    def put(self, name: str, *, droppable: bool) -> Stored:
+        (stored,) = self.store.put(
+            [key(name)], [content(name)], namespace=NAMESPACE, deadline=FAR, droppable=droppable
+        )
+        return stored
+
+    def droppable(self, name: str) -> bool:
+        return bool(self.store.directory.droppable[self.store.directory.find(key(name))])
+
+    def close(self) -> None:
+        for each in (*self.disks, *self.notes.values()):
+            each.close()
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["noted", "in its header"])
+def test_a_promise_holds_though_an_older_copy_is_found_first(tmp_path: Path, noted: bool) -> None:
+    rig = Pair(tmp_path)
+    rig.put("a", droppable=True)
+    line = rig.store.directory.find(key("a"))
+    rig.store.moves.run(MoveKind.DEMOTE, line, 1)
+    if noted:
+        rig.store.moves.run(MoveKind.DEMOTE, line, 2)
+        assert rig.put("a", droppable=False).outcome is not PutOutcome.STORED
+        assert rig.put("a", droppable=False).outcome is PutOutcome.EXISTED
+    else:
+        # What lies in the near store then is of an earlier life of the block.
+        rig.store.moves.drop(line, 1, last=True)
+        rig.put("a", droppable=False)
+        rig.store.moves.run(MoveKind.DEMOTE, rig.store.directory.find(key("a")), 2)
+    rig.close()
+    for _ in range(2):
+        again = Pair(tmp_path)
+        assert not again.droppable("a")
+        again.close()
