@@ -228,11 +228,19 @@ def test_an_agent_without_places_refuses_the_frame_in_its_place(tmp_path: Path) 
 def test_an_engine_that_hangs_is_answered_for_and_its_late_answer_is_dropped(
     rig: ChannelRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_agent.attendframes.ENGINE_GRACE_SECONDS", 0.01)
-    release = threading.Event()
+    # Called hung 30 ms after the frame was sent, whose own deadline does not pass before it is computed.
+    deadline = 60.0
+    monkeypatch.setattr("kvtier_agent.attendframes.ENGINE_GRACE_SECONDS", 0.03 - deadline)
+    entered, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        entered.set()
+        assert release.wait(SECONDS)
+
     with rig.channel(rig.opened()) as channel:
-        rig.engine.hook = lambda: release.wait(SECONDS) and None
-        [answer] = channel.ask(channel.frame(deadline_ms=20, sequence=5))
+        rig.engine.hook = hang
+        [answer] = channel.ask(channel.frame(deadline_ms=int(deadline * 1000), sequence=5))
+        assert entered.wait(SECONDS) and not release.is_set()
         assert answer.sequence == 5
         assert reason_of(answer.error.reason) == "DEADLINE"
         assert "does not answer" in answer.error.message
