@@ -18,6 +18,8 @@ from kvtier_operator.rollout.vocabulary import LEASE_GRACE, Cause, OnLeaseExpire
 MISMATCH = frozenset({"MANIFEST_MISMATCH", "MANIFEST_INVALID", "NUMERICS_MISMATCH", "MODEL_MISMATCH"})
 INFEASIBLE = frozenset(
     {"NO_DESTINATION_CAPACITY", "TIER_INCAPABLE", "CANDIDATE_REFUSED", "NO_LEGAL_PATH", "UNSUPPORTED"}
+    # Bounds of transfers that are below what its engine takes for good.
+    | {"STAGING_TOO_SMALL", "ADMISSION_PINNED"}
 )
 REFUSED = MISMATCH | INFEASIBLE
 """Refusals of a grant that say something about the node; the agent holds then what it held before."""

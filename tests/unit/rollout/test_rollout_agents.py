@@ -383,6 +383,8 @@ async def test_steps_in_flight_on_the_candidate_are_waited_for() -> None:
         ("NUMERICS_MISMATCH", "ManifestMismatch"),
         ("NO_DESTINATION_CAPACITY", "InfeasibleNode"),
         ("CANDIDATE_REFUSED", "InfeasibleNode"),
+        ("STAGING_TOO_SMALL", "InfeasibleNode"),
+        ("ADMISSION_PINNED", "InfeasibleNode"),
     ],
 )
 async def test_refused_grant_has_a_typed_cause(reason: str, cause: str) -> None:
