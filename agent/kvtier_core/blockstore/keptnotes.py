@@ -102,8 +102,10 @@ class KeptNotes:
                 if self._files.write(self._fd, [bytearray(entry)], slot * ENTRY_BYTES) != ENTRY_BYTES:
                     raise OSError("an entry was written short")
             self._files.sync(self._fd)
-        except OSError as error:
+        except Exception as error:
             done(_unavailable(error))
+            if not isinstance(error, OSError):
+                raise
             return
         done(None)
 
@@ -139,5 +141,5 @@ def _decoded(entry: bytes, slot: int) -> tuple[int, int] | None:
     return (generation, replica) if magic == _MAGIC and at == slot else None
 
 
-def _unavailable(error: OSError) -> CoreError:
+def _unavailable(error: Exception) -> CoreError:
     return CoreError(Reason.STORAGE_UNAVAILABLE, f"notes of blocks that may not be lost: {error}")

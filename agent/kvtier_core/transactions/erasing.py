@@ -93,9 +93,11 @@ class JournalFile:
             if written != len(framed):
                 raise OSError(f"{written} of {len(framed)} bytes of the journal were written")
             self._files.sync(self._fd)
-        except OSError as error:
+        except Exception as error:
             # The next entry overwrites what may be there of this one.
             done(_unavailable(error))
+            if not isinstance(error, OSError):
+                raise
             return
         self._end += len(framed)
         done(None)
@@ -182,5 +184,5 @@ def _entry(fields: dict[str, object]) -> JournalEntry:
     )
 
 
-def _unavailable(error: OSError) -> CoreError:
+def _unavailable(error: Exception) -> CoreError:
     return CoreError(Reason.STORAGE_UNAVAILABLE, f"the journal of deletions: {error}")

@@ -181,8 +181,10 @@ class Pair:
         return bool(self.store.directory.droppable[self.store.directory.find(key(name))])
 
     def close(self) -> None:
-        for each in (*self.disks, *self.notes.values()):
-            each.close()
+        for disk in self.disks:
+            disk.close()
+        for notes in self.notes.values():
+            notes.close()
 
 
 @pytest.mark.parametrize("noted", [True, False], ids=["noted", "in its header"])
@@ -205,3 +207,22 @@ def test_a_promise_holds_though_an_older_copy_is_found_first(tmp_path: Path, not
         again = Pair(tmp_path)
         assert not again.droppable("a")
         again.close()
+
+
+def test_a_defect_while_a_promise_is_written_down_is_told_and_seen(tmp_path: Path) -> None:
+    def broken(operation: str, _number: int) -> None:
+        if operation == "sync":
+            raise ZeroDivisionError("a defect")
+
+    rig = Rig(tmp_path, waits=True)
+    rig.on_disk("a")
+    rig.put("a", droppable=False)
+    rig.files.script = broken
+    with pytest.raises(ZeroDivisionError):
+        rig.errands.pop()()
+    rig.files.script = lambda _operation, _number: None
+    refused = rig.put("a", droppable=False)
+    assert (refused.outcome, refused.reason) == (PutOutcome.REFUSED, MoveReason.STORAGE_UNAVAILABLE)
+    rig.errands.pop()()
+    assert rig.put("a", droppable=False).outcome is PutOutcome.EXISTED
+    rig.close()

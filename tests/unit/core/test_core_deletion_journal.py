@@ -190,3 +190,24 @@ def test_the_journals_work_can_be_given_to_a_thread(tmp_path: Path) -> None:
     assert answers.errors == [] and len(queue) == 1
     queue.pop()()
     assert answers.errors == [None]
+
+
+def test_a_defect_while_an_entry_is_written_is_told_and_seen(tmp_path: Path) -> None:
+    class Broken(FullDisk):
+        def sync(self, fd: int) -> None:
+            if self._strike("defect"):
+                raise ZeroDivisionError("a defect")
+            super().sync(fd)
+
+    disk, answers = Broken(), Answers()
+    journal = JournalFile(tmp_path, "deletions", disk)
+    disk.fails = "defect"
+    with pytest.raises(ZeroDivisionError):
+        journal.append(entry(1), answers)
+    (told,) = answers.errors
+    assert told is not None and told.reason is Reason.STORAGE_UNAVAILABLE
+    journal.append(entry(2), answers)
+    journal.close()
+    again = JournalFile(tmp_path, "deletions", OsFileOps())
+    assert list(again.entries) == [entry(2)]
+    again.close()
