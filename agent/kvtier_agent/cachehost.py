@@ -61,6 +61,8 @@ class CacheHost:
         self.plan: NodePlan | None = None
         self.indexes: Sequence[IndexState] = ()
         self.blocks = blocks
+        # To which the terms were told; a new store has none yet.
+        self._admitted = blocks
         # Of a candidate's engine: what its own sessions share.
         self.blocks_beside: BlockHost | None = None
         # How often blocks were deleted: what is copied meanwhile may be of them.
@@ -77,8 +79,10 @@ class CacheHost:
         """What transfers of its blocks may take from now on, where the manifest has no bounds of its own; for
         a thread. See `BlockStore.admit`."""
         terms = brought(self.manifest.admission, terms)
-        if terms != self.admission and self.blocks is not None:
-            self.blocks.store.admit(terms)
+        blocks = self.blocks
+        if blocks is not None and (terms != self.admission or blocks is not self._admitted):
+            blocks.store.admit(terms)
+            self._admitted = blocks
         self.admission = terms
 
     def may_become(self, manifest: RuntimeManifest, key_secret: str) -> bool:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.cachehost import CacheHost
@@ -177,8 +177,9 @@ class CandidateEngines:
         host.become(manifest)
         taken, host.blocks_beside = host.blocks_beside, None
         host.blocks = taken or self._blocks_of(engines.running.engine)
-        # The new store may have other bounds, whatever those of the former one were.
-        host.admission = UNDECLARED
+        # The new store may have other bounds, whatever those of the former one were. Sessions live on as long
+        # as they were promised, also until the terms are told.
+        host.admission = replace(UNDECLARED, sessions=host.admission.sessions)
         if former is not None:
             self._former_blocks[host.name.uid] = former
 

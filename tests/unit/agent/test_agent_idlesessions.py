@@ -4,15 +4,18 @@ comes too late hears why."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvtier.v1 import control_pb2
 from kvtier_agent import idlesessions
 from kvtier_agent.admission_wire import admission_message, admission_of, admission_terms, admission_text
+from kvtier_agent.blockhost import BlockHost
+from kvtier_agent.cachehost import CacheHost
 from kvtier_core.admission import UNDECLARED, AdmissionTerms, Idle, IdleTerms
 from kvtier_core.errors import CoreError, Reason
+from tests.engine.agent_process import baseline_manifest
 from tests.unit.agent.agent_fakes import Bench, frame
 from tests.unit.agent.test_agent_node import open_session
 
@@ -63,6 +66,58 @@ async def test_a_session_lives_as_long_as_its_cache_says(
     with pytest.raises(CoreError) as other:
         bench.node.session(name, generation, "another tenant")
     assert other.value.reason is Reason.TENANT_MISMATCH
+    await bench.close()
+
+
+async def test_sessions_live_on_while_another_engine_becomes_the_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the engine's adoption and the moment at which its cache's terms are told to it."""
+    bench = await bench_of(tmp_path, terms(Idle.KEEP))
+    session = await open_session(bench)
+    bench.candidate = baseline_manifest(budgets={"dram": 96 << 20})
+    await bench.grant(gates=())
+    bench.clock.advance(IDLE + 1)
+    ended: list[int] = []
+    admit = CacheHost.admit
+
+    def slow(host: CacheHost, declared: AdmissionTerms) -> None:
+        ended.append(len(idlesessions.over([host], IDLE)))
+        admit(host, declared)
+
+    monkeypatch.setattr(CacheHost, "admit", slow)
+    await bench.node.apply_baseline(
+        bench.command(), bench.candidate.canonical(), bench.candidate.digest(), "", terms(Idle.KEEP)
+    )
+    assert session.host.baseline_digest == bench.candidate.digest()
+    assert ended == [0]
+    session.check_open()
+    await bench.close()
+
+
+class Told:
+    """A block host whose store remembers the terms that it was told."""
+
+    def __init__(self) -> None:
+        self.store = self
+        self.terms: list[AdmissionTerms] = []
+
+    def admit(self, declared: AdmissionTerms) -> None:
+        self.terms.append(declared)
+
+
+async def test_another_store_is_told_the_terms_also_when_they_are_those_of_the_former_one(
+    tmp_path: Path,
+) -> None:
+    bench = await bench_of(tmp_path, terms(Idle.KEEP))
+    host, store = bench.node.caches["cache-uid-1"], Told()
+    host.blocks = cast(BlockHost, store)
+    for _ in range(2):
+        host.admit(terms(Idle.KEEP))
+    assert store.terms == [terms(Idle.KEEP)]
+    host.admit(UNDECLARED)
+    assert store.terms == [terms(Idle.KEEP), UNDECLARED]
+    host.blocks = None
     await bench.close()
 
 
