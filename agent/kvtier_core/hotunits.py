@@ -25,11 +25,13 @@ from kvtier_core.tiers.staging import PAGE
 from kvtier_kernels.ops.bucket_lru import bucket_lru
 
 HOT_BYTES = 64 << 20
-"""What the hot units of one engine may take."""
+"""What the hot units of one engine may take; what finds them comes on top."""
 MOST_WANTED = 4096
 """Units of one selection that are looked up; more are read as if none were hot."""
 MOST_BLOCKS = 1024
 """Blocks that they may be of."""
+_SLOT_BYTES = 4 + 2 + 1 + 1
+"""Of a slot: the unit in it, its age, whether it is pinned, whether it is ready."""
 Units = NDArray[np.int64]
 
 
@@ -88,7 +90,7 @@ class HotUnits:
         give: Callable[[int], None],
         limit: int = HOT_BYTES,
     ) -> None:
-        """take: whether so many bytes may be held; give: back what was taken."""
+        """take: whether so many bytes may be held, all in all; give: back what was taken."""
         self.grid = grid
         self._take, self._give = take, give
         self._slots = limit // grid.unit_bytes
@@ -111,9 +113,14 @@ class HotUnits:
             self._epoch = torch.zeros(1, dtype=torch.int32)
         self._memory = np.empty((slots, 2, self.grid.unit_bytes // (2 * FLOAT_BYTES)), dtype=np.float32)
 
+    def _bytes(self) -> int:
+        """Of all that `_allocate` makes."""
+        blocks = self._slots + MOST_BLOCKS
+        return self._slots * (self.grid.unit_bytes + _SLOT_BYTES) + blocks * (8 + 4 * self.grid.per_block) + 4
+
     @property
     def held_bytes(self) -> int:
-        return 0 if self._memory is None else self._memory.nbytes
+        return 0 if self._memory is None else self._bytes()
 
     def find(self, wanted: Sequence[tuple[BlockIdentity, Units]]) -> list[Units]:
         """For each unit the slot in which it is hot, -1 where it is not; slots stay until the next `find`.
@@ -173,7 +180,7 @@ class HotUnits:
 
     def _there(self) -> bool:
         if self._memory is None and not self._refused:
-            self._refused = not self._take(self._slots * self.grid.unit_bytes)
+            self._refused = not self._take(self._bytes())
             if not self._refused:
                 self._allocate()
         return self._memory is not None

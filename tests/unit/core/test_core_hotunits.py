@@ -88,7 +88,7 @@ def test_a_hot_unit_is_that_unit_and_no_other(steps: list[tuple[dict[int, set[in
         if sum(map(len, blocks.values())) <= SLOTS:
             for number, slots in zip(blocks, found, strict=True):
                 assert number in failing or (slots >= 0).all(), "what was just kept is there"
-    assert hot.held_bytes <= SLOTS * GRID.unit_bytes
+    assert hot.held_bytes <= SLOTS * (GRID.unit_bytes + 8) + (SLOTS + MOST_BLOCKS) * (8 + 4 * 8) + 4
 
 
 def test_the_units_that_were_used_longest_ago_go_first() -> None:
@@ -135,6 +135,19 @@ def test_memory_is_asked_for_once_and_given_back() -> None:
     full.close()
     assert len(held) == 2
     assert sum(held) == 0
+
+
+def test_what_finds_units_is_asked_for_as_well() -> None:
+    taken: list[int] = []
+    hot = HotUnits(
+        UnitGrid(ChunkLayout(8, 1024, 16)), lambda count: taken.append(count) or True, taken.append
+    )  # type: ignore[func-returns-value]
+    hot.find([(identity(1), units(0))])
+    parts = vars(hot).values()
+    arrays = sum(part.nbytes for part in parts if isinstance(part, np.ndarray | torch.Tensor))
+    assert taken == [arrays] == [hot.held_bytes]
+    hot.close()
+    assert taken == [arrays, arrays]
 
 
 LAYOUTS = {
