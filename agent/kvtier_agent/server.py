@@ -25,6 +25,7 @@ from kvtier_agent.blockcalls import BlockCalls
 from kvtier_agent.blockhost import BlockHost
 from kvtier_agent.blockmetrics import BlockMetrics, StoreCollector
 from kvtier_agent.blocks_service import BlocksService
+from kvtier_agent.blocktending import tend_blocks
 from kvtier_agent.boottime import boottime_ns
 from kvtier_agent.caller import OperatorOnly
 from kvtier_agent.candidateengines import BlocksOf, EngineFactory
@@ -201,19 +202,6 @@ class AgentServer:
         both = [each for host in hosts for each in (host.blocks, host.blocks_beside)]
         return [each for each in both if each is not None]
 
-    async def _tend_blocks(self) -> None:
-        """Ends pins whose time is over. A store that failed is a fault of its cache: nothing moves on."""
-        for uid, host in list(self.node.caches.items()):
-            for blocks in (host.blocks, host.blocks_beside):
-                if blocks is None:
-                    continue
-                if not blocks.failure:
-                    await blocks.tend()
-                elif uid not in self.node.faults:
-                    self.node.faults[uid] = f"INTERNAL: the block store failed: {blocks.failure}"
-                    self.node.changed.set()
-                    log.error("cache %s: %s", uid, self.node.faults[uid])
-
     async def _housekeeping(self) -> None:
         """Expires idle sessions and late pins and refreshes gauges, once a second."""
         loop = asyncio.get_running_loop()
@@ -230,7 +218,7 @@ class AgentServer:
                     self._metrics.expired_sessions.inc(expired)
                 self._metrics.idle_demoted_chunks.inc(await self.node.demote_idle_sessions())
                 await self.node.refresh_reports()
-                await self._tend_blocks()
+                await tend_blocks(self.node)
                 self._metrics.sessions.set(self.node.session_count())
                 for report in self.node.tier_reports():
                     self._metrics.tier_used_bytes.labels(report.class_name).set(report.used_bytes)
