@@ -37,7 +37,8 @@ MAX_READS = 16
 MAX_ITEMS = 512
 IDLE_SECONDS = 1.0
 MIN_DEADLINE = 0.5
-# A renewal counts from its arrival; what it may be late by stays within the 10 % that expiry allows for.
+# Of an agent whose clock is not known yet a renewal counts from its arrival; what it may be late by stays
+# within the 10 % that expiry allows for.
 LATE_SHARE = 0.05
 PERIOD_SHARE = 1 / 3
 RETRY_SHARE = 1 / 8
