@@ -95,6 +95,9 @@ class CacheHost:
 
     def become(self, manifest: RuntimeManifest) -> None:
         """The engine runs it now."""
+        if manifest.admission != self.manifest.admission:
+            # The engine has set its own, whatever was declared beside the former.
+            self.admission = UNDECLARED
         self.manifest, self.baseline_digest = manifest, manifest.digest()
 
     async def open_session(

@@ -166,7 +166,8 @@ class CacheEngine:
 
     def adopt(self, manifest: RuntimeManifest, preference: PlacementPreference) -> None:
         """Runs another exact manifest over the same tiers: its placement and contract, and its name, from the
-        next frame on; sessions go on. UNSUPPORTED when anything else differs, MANIFEST_INVALID."""
+        next frame on; sessions go on. Bounds of transfers are those that it brings, or none. UNSUPPORTED when
+        anything else differs, MANIFEST_INVALID; what `BlockStore.admit` refuses."""
         check_manifest(manifest)
         running = self.live_manifest()
         if needs_rebuilding(running, manifest):
@@ -174,7 +175,7 @@ class CacheEngine:
             raise CoreError(Reason.UNSUPPORTED, f"{fields} cannot all change in an engine that runs")
         with self._lock:
             if manifest.admission != running.admission:
-                self._bound(manifest)
+                self.blocks.store.admit(brought(manifest.admission))
             self._manifest = manifest
             self._live = replace(
                 self._live,

@@ -9,10 +9,12 @@ import pytest
 from kvtier.v1 import control_pb2
 from kvtier_agent.admission_wire import admission_message, admission_of, admission_terms, admission_text
 from kvtier_agent.blockhost import BlockHost
-from kvtier_core.admission import UNDECLARED, AdmissionPolicy, AdmissionTerms
+from kvtier_core.admission import UNDECLARED, AdmissionPolicy, AdmissionTerms, brought
 from kvtier_core.blockstore.admitting import READ, UNLIMITED
 from kvtier_core.blockstore.driver import Bell, Driver
 from kvtier_core.errors import CoreError, Reason
+from kvtier_crds.manifest import Admission, RuntimeManifest
+from kvtier_crds.manifest import AdmissionPolicy as Policy
 from tests.unit.agent.agent_fakes import Bench
 from tests.unit.core.storebench import SIZE, StoreBench
 
@@ -28,10 +30,9 @@ def bench_of(folder: Path, blocks: StoreBench) -> Bench:
     )
 
 
-async def apply(bench: Bench, terms: AdmissionTerms) -> None:
-    await bench.node.apply_baseline(
-        bench.command(), bench.baseline.canonical(), bench.baseline.digest(), "", terms
-    )
+async def apply(bench: Bench, terms: AdmissionTerms, manifest: RuntimeManifest | None = None) -> None:
+    wanted = manifest or bench.baseline
+    await bench.node.apply_baseline(bench.command(), wanted.canonical(), wanted.digest(), "", terms)
 
 
 async def test_it_is_acted_on_in_place_and_outlives_grants_and_restarts(tmp_path: Path) -> None:
@@ -66,6 +67,27 @@ async def test_terms_that_let_nothing_through_are_refused_and_the_former_hold(tm
     assert refused.value.reason is Reason.STAGING_TOO_SMALL
     (host,) = bench.node.caches.values()
     assert (host.admission, blocks.store.ledger.total(READ)) == (TERMS, 2 * SIZE)
+    await bench.close()
+
+
+async def test_what_is_declared_holds_again_once_a_manifest_has_no_bounds_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = StoreBench()
+    bench = bench_of(tmp_path, blocks)
+    await apply(bench, TERMS)
+    (running,) = bench.engines
+
+    def adopt(manifest: RuntimeManifest) -> None:
+        # As an engine does whose manifest has other bounds.
+        running.manifest = manifest
+        blocks.store.admit(brought(manifest.admission))
+
+    monkeypatch.setattr(running, "adopt", adopt)
+    bounds = Admission(link_bytes=2 * SIZE, queue=7, policy=Policy.EARLIEST_DEADLINE)
+    for manifest in (bench.baseline.admitting(bounds), bench.baseline):
+        await apply(bench, TERMS, manifest)
+        assert blocks.store.ledger.total(READ) == 2 * SIZE
     await bench.close()
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvtier_core.admission import UNDECLARED, AdmissionPolicy, AdmissionTerms
 from kvtier_core.blockstore.admitting import READ, UNLIMITED, WRITE
 from kvtier_core.credits import STAGING
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.placements.preference import PlacementPreference
 from kvtier_core.transactions import MoveReason
+from kvtier_crds.manifest import Admission
+from kvtier_crds.manifest import AdmissionPolicy as Policy
+from tests.unit.core.builders import cpu, engine, keeping, manifest, nvme
 from tests.unit.core.storebench import SIZE, StoreBench, content, key
 
 NAMES = tuple("abcdef")
@@ -148,3 +154,15 @@ def test_what_lets_not_one_block_through_is_refused(bench: StoreBench, terms: Ad
 def test_terms_of_nothing_are_none(name: str) -> None:
     with pytest.raises(CoreError, match=f"admission.{name} 0"):
         AdmissionTerms(**{name: 0})
+
+
+def test_an_engine_whose_next_manifest_brings_no_bounds_has_none(tmp_path: Path) -> None:
+    tiers = [cpu(8), nvme(8)]
+    with engine(tmp_path, tiers, capabilities=keeping()) as built:
+        total, preference = built.blocks.store.ledger.total, PlacementPreference("any")
+        plain, link = manifest(tiers), 4 << 20
+        bounds = Admission(link_bytes=link, queue=5, policy=Policy.EARLIEST_DEADLINE)
+        built.adopt(plain.admitting(bounds), preference)
+        assert (total(READ), built.live_manifest().admission) == (link, bounds)
+        built.adopt(plain, preference)
+        assert (total(READ), built.live_manifest().admission) == (UNLIMITED, None)
