@@ -157,6 +157,43 @@ def test_deadlines_are_kept_after_a_job_failed_at_being_late() -> None:
     assert pool.drain(PATIENCE)
 
 
+class Closing(ScriptedFiles):
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = threading.Event()
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        self.closed.set()
+
+
+def test_a_store_is_given_back_though_a_caller_fails_at_hearing_of_its_end(tmp_path: Path) -> None:
+    files, holds, begun = Closing(), threading.Event(), threading.Event()
+    tier = open_store(tmp_path, files=files, threads=1)
+    (item,) = store(tier, "a")
+
+    def hold(operation: str, _number: int) -> None:
+        if operation == "read":
+            begun.set()
+            assert holds.wait(PATIENCE)
+
+    def fail(_index: int, _error: CoreError | None) -> None:
+        holds.set()
+        raise RuntimeError("a defect of the caller's")
+
+    files.script = hold
+    landings = [Landing(page_aligned(bytes(LAYOUT.payload_bytes))) for _ in range(2)]
+    first, second = (TransferItem(item.ref, item.identity, landing) for landing in landings)
+    tier.submit_read([first], FOREVER, Heard(1))
+    assert begun.wait(PATIENCE)
+    tier.submit_read([second], FOREVER, Heard(1, fail))
+    tier.close(0.0)
+    assert tier.condition == "Closed"
+    assert files.closed.wait(PATIENCE)
+    again = open_store(tmp_path, threads=1)
+    again.close()
+
+
 def test_an_errand_that_fails_ends_none_behind_it() -> None:
     errands, done = Errands("test-errands"), threading.Event()
 

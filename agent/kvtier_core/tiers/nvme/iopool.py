@@ -183,9 +183,11 @@ class IoPool:
         closed = CoreError(Reason.DRAINING, f"{self._name} closed before this began")
         try:
             tell_each([*(partial(job.refuse, closed) for job in never), *(job.expire for job in late)])
-        finally:
-            for thread in threads:
-                thread.join(_JOIN_SECONDS)
+        except Exception:
+            # Whoever closes gives up what others must have.
+            report_defect()
+        for thread in threads:
+            thread.join(_JOIN_SECONDS)
         return over
 
     def _grow(self, jobs: int) -> None:
