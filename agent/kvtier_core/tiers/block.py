@@ -266,8 +266,8 @@ def amend(header: bytearray, payload_checksum: int) -> None:
 
 
 def associated_data(header: bytes | bytearray | memoryview) -> bytes:
-    """What encryption binds to the payload: every field but the ciphertext's checksum, and DROPPABLE, which
-    may be written anew under the same payload. Of version 2 every field but checksum and tag."""
+    """What encryption binds to the payload: every field but the ciphertext's checksum, and DROPPABLE, a
+    promise that others may grow. Of version 2 every field but checksum and tag."""
     fields = bytearray(header[: _FIELDS.size])
     fields[_PAYLOAD_CHECKSUM_AT : _PAYLOAD_CHECKSUM_AT + 8] = bytes(8)
     if fields[:8] == WITHOUT_TABLE[0]:

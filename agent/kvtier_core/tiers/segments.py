@@ -8,8 +8,7 @@ Little-endian, behind the header: segment u32 | width u32 | count u32 | crc32c u
 `i` is bytes [i * segment, (i + 1) * segment) of the payload as it lies on the device; the last may be
 shorter. width 8: its checksum, 64 bits by the header's kind. width 16: its tag of AES-256-GCM, in an
 encrypted block. crc32c: of the header's key, slot generation, slot, store epoch and payload checksum, then of
-all else here, so that a table is not taken for that of another write. Flags and cost are not in it: they may
-be written anew.
+all else here, so that a table is not taken for that of another write.
 """
 
 from __future__ import annotations
