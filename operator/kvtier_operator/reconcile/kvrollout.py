@@ -28,7 +28,7 @@ from kvtier_operator.rollout import effects
 from kvtier_operator.rollout.evaluation import current_look
 from kvtier_operator.rollout.feed import EvidenceFeed, LookSource
 from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run, reference
-from kvtier_operator.rollout.inputs import GateVerdict, Plan, Rpc
+from kvtier_operator.rollout.inputs import GateVerdict, Notice, Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
 from kvtier_operator.rollout.probing import ProbeJobs
@@ -56,11 +56,18 @@ class KVRolloutReconciler:
         self._probes = ProbeJobs(deps)
         self._kept: dict[str, Kept] = {}
         self._uids: dict[ObjectKey, str] = {}
+        self._untold: dict[ObjectKey, list[tuple[JsonObject, Notice]]] = {}
 
     async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
-        run = Run()
+        # What a run that was cut off, as by its deadline, had no time to tell.
+        run = Run(notices=self._untold.pop(key, []))
         try:
             outcome = await self._passes(key, run)
+        except asyncio.CancelledError:
+            with contextlib.suppress(NotLeader):
+                self._deps.leader.check()
+                self._untold[key] = run.notices
+            raise
         except Exception:
             with contextlib.suppress(NotLeader):
                 await self._tell(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -184,3 +185,35 @@ async def test_one_that_waits_for_another_does_not_list_all_rollouts_each_time()
     await world.run(10, keys=[world.rollout, second])
     assert world.status_of(second)["stage"] == "Shadow"
     assert lists > 0
+
+
+async def test_what_a_run_that_was_cut_off_had_not_told_the_next_one_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by the deadline of a run, where many agents do not answer their revocation."""
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.intent("Abort", 1)
+    sending = asyncio.Event()
+
+    async def hangs(*_: object) -> None:
+        sending.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.operator._messenger, "send", hangs)
+        running = asyncio.ensure_future(world.operator.reconcile(world.rollout))
+        async with asyncio.timeout(60):
+            await sending.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    told = [reason for reason, _ in world.api.events]
+    assert world.status["phase"] == "RollingBack" and "RollingBack" not in told
+    await world.until("RolledBack")
+    told = [reason for reason, _ in world.api.events]
+    assert [told.count(reason) for reason in ("IntentAccepted", "RollingBack", "BaselineRestored")] == [
+        1,
+        1,
+        1,
+    ]
