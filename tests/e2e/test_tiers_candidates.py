@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -270,7 +271,8 @@ def test_one_is_adopted_and_one_fails_a_gate_and_returns(running: Stack, engine:
     running.apply(rollout("narrower", SMALL, minDuration="10m"))
     serve_until(engine, running, lambda: engine.about().window.stage == "Canary")
     third = status(running, "narrower")["candidate"]["digest"]
-    there = [served for served in (engine.open(n % 4) for n in range(12)) if served.cache.arm == "candidate"]
+    opened = (engine.open(n % 4) for n in range(64))
+    there = list(islice((served for served in opened if served.cache.arm == "candidate"), 5))
     for served in there:
         engine.step(served, 2)
     away = [served for served in there if third in served.manifests[-1]]
