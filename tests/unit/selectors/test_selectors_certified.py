@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -82,6 +83,87 @@ def test_the_share_read_is_at_least_what_was_certified(seed: int, count: int, mo
         omitted = 1.0 - share[head, rows].sum()
         assert omitted <= selection.receipt.omitted_mass[head] + 1e-12
         assert selection.receipt.omitted_mass[head] <= float(most) + 1e-12
+
+
+def upper_bounds(q: torch.Tensor, k: torch.Tensor) -> np.ndarray:
+    """[Hq, n], as the description says: a key is its codes of 1/127 of its largest channel, wrong by half a
+    step in each channel, whatever the sign of q there."""
+    keys, query = k.double().numpy(), q[0].double().numpy()
+    step = np.abs(keys).max(-1, keepdims=True) / 127
+    image = np.rint(keys / step) * step
+    out = [
+        query[head] @ image[:, head // SMALL.group].T
+        + np.abs(query[head]).sum() * step[:, head // SMALL.group, 0] / 2
+        for head in range(SMALL.query_heads)
+    ]
+    bounds: np.ndarray = SMALL.scale * np.array(out)
+    return bounds
+
+
+def best_rows(scores: np.ndarray, counts: list[int]) -> list[list[int]]:
+    """Of each KV head, as many by the largest score of its group; neither the two first nor the four last."""
+    free = np.arange(2, COUNT - 4)
+    grouped = scores.reshape(SMALL.kv_heads, SMALL.group, -1).max(axis=1)[:, free]
+    return [
+        sorted(free[np.argsort(-one, kind="stable")[:count]].tolist())
+        for one, count in zip(grouped, counts, strict=True)
+    ]
+
+
+def boxes(q: torch.Tensor, k: torch.Tensor) -> np.ndarray:
+    """Quest's: a row counts what the box of its page of 16 allows."""
+    keys, query = k.double().numpy(), q[0].double().numpy()
+    out = np.empty((SMALL.query_heads, len(keys)))
+    for first in range(0, len(keys), 16):
+        page = keys[first : first + 16]
+        for head in range(SMALL.query_heads):
+            mine = page[:, head // SMALL.group]
+            largest = np.maximum(query[head] * mine.max(0), query[head] * mine.min(0)).sum()
+            out[head, first : first + 16] = largest
+    return out
+
+
+def summed(q: torch.Tensor, k: torch.Tensor) -> np.ndarray:
+    """SparQ's rule for a group: the sum of its heads' logits and not the largest."""
+    grouped = logits_of(q, k).reshape(SMALL.kv_heads, SMALL.group, -1).sum(axis=1)
+    return np.repeat(grouped, SMALL.group, axis=0)
+
+
+WANTED, COUNT = 12, 150
+
+
+def of_seed(seed: int) -> tuple[CertifiedScan, CodedKeys, torch.Tensor, torch.Tensor]:
+    scan = family("0.000001", tokens=WANTED)
+    k, v = rows_of(seed, COUNT, SMALL)
+    return scan, scan.build(SOURCE, k, v, NO_EVIDENCE), k, query_of(seed + 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_are_read_by_the_bound_of_the_description(seed: int) -> None:
+    scan, index, k, q = of_seed(seed)
+    chosen = [one.tolist() for one in scan.select(index, Query(q, COUNT, SOURCE)).units]
+    assert all(chosen)
+    assert chosen == best_rows(upper_bounds(q, k), [len(one) for one in chosen])
+
+
+@pytest.mark.parametrize("wrong", [boxes, summed], ids=["quest", "sparq"])
+def test_another_score_would_read_other_rows(
+    wrong: Callable[[torch.Tensor, torch.Tensor], np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison above must be able to fail."""
+    differs = False
+    for seed in range(8):
+        scan, index, k, q = of_seed(seed)
+        scores = wrong(q, k)
+
+        def replaced(*_: object, scores: np.ndarray = scores) -> tuple[np.ndarray, np.ndarray]:
+            return scores - 1, scores
+
+        with monkeypatch.context() as patched:
+            patched.setattr(CertifiedScan, "bounds", replaced)
+            chosen = [one.tolist() for one in scan.select(index, Query(q, COUNT, SOURCE)).units]
+        differs |= chosen != best_rows(upper_bounds(q, k), [len(one) for one in chosen])
+    assert differs
 
 
 def attended(selection_rows: tuple[np.ndarray, ...], q: torch.Tensor, k: torch.Tensor) -> AttentionState:
