@@ -41,11 +41,12 @@ class SimPool:
     @property
     def state(self) -> PoolState:
         late = sum(id(job) in self._expired for job in self.hung)
-        return PoolState(1, late, sum(job.items for job in self.queue))
+        busy = bool(self.queue or self.hung or self._running)
+        return PoolState(1, late, sum(job.items for job in self.queue), busy)
 
     @property
     def idle(self) -> bool:
-        return not (self.queue or self.hung or self._running or self._waiting)
+        return not (self.state.busy or self._waiting)
 
     def submit(self, jobs: Sequence[Job], *, inner: bool = False, first: bool = False) -> None:
         """first: who is next is drawn from all that wait, so nothing of it holds here."""

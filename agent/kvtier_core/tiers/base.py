@@ -102,6 +102,7 @@ class TierMeasurement:
 
 
 CONDITION_READY = "Ready"
+CONDITION_CLOSED = "Closed"
 
 
 class Tier(ABC):
@@ -185,7 +186,7 @@ class Tier(ABC):
 
     def close(self) -> None:
         """Gives back memory, descriptors and locks. The tier answers nothing afterwards."""
-        self.condition = "Closed"
+        self.condition = CONDITION_CLOSED
 
     def check_deadline(self, deadline: float | None) -> None:
         """DEADLINE when `deadline` (absolute seconds of `clock`) has come."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,7 +168,10 @@ class Closing(ScriptedFiles):
         self.closed.set()
 
 
-def test_a_store_is_given_back_though_a_caller_fails_at_hearing_of_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("returns", ["behind the close", "amid the close"])
+def test_a_store_is_given_back_though_a_caller_fails_at_hearing_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: str
+) -> None:
     files, holds, begun = Closing(), threading.Event(), threading.Event()
     tier = open_store(tmp_path, files=files, threads=1)
     (item,) = store(tier, "a")
@@ -178,17 +182,36 @@ def test_a_store_is_given_back_though_a_caller_fails_at_hearing_of_its_end(tmp_p
             assert holds.wait(PATIENCE)
 
     def fail(_index: int, _error: CoreError | None) -> None:
-        holds.set()
+        if returns == "amid the close":
+            holds.set()
         raise RuntimeError("a defect of the caller's")
 
+    def drain(pool: IoPool, seconds: float) -> bool:
+        over = real_drain(pool, seconds)
+        if returns == "amid the close":
+            assert idle.wait(PATIENCE)
+        return over
+
+    real_drain, idle = IoPool.drain, threading.Event()
+    monkeypatch.setattr(IoPool, "drain", drain)
+    real_ran = IoPool._ran
+
+    def ran(pool: IoPool, *arguments: Any) -> None:
+        real_ran(pool, *arguments)
+        idle.set()
+
+    monkeypatch.setattr(IoPool, "_ran", ran)
     files.script = hold
     landings = [Landing(page_aligned(bytes(LAYOUT.payload_bytes))) for _ in range(2)]
     first, second = (TransferItem(item.ref, item.identity, landing) for landing in landings)
     tier.submit_read([first], FOREVER, Heard(1))
     assert begun.wait(PATIENCE)
     tier.submit_read([second], FOREVER, Heard(1, fail))
+    idle.clear()
     tier.close(0.0)
     assert tier.condition == "Closed"
+    assert files.closed.is_set() == (returns == "amid the close")
+    holds.set()
     assert files.closed.wait(PATIENCE)
     again = open_store(tmp_path, threads=1)
     again.close()

@@ -127,14 +127,13 @@ class BlockFile:
     def sync_folder(self) -> None:
         self._files.sync_folder(self.path.parent)
 
-    def release(self) -> None:
-        """Gives up descriptor and lock."""
+    def release(self, remove: bool = False) -> None:
+        """Gives up descriptor and lock. remove: and the file, before another can take the lock."""
+        if remove:
+            self._files.remove(self.path)
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._files.close(fd)
-
-    def remove(self) -> None:
-        self._files.remove(self.path)
 
 
 class RunScratch:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.tiers.base import CONDITION_READY
+from kvtier_core.tiers.base import CONDITION_CLOSED, CONDITION_READY
 from kvtier_core.tiers.slots import SlotRef
 
 
@@ -57,7 +57,7 @@ class TierHealth:
     def note(self, refusal: CoreError, what: str = "sync") -> None:
         with self._lock:
             self._of = what
-            self._tier.condition = f"{refusal.reason.value}: {refusal.message}"
+            self._say(f"{refusal.reason.value}: {refusal.message}")
 
     def worked(self, what: str) -> None:
         """A write that works clears all but a hang; a read clears a read's failure."""
@@ -70,7 +70,7 @@ class TierHealth:
         with self._lock:
             if hung:
                 self._of = "hang"
-                self._tier.condition = (
+                self._say(
                     f"{Reason.STORAGE_UNAVAILABLE.value}: tier {self._tier.name}: {hung} I/O threads hang"
                 )
             elif self._of == "hang":
@@ -78,5 +78,14 @@ class TierHealth:
 
     def _clear(self) -> None:
         self._of = ""
-        if self._tier.condition != "Closed":
-            self._tier.condition = CONDITION_READY
+        self._say(CONDITION_READY)
+
+    def _say(self, condition: str) -> None:
+        # Calls that hung return after the tier was closed, well or not.
+        if self._tier.condition != CONDITION_CLOSED:
+            self._tier.condition = condition
+
+    def closed(self) -> None:
+        """Nothing that returns later changes the condition."""
+        with self._lock:
+            self._tier.condition = CONDITION_CLOSED

@@ -44,11 +44,13 @@ class Job(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """hung: threads whose system call has not returned since the deadline came."""
+    """hung: threads whose system call has not returned since the deadline came. busy: a job runs or waits for
+    a thread, so bytes may still move."""
 
     threads: int
     hung: int
     queued_items: int
+    busy: bool
 
 
 class IoPool:
@@ -65,7 +67,8 @@ class IoPool:
         hung_changed: Callable[[], None] = lambda: None,
         pace: Pace | None = None,
     ) -> None:
-        """pace: at which jobs begin; one that is not due lets those of the other way pass."""
+        """hung_changed: also called whenever a job ends while the pool closes. pace: at which jobs begin;
+        one that is not due lets those of the other way pass."""
         if threads < 1 or bound < 1 or spare < 0:
             raise CoreError(
                 Reason.BAD_ARGUMENT, f"a pool of {threads} threads, {bound} items, {spare} spare threads"
@@ -98,7 +101,8 @@ class IoPool:
     @property
     def state(self) -> PoolState:
         with self._lock:
-            return PoolState(len(self._threads), len(self._hung), self._queued_items)
+            busy = bool(self._queue or self._running)
+            return PoolState(len(self._threads), len(self._hung), self._queued_items, busy)
 
     def submit(self, jobs: Sequence[Job], *, inner: bool = False, first: bool = False) -> None:
         """Queues all of them or none: DRAINING, QUEUE_FULL, STORAGE_UNAVAILABLE (no thread is left). inner:
@@ -258,7 +262,7 @@ class IoPool:
     def _ran(self, me: threading.Thread, job: Job, over: bool) -> None:
         with self._lock:
             del self._running[me]
-            returned = me in self._hung
+            returned = me in self._hung or self._closing
             self._hung.discard(me)
             if over or job in self._settled:
                 self._expired.discard(job)

@@ -9,6 +9,7 @@ groups, which begin after all that were found, move the recorded frontier past t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import mmap
 from collections.abc import Callable
@@ -96,6 +97,13 @@ class SuperblockKeeper:
                 {"epoch": self.current.epoch},
             )
         self._write(dataclasses.replace(self.current, frontier=frontier, clean=clean))
+
+    def record_clean(self, frontier: int) -> None:
+        """At the end, durably. A store that could not be marked is recovered as after a crash."""
+        with contextlib.suppress(OSError, CoreError):
+            self._file.sync()
+            self.record(frontier, clean=True)
+            self._file.sync()
 
     def _newest(self) -> Superblock | None:
         done = self._file.read([self._page], 0)

@@ -10,9 +10,9 @@ With persistence "process" the file is cleared when it is opened and removed whe
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.tiers.base import (
+    CONDITION_CLOSED,
     DEFAULT_CAPABILITY,
     BlockIdentity,
     MediumKind,
@@ -154,6 +155,7 @@ class NvmeTier(Tier):
             self.options.threads,
             self.measured,
         )
+        self._closing, self._closed = threading.Lock(), False
         self._charged: set[SlotRef] = set()
         self._left: dict[SlotRef, CallJob] = {}
         self.pinned_bytes = 2 * len(self._write_buffer)
@@ -474,24 +476,24 @@ class NvmeTier(Tier):
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Ends what is queued within `seconds`, refuses the rest, and gives the file back. While a call hangs
         in the device, descriptor and lock stay taken until it returns, for bytes may still arrive."""
-        if self.condition == "Closed":
+        if self.condition == CONDITION_CLOSED:
             return
         over = self._pool.drain(seconds)
         if over and self._keeper is not None:
-            with contextlib.suppress(OSError, CoreError):
-                self._file.sync()
-                self._keeper.record(self.commit.frontier, clean=True)
-                self._file.sync()
+            self._keeper.record_clean(self.commit.frontier)
         super().close()
-        if over:
-            self._give_back()
+        self._health.closed()
+        self._closed = True
+        self._give_back_when_over()
 
-    def _give_back(self) -> None:
-        if not self.persistent:
-            self._file.remove()
-        self._file.release()
+    def _give_back_when_over(self) -> None:
+        """Called by whoever closes and by each thread whose call returns behind it: the last one does it."""
+        with self._closing:
+            if not self._closed or self._pool.state.busy:
+                return
+            self._closed = False
+        self._file.release(remove=not self.persistent)
 
     def _hung_changed(self) -> None:
         self._health.hung_changed()
-        if self.condition == "Closed" and not self.hung_threads:
-            self._give_back()
+        self._give_back_when_over()
