@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvtier.v1 import control_pb2 as control
 from kvtier_crds.manifest import Dtype, RuntimeManifest
 from kvtier_crds.quantity import parse_bytes, parse_duration
+from kvtier_operator.budgets import budgets_of_others
 from kvtier_operator.conditions import Condition, false, true, unknown
 from kvtier_operator.ports import JsonObject, NodeView
 
@@ -228,69 +229,3 @@ def _on_node(
                 )
             )
     return problems
-
-
-def budgets_of_others(
-    cache: JsonObject,
-    all_caches: Sequence[JsonObject],
-    rollouts: Sequence[JsonObject],
-    *,
-    younger: bool = False,
-) -> dict[str, int]:
-    """Bytes per node and tier class that the other caches of the same pool declare, or run by a candidate
-    that was adopted, whichever is more, and those of candidates' engines beside them. Of two that do not fit
-    together, the older one keeps its place: `younger` ones are counted only when asked for."""
-    metadata, pool = cache["metadata"], cache["spec"]["poolRef"]["name"]
-    mine = (metadata.get("creationTimestamp", ""), metadata["name"])
-    total: dict[str, int] = {}
-    for other in all_caches:
-        theirs = other["metadata"]
-        if theirs.get("uid") == metadata.get("uid") or other["spec"]["poolRef"]["name"] != pool:
-            continue
-        if not younger and (theirs.get("creationTimestamp", ""), theirs["name"]) > mine:
-            continue
-        mine_and_beside = [_declared_or_adopted(other, rollouts), *_beside(other, rollouts)]
-        for budgets in mine_and_beside:
-            for name, size in budgets.items():
-                total[name] = total.get(name, 0) + size
-    return total
-
-
-def _declared_or_adopted(cache: JsonObject, rollouts: Sequence[JsonObject]) -> dict[str, int]:
-    declared = {
-        tier["tierClassName"]: parse_bytes(tier["budget"], "spec.tiers[].budget")
-        for tier in cache["spec"]["tiers"]
-    }
-    running = ((cache.get("status") or {}).get("baseline") or {}).get("digest")
-    for rollout in rollouts:
-        candidate = _candidate(rollout, cache)
-        if running and candidate.get("digest") == running:
-            for name, size in _budgets(candidate).items():
-                declared[name] = max(size, declared.get(name, 0))
-    return declared
-
-
-def _beside(cache: JsonObject, rollouts: Sequence[JsonObject]) -> list[dict[str, int]]:
-    """Of rollouts that agents may hold: from Shadow on until they have ended."""
-    running = ((cache.get("status") or {}).get("baseline") or {}).get("digest")
-    return [
-        _budgets(candidate)
-        for rollout in rollouts
-        if (candidate := _candidate(rollout, cache))
-        and candidate.get("digest") != running
-        and (rollout["status"].get("stage") or "Off") != "Off"
-        and rollout["status"].get("phase") not in ("Completed", "RolledBack", "Invalid")
-    ]
-
-
-def _candidate(rollout: JsonObject, cache: JsonObject) -> JsonObject:
-    here, there = rollout["metadata"], cache["metadata"]
-    same = (here.get("namespace"), rollout["spec"]["cacheRef"]["name"]) == (
-        there.get("namespace"),
-        there["name"],
-    )
-    return ((rollout.get("status") or {}).get("candidate") or {}) if same else {}
-
-
-def _budgets(candidate: JsonObject) -> dict[str, int]:
-    return {str(one["tierClassName"]): int(one["bytes"]) for one in candidate.get("budgets") or ()}

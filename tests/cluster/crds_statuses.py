@@ -72,7 +72,12 @@ STATUSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {
             "fence": 17,
             "servingNodes": 2,
-            "baseline": {"digest": DIGEST, "short": "abababababab", "revision": "chat-6f8d"},
+            "baseline": {
+                "digest": DIGEST,
+                "short": "abababababab",
+                "revision": "chat-6f8d",
+                "budgets": [{"tierClassName": "cpu-dram", "bytes": 1 << 30}],
+            },
             "approved": {
                 "digest": DIGEST,
                 "short": "cdcdcdcdcdcd",

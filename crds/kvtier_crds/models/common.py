@@ -194,6 +194,13 @@ class DigestRef(Struct):
     """The ControllerRevision that holds its canonical bytes."""
 
 
+class Budget(Struct):
+    """Of one kind of memory, on each node."""
+
+    tier_class_name: DnsName
+    bytes: Int64
+
+
 def short_digest(digest: str) -> str:
     """The 12 hex digits shown in columns."""
     return digest.removeprefix("sha256:")[:12]

@@ -13,6 +13,7 @@ from kvtier_crds.models.common import (
     ATOMIC_LIST,
     NAME_BECOMES_LABEL,
     SET_LIST,
+    Budget,
     Column,
     DecimalString,
     DigestRef,
@@ -253,6 +254,15 @@ class KVCacheSpec(Struct):
     deletion: Deletion = Deletion()
 
 
+class BaselineRef(DigestRef):
+    """What every node runs."""
+
+    budgets: Annotated[
+        tuple[Budget, ...], Field(max_length=8, json_schema_extra=map_list("tierClassName"))
+    ] = ()
+    """That it runs with, whatever the spec and the rollouts say by now: other caches find no room in them."""
+
+
 class Approved(DigestRef):
     """An approximate candidate that earned its release; the baseline beside it stays exact."""
 
@@ -315,7 +325,7 @@ class DigestBudget(Struct):
 class KVCacheStatus(Status):
     """Conditions: Ready, Feasible, Servable, SpecApplied, BaselineVerified, Degraded."""
 
-    baseline: DigestRef | None = None
+    baseline: BaselineRef | None = None
     """Always exact."""
     approved: Approved | None = None
     fence: Int64 | None = None

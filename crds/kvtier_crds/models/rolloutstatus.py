@@ -13,8 +13,8 @@ from pydantic import Field
 from kvtier_crds.manifest import Exactness
 from kvtier_crds.models.common import (
     ATOMIC_LIST,
+    Budget,
     DigestRef,
-    DnsName,
     Duration,
     Int64,
     Number,
@@ -66,11 +66,6 @@ class IntentResult(StrEnum):
     WRONG_STAGE = "WrongStage"
     WRONG_STEP = "WrongStep"
     NOT_APPLICABLE = "NotApplicable"
-
-
-class Budget(Struct):
-    tier_class_name: DnsName
-    bytes: Int64
 
 
 class CandidateStatus(DigestRef):

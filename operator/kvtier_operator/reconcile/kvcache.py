@@ -14,11 +14,11 @@ from datetime import timedelta
 from kvtier_crds.manifest import ManifestError, RuntimeManifest
 from kvtier_crds.models.common import short_digest
 from kvtier_crds.quantity import parse_duration
+from kvtier_operator.budgets import budget_entries, budgets_of, budgets_of_others, declared_budgets
 from kvtier_operator.events import post_changes
 from kvtier_operator.feasible import (
     Feasibility,
     admission_of,
-    budgets_of_others,
     feasibility,
     key_secret,
     unsupported,
@@ -139,20 +139,23 @@ class KVCacheReconciler:
             reference = current["baseline"]
             revision = await self._read(key, reference["revision"], reference["digest"])
             await self._keep_label(cache, revision)
-            return _adopted(revision, int(current.get("fence") or INITIAL_FENCE))
+            adopted = _adopted(revision, int(current.get("fence") or INITIAL_FENCE))
+            await self._keep_budgets(key, cache, adopted.manifest)
+            return adopted
         kept = await self._kept_baseline(cache)
         if kept is not None:
             fence = 1 + max(
                 int(current.get("fence") or 0), await self._nodes.highest_fence(views, _uid(cache))
             )
-            await self._swap_in(key, cache, kept.digest, kept.key.name, fence)
+            rebuilt = _adopted(kept, fence)
+            await self._swap_in(key, cache, rebuilt.manifest, kept.key.name, fence)
             await self._deps.api.event(
                 cache,
                 EventType.WARNING,
                 "StatusRebuilt",
                 f"status.baseline was lost; rebuilt from ControllerRevision {kept.key.name}, fence {fence}",
             )
-            return _adopted(kept, fence)
+            return rebuilt
         exact = resolved.exact
         if exact is None or resolved.pool is None or feasible.problems or cache["spec"].get("suspend"):
             return None
@@ -160,17 +163,19 @@ class KVCacheReconciler:
         fence = max(INITIAL_FENCE, int(current.get("fence") or 0) + 1)
         manifest = revision_manifest(cache, data, digest, Role.BASELINE, fence)
         revision = read_revision(await self._deps.api.apply(manifest))
-        await self._swap_in(key, cache, digest, revision.key.name, fence)
+        await self._swap_in(key, cache, exact, revision.key.name, fence)
         await self._deps.api.event(
             cache, EventType.NORMAL, "BaselineAdopted", f"{digest} in ControllerRevision {revision.key.name}"
         )
         return _adopted(revision, fence)
 
     async def _swap_in(
-        self, key: ObjectKey, cache: JsonObject, digest: str, revision: str, fence: int
+        self, key: ObjectKey, cache: JsonObject, manifest: RuntimeManifest, revision: str, fence: int
     ) -> None:
         """Raises Conflict when the status has gone on since it was read."""
-        baseline = {"digest": digest, "short": short_digest(digest), "revision": revision}
+        digest = manifest.digest()
+        baseline: JsonObject = {"digest": digest, "short": short_digest(digest), "revision": revision}
+        baseline["budgets"] = budget_entries(budgets_of(manifest))
         current = cache.get("status")
         ops = [expect_op("/metadata/uid", _uid(cache))]
         if current is None:
@@ -182,6 +187,19 @@ class KVCacheReconciler:
                 add_op("/status/baseline", baseline),
                 add_op("/status/fence", fence),
             ]
+        await self._deps.api.compare_and_swap(key, ops)
+
+    async def _keep_budgets(self, key: ObjectKey, cache: JsonObject, manifest: RuntimeManifest) -> None:
+        """Beside a baseline that an earlier version wrote, where the spec does not say them: the rollout that
+        brought them may go. Raises Conflict."""
+        reference, budgets = cache["status"]["baseline"], budgets_of(manifest)
+        if reference.get("budgets") or dict(budgets) == declared_budgets(cache):
+            return
+        ops = [
+            expect_op("/metadata/uid", _uid(cache)),
+            expect_op("/status/baseline/digest", reference["digest"]),
+            add_op("/status/baseline/budgets", budget_entries(budgets)),
+        ]
         await self._deps.api.compare_and_swap(key, ops)
 
     async def _kept_baseline(self, cache: JsonObject) -> Revision | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from kvtier_crds.models.common import short_digest
+from kvtier_operator.budgets import budget_entries
 from kvtier_operator.ports import (
     ROLLOUT_FINALIZER,
     JsonObject,
@@ -66,16 +67,24 @@ async def move_fence(
         rows = budget_rows(status.get("digestBudget") or [], state.candidate.digest, move.shares)
         ops.append(add_op("/status/digestBudget", rows))
     if move.adopt:
-        ops += adoption(state)
+        ops += adoption(state, status)
     await api.compare_and_swap(subject.cache_key, ops)
 
 
-def adoption(state: RolloutState) -> list[PatchOp]:
-    """The exact candidate takes the baseline's place, if that is still the one it was measured against."""
+def adoption(state: RolloutState, status: JsonObject) -> list[PatchOp]:
+    """The exact candidate takes the baseline's place, if that is still the one it was measured against.
+    status: of the KVCache, as last read. A candidate that shares the baseline's engine keeps its budgets."""
     if state.candidate is None or state.baseline is None:
         raise ValueError("nothing to adopt")
     digest = state.candidate.digest
-    baseline = {"digest": digest, "short": short_digest(digest), "revision": state.candidate.revision}
+    baseline: JsonObject = {
+        "digest": digest,
+        "short": short_digest(digest),
+        "revision": state.candidate.revision,
+    }
+    budgets = budget_entries(state.candidate.budgets) or (status.get("baseline") or {}).get("budgets")
+    if budgets:
+        baseline["budgets"] = budgets
     return [
         expect_op("/status/baseline/digest", state.baseline.digest),
         add_op("/status/baseline", baseline),

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvtier_crds.models.common import short_digest
+from kvtier_operator.budgets import budget_entries, budgets_in
 from kvtier_operator.rollout.carrystatus import carry_from_json, carry_to_json, slim_carry
 from kvtier_operator.rollout.evaluation import summary_verdict
 from kvtier_operator.rollout.state import (
@@ -174,8 +175,7 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
         reference = _reference(state.candidate.digest, state.candidate.revision)
         status["candidate"] = {**reference, "class": str(state.candidate.kind)}
         if state.candidate.budgets:
-            rows = [{"tierClassName": name, "bytes": size} for name, size in state.candidate.budgets]
-            status["candidate"]["budgets"] = rows
+            status["candidate"]["budgets"] = budget_entries(state.candidate.budgets)
     if state.window is not None:
         thresholds = [{"gate": gate, "value": value} for gate, value in state.window.pair_thresholds]
         fence = {"openingFence": state.window.opening_fence}
@@ -379,7 +379,7 @@ def _read_reference(row: Mapping[str, Any] | None) -> ManifestRef | None:
 def _read_candidate(row: Mapping[str, Any] | None) -> CandidateRef | None:
     if not row:
         return None
-    budgets = tuple((str(one["tierClassName"]), int(one["bytes"])) for one in row.get("budgets") or ())
+    budgets = tuple(budgets_in(row).items())
     kind = CandidateClass(row["class"])
     return CandidateRef(str(row["digest"]), str(row.get("revision") or ""), kind, budgets)
 

@@ -41,6 +41,15 @@ def agent_pool(name: str = "default", namespace: str = "serving", **spec: Any) -
     }
 
 
+def with_meta(obj: JsonObject, **metadata: Any) -> JsonObject:
+    base = {
+        "uid": f"uid-{obj['metadata']['name']}",
+        "generation": 1,
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+    }
+    return obj | {"metadata": obj["metadata"] | base | metadata}
+
+
 def kv_cache(name: str = "chat", namespace: str = "serving", **spec: Any) -> JsonObject:
     return {
         "apiVersion": API,

@@ -16,32 +16,8 @@ from tests.unit.control.control_objects import (
     kv_cache,
     kv_rollout,
     kv_selector,
-    tier_class,
 )
-
-KEY = ObjectKey(Kind.KV_CACHE, "serving", "chat")
-UID = "uid-chat"
-
-
-def bench_with(cache: JsonObject | None = None, *, nodes: tuple[str, ...] = ("a", "b")) -> Bench:
-    bench = Bench()
-    bench.api.add(tier_class("gpu-sim", "gpu"))
-    bench.api.add(tier_class("cpu-dram", "cpu"))
-    bench.api.add(agent_pool())
-    for node in nodes:
-        bench.add_node(node)
-    bench.api.add(cache or kv_cache())
-    return bench
-
-
-async def settle(bench: Bench, reconciler: KVCacheReconciler | None = None, runs: int = 6) -> JsonObject:
-    reconciler = reconciler or KVCacheReconciler(bench.deps)
-    for _ in range(runs):
-        try:
-            await reconciler.reconcile(KEY)
-        except Conflict:
-            bench.api.catch_up()
-    return bench.api.objects[KEY]
+from tests.unit.control.kvcache_bench import KEY, UID, bench_with, settle
 
 
 async def test_the_first_exact_spec_becomes_the_proved_baseline_at_once() -> None:

@@ -14,7 +14,7 @@ from kvtier_crds.models.families import Family
 from kvtier_crds.models.kvselector import Guarantee, Need
 from kvtier_operator import conditions as c
 from kvtier_operator.events import changes
-from kvtier_operator.feasible import budgets_of_others, feasibility, open_chunk_bytes
+from kvtier_operator.feasible import feasibility, open_chunk_bytes
 from kvtier_operator.fleet import StoreFleet, lease_key
 from kvtier_operator.ports import EventType, JsonObject, Kind, ObjectKey
 from kvtier_operator.reconcile import agentpool, kvnode, kvselector, tierclass
@@ -25,19 +25,17 @@ from kvtier_operator.reconcile.kvnode import Liveness
 from kvtier_operator.reconcile.pool_objects import daemon_set, tier_arguments
 from kvtier_operator.selectorfacts import FAMILIES, TIMES_DENSE, VARIANTS
 from tests.unit.control.control_fakes import START, Bench
-from tests.unit.control.control_objects import agent_pool, conditions, kv_cache, kv_selector, tier_class
+from tests.unit.control.control_objects import (
+    agent_pool,
+    conditions,
+    kv_cache,
+    kv_selector,
+    tier_class,
+    with_meta,
+)
 
 NOW = datetime(2026, 1, 2, tzinfo=UTC)
 MIB = 2**20
-
-
-def with_meta(obj: JsonObject, **metadata: Any) -> JsonObject:
-    base = {
-        "uid": f"uid-{obj['metadata']['name']}",
-        "generation": 1,
-        "creationTimestamp": "2026-01-01T00:00:00Z",
-    }
-    return obj | {"metadata": obj["metadata"] | base | metadata}
 
 
 def node(
@@ -546,46 +544,6 @@ def test_secrets_are_mounted_read_only_each_in_a_folder_of_its_name() -> None:
 def test_feasibility_without_a_live_node_is_not_known() -> None:
     found = feasibility(manifest(kv_cache()), kv_cache(), agent_pool(), [], {})
     assert (found.condition().status, found.condition().reason) == (c.Truth.UNKNOWN, "NoLiveNodes")
-
-
-def test_of_two_caches_the_older_keeps_its_place() -> None:
-    old = with_meta(kv_cache("old"), creationTimestamp="2025-01-01T00:00:00Z")
-    new = with_meta(kv_cache("new"), creationTimestamp="2026-01-01T00:00:00Z")
-    elsewhere = with_meta(kv_cache("elsewhere", poolRef={"name": "other"}))
-    assert budgets_of_others(new, [old, new, elsewhere], []) == {"gpu-sim": 32 * MIB, "cpu-dram": 64 * MIB}
-    assert budgets_of_others(old, [old, new, elsewhere], []) == {}
-
-
-@pytest.mark.parametrize(
-    ("phase", "stage", "baseline", "counted"),
-    [
-        pytest.param("Pending", "Off", "b", 64, id="not-begun"),
-        pytest.param("Progressing", "Shadow", "b", 64 + 96, id="held-beside"),
-        pytest.param("Paused", "Canary", "b", 64 + 96, id="paused"),
-        pytest.param("RollingBack", "ExactBaseline", "b", 64 + 96, id="until-it-has-returned"),
-        pytest.param("RolledBack", "ExactBaseline", "b", 64, id="returned"),
-        pytest.param("Progressing", "Full", "c", 96, id="adopted-and-not-told"),
-        pytest.param("Completed", "Full", "c", 96, id="adopted-and-larger-than-declared"),
-        pytest.param("Completed", "Full", "later", 64, id="adopted-and-left-behind"),
-    ],
-)
-def test_an_engine_beside_the_baselines_counts_where_another_cache_is_judged(
-    phase: str, stage: str, baseline: str, counted: int
-) -> None:
-    old = with_meta(kv_cache("old"), creationTimestamp="2025-01-01T00:00:00Z")
-    old["status"] = {"baseline": {"digest": baseline}}
-    new = with_meta(kv_cache("new"), creationTimestamp="2026-01-01T00:00:00Z")
-    budgets = [{"tierClassName": "cpu-dram", "bytes": 96 * MIB}]
-
-    def of(cache: str) -> dict[str, Any]:
-        return {
-            "metadata": {"name": f"of-{cache}", "namespace": old["metadata"]["namespace"]},
-            "spec": {"cacheRef": {"name": cache}},
-            "status": {"phase": phase, "stage": stage, "candidate": {"digest": "c", "budgets": budgets}},
-        }
-
-    taken = budgets_of_others(new, [old, new], [of("old"), of("new"), of("nobody")])
-    assert taken == {"gpu-sim": 32 * MIB, "cpu-dram": counted * MIB}
 
 
 # --- Conditions, events, ledger ---------------------------------------------------------------------------

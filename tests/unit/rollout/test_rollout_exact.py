@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvtier_operator.budgets import budgets_of_others
 from kvtier_operator.ports import Kind, ObjectKey
 from kvtier_operator.revisions import read_revision
 from kvtier_operator.rollout.vocabulary import Verdict
@@ -241,6 +242,29 @@ class TestRoom:
             status["tiers"][1]["capacity"] = 300 * MIB
         await world.until("Completed")
         assert {"tierClassName": "cpu-dram", "bytes": 128 * MIB} in world.status["candidate"]["budgets"]
+
+    async def test_what_was_adopted_counts_when_its_rollout_has_been_removed(self) -> None:
+        world = self.world(1024)
+        wanted = [
+            {**tier, "budget": "160Mi"} if tier["tierClassName"] == "cpu-dram" else tier for tier in SMALLER
+        ]
+        world.edit(candidate={"overrides": {"tiers": wanted}})
+        await world.until("Completed")
+        other = copied(world.api.objects[world.cache_key])
+        other["metadata"] = {"name": "younger", "namespace": "serving", "uid": "uid-younger"}
+        del other["status"]
+        adopted = world.api.objects[world.cache_key]
+        taken = budgets_of_others(other, [adopted, other], [], younger=True)
+        assert taken["cpu-dram"] == 160 * MIB
+
+    async def test_a_candidate_in_the_same_engine_takes_over_its_budgets(self) -> None:
+        world = self.world(1024)
+        baseline = world.api.objects[world.cache_key]["status"]["baseline"]
+        baseline["budgets"] = [{"tierClassName": "cpu-dram", "bytes": 300 * MIB}]
+        world.edit(candidate=OVERRIDE)
+        await world.until("Completed")
+        assert world.cache_status["baseline"]["digest"] == world.status["candidate"]["digest"]
+        assert world.cache_status["baseline"]["budgets"] == baseline["budgets"]
 
     async def test_younger_caches_of_the_pool_hold_theirs(self) -> None:
         world = self.world(256 + 64)
