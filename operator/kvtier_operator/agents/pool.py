@@ -225,13 +225,18 @@ class GrpcAgents:
             async with asyncio.timeout(budget), self._turn(connection, method):
                 # Strictly after the wait: leadership may have been lost in the queue.
                 self._leader.check()
-                left = max(0.001, until - time.monotonic())
                 parent = current_traceparent()
                 metadata = (("traceparent", parent),) if parent else ()
-                call = getattr(connection.stub, method)
                 if isinstance(request, _COUNTED):
+                    if not self._stamps.heard(node.name, request.boot_id):
+                        # A renewal of nothing asks for the time alone, and waits for no engine.
+                        nothing = control.RenewRequest(boot_id=request.boot_id)
+                        told = await connection.stub.Renew(nothing, timeout=_left(until), metadata=metadata)
+                        self._stamps.hear(node.name, told.boot_id, told.stamp_ns)
+                        self._leader.check()
                     request.sent_ns = self._stamps.now_ns(node.name, request.boot_id)
-                received: Answer = await call(request, timeout=left, metadata=metadata)
+                call = getattr(connection.stub, method)
+                received: Answer = await call(request, timeout=_left(until), metadata=metadata)
                 if isinstance(received, _STAMPED):
                     self._stamps.hear(node.name, received.boot_id, received.stamp_ns)
                 return received
@@ -282,3 +287,7 @@ class GrpcAgents:
         task = asyncio.create_task(connection.channel.close(CLOSE_GRACE_SECONDS), name=f"close-{name}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _left(until: float) -> float:
+    return max(0.001, until - time.monotonic())

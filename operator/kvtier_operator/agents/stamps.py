@@ -31,16 +31,17 @@ class Stamps:
     def hear(self, node: str, boot_id: str, stamp_ns: int) -> None:
         """An answer came now. The newest counts, so that two clocks of unlike pace do not drift apart; 0: an
         agent that says none."""
-        if stamp_ns > 0:
-            self._heard[node] = _Heard(boot_id, stamp_ns, self._clock())
-        else:
-            self._heard.pop(node, None)
+        self._heard[node] = _Heard(boot_id, max(0, stamp_ns), self._clock())
+
+    def heard(self, node: str, boot_id: str) -> bool:
+        """Whether this life of the agent has answered, with its clock or without."""
+        heard = self._heard.get(node)
+        return heard is not None and heard.boot_id == boot_id
 
     def now_ns(self, node: str, boot_id: str) -> int:
-        """At most what that agent's clock says now, nanoseconds; 0 when nothing was heard of this life of
-        it."""
+        """At most what that agent's clock says now, nanoseconds; 0 when none was told of this life of it."""
         heard = self._heard.get(node)
-        if heard is None or heard.boot_id != boot_id:
+        if heard is None or heard.boot_id != boot_id or not heard.stamp_ns:
             return 0
         return heard.stamp_ns + int((self._clock() - heard.at) * NANOS)
 

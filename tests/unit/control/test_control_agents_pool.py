@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,20 @@ class Wire:
         self.requests: list[Any] = []
         self.answers: dict[str, Any] = {}
         self.hanging: set[str] = set()
+        self.on_call: Callable[[Any], None] = lambda request: None
         self.closed: list[str] = []
         self.expected = 1
         self.arrived = asyncio.Event()
 
     def connect(self, node: AgentTarget) -> Any:
         return Channel(self, node)
+
+
+def copied(request: Any) -> Any:
+    """As it was when it was sent."""
+    made = type(request)()
+    made.CopyFrom(request)
+    return made
 
 
 class Channel:
@@ -64,7 +72,8 @@ class Channel:
         async def call(request: Any, **options: Any) -> Any:
             assert options["timeout"] > 0
             self._wire.sent.append((self._node.address, method))
-            self._wire.requests.append(request)
+            self._wire.requests.append(copied(request))
+            self._wire.on_call(request)
             if len(self._wire.sent) >= self._wire.expected:
                 self._wire.arrived.set()
             if method in self._wire.hanging:
@@ -144,24 +153,56 @@ async def test_calls_that_hang_do_not_hold_up_renewals() -> None:
     await asyncio.gather(*slow, return_exceptions=True)
 
 
-async def test_what_extends_a_permission_says_when_it_was_sent_by_the_agents_own_clock() -> None:
+STAMP = 10**18
+
+
+@pytest.mark.parametrize("what", ["Renew", "Grant"])
+async def test_what_extends_a_permission_says_when_it_was_sent_by_the_agents_own_clock(what: str) -> None:
     bench, target = Bench(), node("a")
-    renewal = control.RenewRequest(boot_id=target.boot_id)
-    await bench.agents.renew(target, renewal)
-    assert bench.wire.requests[-1].sent_ns == 0, "nothing was heard of its clock"
-    stamp = 10**18
-    bench.wire.answers["GetState"] = control.GetStateResponse(boot_id=target.boot_id, stamp_ns=stamp)
+    bench.wire.answers["GetState"] = control.GetStateResponse(boot_id=target.boot_id, stamp_ns=STAMP)
     await bench.agents.get_state(target)
-    for call, request in (
-        (bench.agents.renew, renewal),
-        (bench.agents.grant, control.GrantRequest(boot_id=target.boot_id)),
-    ):
-        bench.wire.answers[type(request).__name__.replace("Request", "")] = None
-        await bench.agents.get_state(target)
-        await call(target, request)  # type: ignore[operator]
-        assert bench.wire.requests[-1].sent_ns >= stamp
-    await bench.agents.renew(target, control.RenewRequest(boot_id="another life"))
-    assert bench.wire.requests[-1].sent_ns == 0
+    bench.wire.requests.clear()
+    if what == "Renew":
+        await bench.agents.renew(target, control.RenewRequest(boot_id=target.boot_id))
+    else:
+        await bench.agents.grant(target, control.GrantRequest(boot_id=target.boot_id))
+    [request] = bench.wire.requests
+    assert request.sent_ns >= STAMP
+
+
+RENEWED = control.RenewItem(digest="sha256:c")
+
+
+@pytest.mark.parametrize("tells", [STAMP, 0], ids=["its-clock", "none"])
+async def test_a_leader_asks_an_agent_that_it_has_not_heard_for_its_clock_before_it_renews(
+    tells: int,
+) -> None:
+    """Else the renewal of a new leader would count from its arrival, however long it was on its way. Once a
+    life of the agent, also of one that tells no clock."""
+    bench, target = Bench(), node("a")
+    bench.wire.answers["Renew"] = control.RenewResponse(boot_id=target.boot_id, stamp_ns=tells)
+    renewal = control.RenewRequest(boot_id=target.boot_id, items=[RENEWED])
+    await bench.agents.renew(target, renewal)
+    await bench.agents.renew(target, renewal)
+    asked, first, second = bench.wire.requests
+    assert (list(asked.items), asked.boot_id) == ([], target.boot_id)
+    assert [list(one.items) for one in (first, second)] == [[RENEWED], [RENEWED]]
+    assert all(one.sent_ns >= tells and bool(one.sent_ns) == bool(tells) for one in (first, second))
+    bench.wire.requests.clear()
+    await bench.agents.renew(target, control.RenewRequest(boot_id="another life", items=[RENEWED]))
+    assert [list(one.items) for one in bench.wire.requests] == [[], [RENEWED]]
+
+
+async def test_leadership_that_is_lost_while_the_clock_is_asked_for_renews_nothing() -> None:
+    bench, target = Bench(), node("a")
+
+    def lose(request: control.RenewRequest) -> None:
+        bench.leader.holds = False
+
+    bench.wire.on_call = lose
+    with pytest.raises(NotLeader):
+        await bench.agents.renew(target, control.RenewRequest(boot_id=target.boot_id, items=[RENEWED]))
+    assert [list(one.items) for one in bench.wire.requests] == [[]]
 
 
 async def test_channels_of_agents_that_are_gone_are_closed() -> None:
