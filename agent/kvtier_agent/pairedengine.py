@@ -36,9 +36,9 @@ from kvtier_agent.engine_port import (
 )
 from kvtier_agent.rowevidence import EngineGives
 from kvtier_agent.seats import Seat, Slot, carry, follow, unseat
+from kvtier_agent.sessionprefixes import SessionPrefixes
 from kvtier_agent.tiersums import summed
 from kvtier_agent.weightstore import GivenWeights
-from kvtier_core.blockstore.reads import Fetch
 from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
@@ -75,7 +75,9 @@ class PairedEngine:
         self.running = Slot(engine, place=place)
         self.beside: Slot | None = None
         self._seats: dict[str, Seat] = {}
+        # Of the seats, and of what the second engine is.
         self._table = threading.Lock()
+        self._closed = False
         # Held while a session is opened: the engine that it is opened in must not end meanwhile.
         self._opening = threading.Lock()
         self.prefixes = SessionPrefixes(self)
@@ -83,18 +85,23 @@ class PairedEngine:
     # The second engine.
 
     def attach(self, engine: EnginePort, digest: str, place: str) -> None:
-        """Sessions of the candidate of that digest are opened in it from now on."""
-        if self.beside is not None:
-            raise ValueError("a second engine is there")
-        self.beside = Slot(engine, digest, place)
+        """Sessions of the candidate of that digest are opened in it from now on. CACHE_UNKNOWN once the cache
+        is being removed: the engine is its caller's then."""
+        with self._table:
+            if self._closed:
+                raise CoreError(Reason.CACHE_UNKNOWN, "the cache was removed")
+            if self.beside is not None:
+                raise ValueError("a second engine is there")
+            self.beside = Slot(engine, digest, place)
 
     def swap(self) -> None:
         """The candidate's engine is the baseline's now. Sessions of the other one move with their next frame,
         or by `settle`."""
-        if self.beside is None:
-            raise ValueError("no second engine is there")
-        retired, self.running = self.running, self.beside
-        retired.retired, self.beside = True, retired
+        with self._table:
+            if self.beside is None:
+                raise ValueError("no second engine is there")
+            retired, self.running = self.running, self.beside
+            retired.retired, self.beside = True, retired
 
     def detach(self, seconds: float = OPENING_SECONDS) -> Slot | None:
         """The second engine, for its caller to close; None while a session is in it, or is being opened for
@@ -105,7 +112,11 @@ class PairedEngine:
             beside = self.beside
             if beside is None or self.seated_in(beside):
                 return None
-            self.beside = None
+            with self._table:
+                if self.beside is not beside:
+                    # It was closed with the baseline's meanwhile.
+                    return None
+                self.beside = None
             return beside
         finally:
             self._opening.release()
@@ -122,7 +133,7 @@ class PairedEngine:
                 continue
             try:
                 if not seat.closed and seat.within(beside):
-                    self._bring_home(seat, until)
+                    self.bring_home(seat, until)
             except CoreError as error:
                 log.debug("session %s stays where it is: %s", seat.session_id, error.message)
             finally:
@@ -133,7 +144,7 @@ class PairedEngine:
         """Whether the candidate's engine alone has the session, whose rows are bit by bit what the baseline's
         would be."""
         seat, beside = self._seats.get(session_id), self.beside
-        if seat is None or beside is None or beside.retired:
+        if seat is None or beside is None or beside.retired or beside.ending:
             return False
         return seat.home is beside and seat.mirror is None and self.same_chunks(beside)
 
@@ -157,7 +168,7 @@ class PairedEngine:
         plain = replace(terms, candidate=None, serves=False)
         with self._opening:
             beside = self.beside
-            if beside is None or beside.digest != candidate.candidate_digest:
+            if beside is None or beside.ending or beside.digest != candidate.candidate_digest:
                 gone = CoreError(Reason.NO_CANDIDATE, "the candidate's engine is not there")
                 return self._open(plain, self.running, gone, told=True)
             if terms.compared:
@@ -208,10 +219,13 @@ class PairedEngine:
     def close_session(self, session_id: str, generation: int) -> int:
         with self.seated(session_id, generation) as seat:
             seat.closed = True
-            with self._table:
-                self._seats.pop(session_id, None)
-            unseat(seat)
-            return seat.home.engine.close_session(session_id, seat.at)
+            try:
+                unseat(seat)
+                return seat.home.engine.close_session(session_id, seat.at)
+            finally:
+                # Not before: an engine that nobody is seated in may be closed.
+                with self._table:
+                    self._seats.pop(session_id, None)
 
     @contextmanager
     def seated(self, session_id: str, generation: int) -> Iterator[Seat]:
@@ -227,14 +241,15 @@ class PairedEngine:
             raise CoreError(Reason.SESSION_UNKNOWN, f"no session {session_id} here")
         return seat
 
-    def _bring_home(self, seat: Seat, deadline: float | None = None) -> None:
+    def bring_home(self, seat: Seat, deadline: float | None = None) -> None:
         """Into the baseline's engine, whatever it is now; the seat's lock is held. What `carry` refuses."""
         running = self.running
         if seat.mirror is running:
             # It was adopted meanwhile, and has every row already.
             former, at = seat.home, seat.at
-            seat.home, seat.at, seat.mirror = running, seat.mirrored_at, None
-            former.engine.close_session(seat.session_id, at)
+            with seat.moving(former):
+                seat.home, seat.at, seat.mirror = running, seat.mirrored_at, None
+                former.engine.close_session(seat.session_id, at)
             return
         unseat(seat)
         if seat.home is not running:
@@ -264,7 +279,7 @@ class PairedEngine:
     def _settled(self, seat: Seat, deadline: float | None = None) -> None:
         """Home, or in the engine of a former baseline from which it cannot go: that is exact, too."""
         try:
-            self._bring_home(seat, deadline)
+            self.bring_home(seat, deadline)
         except CoreError:
             if not seat.home.retired:
                 raise
@@ -339,7 +354,7 @@ class PairedEngine:
             if error.reason not in _FALLS_BACK:
                 raise
             seat.refusal = error
-            self._bring_home(seat, frame.deadline)
+            self.bring_home(seat, frame.deadline)
             return self._refused(seat, frame, mode)
         return _candidates(result) if mode.publish_candidate else result
 
@@ -436,7 +451,9 @@ class PairedEngine:
         return reports if beside is None else summed(reports, beside.engine.tiers())
 
     def close(self) -> None:
-        beside, self.beside = self.beside, None
+        with self._table:
+            self._closed = True
+            beside, self.beside = self.beside, None
         try:
             if beside is not None:
                 beside.engine.close()
@@ -468,32 +485,3 @@ def _candidates(result: FrameResult) -> FrameResult:
     if isinstance(receipt, StepReceipt):
         receipt = replace(receipt, arm=PublishArm.CANDIDATE)
     return replace(result, receipt=receipt, from_candidate=True)
-
-
-class SessionPrefixes:
-    """As `Prefixes`, of sessions wherever they are."""
-
-    def __init__(self, paired: PairedEngine) -> None:
-        self._paired = paired
-
-    def start(self, session_id: str, generation: int, fetch: Fetch, asked: bytes = b"") -> int:
-        """See `Prefixes.start`; the blocks are of the engine in which the session is. UNSUPPORTED too for a
-        session that is in two, and in one that merges other chunks than the baseline's."""
-        paired = self._paired
-        with paired.seated(session_id, generation) as seat:
-            alone = seat.home is paired.running and seat.mirror is None
-            if not alone and not paired.beside_alone(session_id):
-                raise CoreError(
-                    Reason.UNSUPPORTED,
-                    "a session of two engines or other chunks computes all of its rows",
-                )
-            return paired.prefixes_of(seat.home).start(session_id, seat.at, fetch, asked)
-
-    def payload(
-        self, session_id: str, generation: int, layer: int, chunk: int, until: float | None = None
-    ) -> bytes:
-        """See `Prefixes.payload`. Blocks are the baseline's: what another chunk size made is none of them."""
-        with self._paired.seated(session_id, generation) as seat:
-            if seat.home is not self._paired.running and not self._paired.same_chunks(seat.home):
-                raise CoreError(Reason.UNCOMMITTED_ROWS, "rows of another chunk size are the session's own")
-            return self._paired.prefixes_of(seat.home).payload(session_id, seat.at, layer, chunk, until)

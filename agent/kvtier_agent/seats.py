@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
@@ -28,12 +30,14 @@ class Carries(Protocol):
 @dataclass(eq=False, slots=True)
 class Slot:
     """One engine. digest: of the manifest that it was built for; place: names its folders. retired: it was
-    the baseline's until another was adopted, so its answers are exact ones of that."""
+    the baseline's until another was adopted, so its answers are exact ones of that. ending: it was a
+    candidate's, and is used for nothing new."""
 
     engine: EnginePort
     digest: str = ""
     place: str = ""
     retired: bool = False
+    ending: bool = False
     _chunk_tokens: int = 0
 
     @property
@@ -55,8 +59,9 @@ class Slot:
 @dataclass(eq=False, slots=True)
 class Seat:
     """One session. generation: its client's. home, at: the engine that answers it and its generation there.
-    mirror, mirrored_at: the candidate's engine, which gets every frame too. refusal: why the candidate's
-    engine does not hold it although it should; told: whether that was counted."""
+    mirror, mirrored_at: the candidate's engine, which gets every frame too. between: engines that are taking
+    it in or letting it go. refusal: why the candidate's engine does not hold it although it should; told:
+    whether that was counted."""
 
     session_id: str
     generation: int
@@ -64,6 +69,7 @@ class Seat:
     at: int
     mirror: Slot | None = None
     mirrored_at: int = 0
+    between: tuple[Slot, ...] = ()
     refusal: CoreError | None = None
     told: bool = False
     closed: bool = False
@@ -85,17 +91,30 @@ class Seat:
         return frame if at == frame.generation else replace(frame, generation=at)
 
     def within(self, slot: Slot) -> bool:
-        return self.home is slot or self.mirror is slot
+        """Whether the engine is still needed for it; also asked without the lock."""
+        return self.home is slot or self.mirror is slot or slot in self.between
+
+    @contextmanager
+    def moving(self, *slots: Slot) -> Iterator[None]:
+        """Until its end these engines count as its own: one that looks empty may be closed by another
+        thread."""
+        self.between = slots
+        try:
+            yield
+        finally:
+            self.between = ()
 
 
 def carry(seat: Seat, target: Slot, deadline: float | None = None) -> None:
     """Moves a session whole; the seat's lock is held. deadline: seconds on the engines' clock. What reading
     and room refuse; it is where it was then."""
     source, at = seat.home, seat.at
-    state = source.carriage.state(seat.session_id, at)
-    handle = target.carriage.receive(state, source.carriage.rows(seat.session_id, at, deadline), deadline)
-    seat.home, seat.at = target, handle.generation
-    source.engine.close_session(seat.session_id, at)
+    with seat.moving(source, target):
+        state = source.carriage.state(seat.session_id, at)
+        rows = source.carriage.rows(seat.session_id, at, deadline)
+        handle = target.carriage.receive(state, rows, deadline)
+        seat.home, seat.at = target, handle.generation
+        source.engine.close_session(seat.session_id, at)
     log.info("session %s was carried, %d rows", seat.session_id, max(state.frontiers, default=0))
 
 
@@ -112,5 +131,6 @@ def unseat(seat: Seat) -> None:
     """Ends what the mirror holds; the seat's lock is held."""
     mirror, at = seat.mirror, seat.mirrored_at
     if mirror is not None:
-        seat.mirror = None
-        mirror.engine.close_session(seat.session_id, at)
+        with seat.moving(mirror):
+            seat.mirror = None
+            mirror.engine.close_session(seat.session_id, at)

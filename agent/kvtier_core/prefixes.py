@@ -68,7 +68,7 @@ class Prefixes:
                 raise CoreError(
                     Reason.BAD_ARGUMENT, f"{chunks * size} rows pass the session's max_tokens {most}"
                 )
-            if not fetch.of(store.directory):
+            if not self.reads(fetch):
                 # The session moved while they were read.
                 raise CoreError(Reason.NOT_VISIBLE, "these blocks are of an engine that the session has left")
             chunks = self._lendable(chunks, layers, fetch)
@@ -87,6 +87,10 @@ class Prefixes:
             session.started = (asked, chunks * size)
             session.snapshot_generation += 1
             return chunks * size
+
+    def reads(self, fetch: Fetch) -> bool:
+        """Whether the blocks of `fetch` are this engine's."""
+        return fetch.of(self._store.directory)
 
     def _lendable(self, chunks: int, layers: int, fetch: Fetch) -> int:
         """The leading chunks whose blocks sessions may hold."""
