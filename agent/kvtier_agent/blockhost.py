@@ -56,7 +56,7 @@ class BlockHost:
         self._idle = asyncio.Event()
         self._idle.set()
         self._announced = False
-        self._closed = False
+        self._closed = self._removed = False
         driver.listen(self._on_turn)
 
     @property
@@ -132,10 +132,11 @@ class BlockHost:
         self._turned = asyncio.Event()
 
     async def until(self, done: Callable[[], bool], deadline: float) -> bool:
-        """Waits for what a turn of the store may bring about; False at the deadline. CACHE_UNKNOWN or
-        DRAINING when there will be no more turns."""
+        """Waits for what a turn of the store may bring about; False at the deadline. CACHE_UNKNOWN once the
+        cache is being removed, DRAINING when there will be no more turns."""
         while not done():
-            self._check_open()
+            if self._removed:
+                raise _removed()
             self._check_moving()
             left = deadline - self.clock()
             if left <= 0:
@@ -178,10 +179,12 @@ class BlockHost:
 
     # Ending.
 
-    async def close(self, seconds: float) -> bool:
+    async def close(self, seconds: float, *, removed: bool = True) -> bool:
         """Refuses new calls, lets those in flight end, gives every pin back. Whether all that is done within
-        the time; the store may be closed only then."""
+        the time; the store may be closed only then. removed: the cache goes, and what waits is told so; else
+        it waits on until it has what it wants: the cache goes on with other blocks."""
         self._closed = True
+        self._removed = self._removed or removed
         self._wake()
         try:
             async with asyncio.timeout(seconds):

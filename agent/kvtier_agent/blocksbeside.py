@@ -28,7 +28,7 @@ COPIED_AT_ONCE = 64
 
 
 def call_for(call: Call, session: Session) -> Call:
-    """The call on the blocks of the engine in which the session is."""
+    """The call on the blocks of the engine in which the session is, while these take calls."""
     host = session.host
     if host.blocks_beside is None or not paired(host).beside_alone(session.handle.session_id):
         return call

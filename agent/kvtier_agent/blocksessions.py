@@ -35,12 +35,20 @@ from kvtier_core.transactions import MoveReason
 from kvtier_crds.manifest import RuntimeManifest
 
 
+# What a call meets whose blocks are of an engine that was replaced meanwhile.
+_MOVED = frozenset({Reason.NOT_VISIBLE, Reason.CACHE_UNKNOWN})
+
+
 @runtime_checkable
 class HasPrefixes(Protocol):
     """An engine whose sessions and blocks share slots."""
 
     @property
     def prefixes(self) -> Prefixes: ...
+
+
+_Placed = tuple[Call, Call, Session, Prefixes]
+"""On the blocks of the session's engine, and on those that all share."""
 
 
 class BlockSessions:
@@ -52,9 +60,30 @@ class BlockSessions:
 
     async def start(self, request: blocks_pb2.StartSessionRequest) -> blocks_pb2.StartSessionResponse:
         """Reads that are not over in time end the prefix before them. May be repeated when its answer was
-        lost, also while the first call goes on."""
+        lost, also while the first call goes on. Where another engine takes the place of the one whose blocks
+        were read, those of that one are read, until the call's deadline."""
+        placed, deadline = self._placed(request), 0.0
+        while True:
+            call = placed[0]
+            deadline = deadline or call.deadline
+            try:
+                return await self._start(placed, request, deadline)
+            except CoreError as error:
+                if error.reason not in _MOVED or call.host.clock() >= deadline:
+                    raise
+                placed = self._placed(request)
+                if placed[0].host is call.host:
+                    raise
+
+    def _placed(self, request: blocks_pb2.StartSessionRequest) -> _Placed:
+        """Where the session's blocks are now."""
         common, session, prefixes = self._of(request.scope, request.session_id, request.session_generation)
-        call = call_for(common, session)
+        return call_for(common, session), common, session, prefixes
+
+    async def _start(
+        self, placed: _Placed, request: blocks_pb2.StartSessionRequest, deadline: float
+    ) -> blocks_pb2.StartSessionResponse:
+        call, common, session, prefixes = placed
         host = call.host
         with host.call():
             span = span_of(request.span, tokens_needed=True)
@@ -64,11 +93,11 @@ class BlockSessions:
                 await bring([key.tobytes() for key in keys], common, host)
             fetch = await host.run(
                 lambda: host.store.fetch(
-                    [key.tobytes() for key in keys], namespace=call.caller.namespace, deadline=call.deadline
+                    [key.tobytes() for key in keys], namespace=call.caller.namespace, deadline=deadline
                 )
             )
             try:
-                await host.until(lambda: fetch.over, call.deadline)
+                await host.until(lambda: fetch.over, deadline)
             except BaseException:
                 host.give_back(fetch.close)
                 raise

@@ -18,6 +18,7 @@ from kvtier_agent.blockcalls import BlockCalls
 from kvtier_agent.blocksessions import BlockSessions
 from kvtier_agent.engine_port import EngineRunner
 from kvtier_agent.node import Node
+from kvtier_core.errors import CoreError, Reason
 
 WAIT_SECONDS = 60.0
 
@@ -40,10 +41,18 @@ class Host:
     """Threads and waits of a block host, at once."""
 
     def __init__(self, scope: Scope) -> None:
+        self.scope = scope
         self.store = SimpleNamespace(fetch=lambda keys, **terms: scope)
+        self.refusal: CoreError | None = None
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
+        if self.refusal is not None:
+            raise self.refusal
         yield
 
     async def run(self, function: Callable[[], Any]) -> Any:
@@ -93,3 +102,88 @@ async def test_what_a_call_holds_stays_until_its_step_is_over_though_its_caller_
     assert (await sessions.start(request)).rows == 4
     assert order[-1] == "given back"
     assert await runner.close(WAIT_SECONDS)
+
+
+class Moving(BlockSessions):
+    """A session whose engine is replaced after `at` is asked: then it is given the blocks of `then`."""
+
+    def __init__(self, at: Host, then: Host, start: Callable[..., int]) -> None:
+        super().__init__(cast(Node, SimpleNamespace(boot_id="b")), cast(BlockCalls, None))
+        self.hosts = [at, then]
+        self.asked: list[Host] = []
+        self.start_session = start
+
+    def _of(self, scope: object, session_id: str, generation: int) -> Any:
+        host = self.hosts.pop(0) if len(self.hosts) > 1 else self.hosts[0]
+        caller = SimpleNamespace(namespace=b"n" * 32)
+        call = SimpleNamespace(host=host, source=None, manifest=None, caller=caller, deadline=1.0)
+        handle = SimpleNamespace(session_id="s", generation=1)
+
+        async def at_once(function: Callable[[], int], over: Callable[[], None]) -> int:
+            self.asked.append(host)
+            try:
+                return function()
+            finally:
+                over()
+
+        runner = SimpleNamespace(call=at_once)
+        session = SimpleNamespace(host=SimpleNamespace(runner=runner, blocks_beside=None), handle=handle)
+        return call, session, SimpleNamespace(start=self.start_session)
+
+
+REQUEST = blocks_pb2.StartSessionRequest(span=blocks_pb2.BlockSpan(tokens=b"\0" * 4))
+
+
+@pytest.fixture
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocksessions, "_keys", lambda *_: np.zeros((1, 32), dtype=np.uint8))
+
+
+def telling(reason: Reason) -> Callable[..., int]:
+    """Refuses once, then starts."""
+    refusals = [CoreError(reason, "replaced meanwhile")]
+
+    def start(session_id: str, generation: int, fetch: object, asked: bytes) -> int:
+        if refusals:
+            raise refusals.pop()
+        return 4
+
+    return start
+
+
+@pytest.mark.usefixtures("no_keys")
+@pytest.mark.parametrize("reason", [Reason.NOT_VISIBLE, Reason.CACHE_UNKNOWN])
+async def test_where_an_engine_takes_the_place_of_another_its_blocks_are_read(reason: Reason) -> None:
+    former, adopted = Host(Scope([])), Host(Scope([]))
+    sessions = Moving(former, adopted, telling(reason))
+    assert (await sessions.start(REQUEST)).rows == 4
+    assert sessions.asked == [former, adopted]
+    assert former.scope.closed.is_set() and adopted.scope.closed.is_set()
+
+
+@pytest.mark.usefixtures("no_keys")
+async def test_blocks_that_take_no_calls_any_more_are_left_for_those_in_their_place() -> None:
+    former, adopted = Host(Scope([])), Host(Scope([]))
+    former.refusal = CoreError(Reason.CACHE_UNKNOWN, "the cache was removed")
+    sessions = Moving(former, adopted, lambda *_: 4)
+    assert (await sessions.start(REQUEST)).rows == 4
+    assert sessions.asked == [adopted]
+
+
+@pytest.mark.usefixtures("no_keys")
+@pytest.mark.parametrize(
+    ("reason", "moves", "late"),
+    [
+        pytest.param(Reason.CACHE_UNKNOWN, False, False, id="no-other-is-there"),
+        pytest.param(Reason.STEP_ORDER, True, False, id="for-another-reason"),
+        pytest.param(Reason.NOT_VISIBLE, True, True, id="after-its-deadline"),
+    ],
+)
+async def test_what_is_refused_otherwise_is_not_tried_again(reason: Reason, moves: bool, late: bool) -> None:
+    former, adopted = Host(Scope([])), Host(Scope([]))
+    former.now = 2.0 if late else 0.0
+    sessions = Moving(former, adopted if moves else former, telling(reason))
+    with pytest.raises(CoreError) as refused:
+        await sessions.start(REQUEST)
+    assert refused.value.reason is reason
+    assert sessions.asked == [former]
