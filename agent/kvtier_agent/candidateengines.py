@@ -31,6 +31,7 @@ BlocksOf = Callable[[EnginePort], BlockHost | None]
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
+TEND_SECONDS = 1.0
 # While no command of the cache waits: storage that hangs must not keep other caches from being looked after.
 SETTLE_SECONDS = 60.0
 # For which an engine waits whose building outlasted the lease that it was built for: its grant is repeated.
@@ -98,8 +99,6 @@ class CandidateEngines:
         self._former_blocks: dict[str, BlockHost] = {}
         self._building: dict[str, RuntimeManifest] = {}
         self._ending: dict[str, _Ending] = {}
-        # Whose second engine's blocks take no calls any more, so that it is not used again.
-        self._begun: set[str] = set()
 
     async def prepare(self, host: CacheHost, candidate: RuntimeManifest, hosts: Iterable[CacheHost]) -> None:
         """Has an engine for it beside the baseline's; again is nothing. TIER_INCAPABLE, STORAGE_UNAVAILABLE,
@@ -108,7 +107,7 @@ class CandidateEngines:
         beside = engines.beside
         if beside is not None and beside.digest == digest and self._serves(host):
             return
-        if not await self._closed(host):
+        if not await self._closed(host, CLOSE_SECONDS):
             left = 0 if engines.beside is None else engines.seated_in(engines.beside)
             raise CoreError(
                 Reason.QUEUE_FULL,
@@ -128,16 +127,26 @@ class CandidateEngines:
                 await asyncio.to_thread(built.close)
                 raise CoreError(Reason.UNSUPPORTED, f"an engine for {digest} would run {runs}")
             try:
-                host.blocks_beside = await self._blocks_beside(host, built)
+                blocks = await self._blocks_beside(host, built)
+                engines.attach(built, digest, place)
             except BaseException:
                 await asyncio.to_thread(built.close)
                 raise
-            self._begun.discard(uid)
-            engines.attach(built, digest, place)
+            host.blocks_beside = blocks
             self._kept_until[uid] = self._clock() + KEPT_SECONDS
         finally:
             del self._building[uid]
         log.info("cache %s: an engine for candidate %s is there", uid, digest)
+
+    def replaces(self, host: CacheHost, candidate: RuntimeManifest) -> bool:
+        """Whether an engine for it takes the place of one that a lease is held for."""
+        beside = paired(host).beside
+        return beside is not None and beside.digest != candidate.digest() and not self._idle(host)
+
+    def check(self, host: CacheHost, candidate: RuntimeManifest, hosts: Iterable[CacheHost]) -> None:
+        """What `prepare` refuses for good, were the second engine gone already."""
+        self._tiers.for_manifest(candidate, other_place(place_of(host)))
+        self._tiers.check_room(candidate, self._promised(hosts, leaving=host))
 
     async def _blocks_beside(self, host: CacheHost, built: EnginePort) -> BlockHost | None:
         """What the candidate's own sessions share, under its own bounds, or those of the baseline. What
@@ -152,9 +161,11 @@ class CandidateEngines:
         """Its candidate has a lease, or has been told off: from now on the lease decides."""
         self._kept_until.pop(uid, None)
 
-    def _promised(self, hosts: Iterable[CacheHost]) -> list[RuntimeManifest]:
-        """What has room on this node now."""
-        held = [running for one in hosts for running in _running(one)]
+    def _promised(
+        self, hosts: Iterable[CacheHost], leaving: CacheHost | None = None
+    ) -> list[RuntimeManifest]:
+        """What has room on this node now. leaving: whose second engine is about to go."""
+        held = [running for one in hosts for running in ([one.manifest] if one is leaving else _running(one))]
         return [*held, *self._building.values(), *(one.manifest for one in self._ending.values())]
 
     def runs(self, host: CacheHost | None, digest: str, key_secret: str) -> bool:
@@ -167,7 +178,7 @@ class CandidateEngines:
     def _serves(self, host: CacheHost) -> bool:
         """Whether the second engine is a candidate's and its end has not begun."""
         beside = paired(host).beside
-        return beside is not None and not beside.retired and host.name.uid not in self._begun
+        return beside is not None and not beside.retired and not beside.ending
 
     def adopt(self, host: CacheHost, manifest: RuntimeManifest) -> None:
         """The second engine is the baseline's now, and its blocks are what all sessions share. Sessions move
@@ -194,7 +205,8 @@ class CandidateEngines:
         await asyncio.to_thread(paired(host).settle, time.monotonic() + SETTLE_SECONDS)
         async with hold(host.name.uid):
             if self._idle(host):
-                await self._closed(host)
+                # Commands wait for the lock meanwhile, and what is not over is looked at again.
+                await self._closed(host, TEND_SECONDS)
 
     def _idle(self, host: CacheHost) -> bool:
         """Whether there is a second engine that no lease is held for, nor about to be."""
@@ -205,25 +217,27 @@ class CandidateEngines:
             return False
         return beside.retired or lease is None or lease.terms.candidate_digest != beside.digest
 
-    async def _closed(self, host: CacheHost) -> bool:
-        """Whether there is no second engine any more; sessions that cannot move keep it."""
+    async def _closed(self, host: CacheHost, seconds: float) -> bool:
+        """Whether there is no second engine any more; sessions that cannot move keep it. Waits at most so
+        long for each of what must be over before."""
         engines, uid = paired(host), host.name.uid
         if not await self.ended(uid, 0.0):
             return False
         if engines.beside is None:
             return True
-        await asyncio.to_thread(engines.settle, time.monotonic() + CLOSE_SECONDS)
-        if not await self._blocks_ended(uid):
+        await asyncio.to_thread(engines.settle, time.monotonic() + seconds)
+        if not await self._blocks_ended(uid, seconds):
             return False
-        if engines.seated_in(engines.beside):
+        beside = engines.beside
+        if beside is None or engines.seated_in(beside):
             return False
         # Also when calls on its blocks outlast this: what refuses calls must never be adopted.
-        self._begun.add(uid)
-        if not await self._beside_ended(host):
+        beside.ending = True
+        if not await self._beside_ended(host, seconds):
             return False
         if not await asyncio.to_thread(self._taken_out, engines, uid):
             return False
-        if not await self.ended(uid, CLOSE_SECONDS):
+        if not await self.ended(uid, seconds):
             log.warning("cache %s: a second engine does not end; no other is built until it has", uid)
             return False
         return True
@@ -235,7 +249,6 @@ class CandidateEngines:
             return False
         end = BlockingEnd(slot.engine.close, f"close-second-{uid}")
         self._ending[uid] = _Ending(slot.place, slot.engine.live_manifest(), end)
-        self._begun.discard(uid)
         self._kept_until.pop(uid, None)
         return True
 
@@ -264,18 +277,18 @@ class CandidateEngines:
         return self._former_blocks.pop(uid, None)
 
     @staticmethod
-    async def _beside_ended(host: CacheHost) -> bool:
+    async def _beside_ended(host: CacheHost, seconds: float) -> bool:
         """Whether nothing runs on the candidate's blocks any more; nobody begins anything on them then."""
         beside = host.blocks_beside
         if beside is not None:
-            if not await beside.close(CLOSE_SECONDS):
+            if not await beside.close(seconds, removed=False):
                 return False
             host.blocks_beside = None
         return True
 
-    async def _blocks_ended(self, uid: str) -> bool:
+    async def _blocks_ended(self, uid: str, seconds: float) -> bool:
         former = self._former_blocks.get(uid)
-        if former is not None and not await former.close(CLOSE_SECONDS):
+        if former is not None and not await former.close(seconds, removed=False):
             return False
         self._former_blocks.pop(uid, None)
         return True

@@ -5,6 +5,7 @@ Why it exists: the node orders commands and needs no wire for that. It must not 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from kvtier_agent.admission_wire import admission_text
@@ -23,6 +24,14 @@ class ProofFacts:
     in_flight_candidate: int
     highest_fence: int
     nonce_digest: bytes
+
+
+def proof_facts(
+    baseline: str, candidate: str, in_flight: int, highest_fence: int, nonce: bytes, boot_id: str
+) -> ProofFacts:
+    """Of what was recomputed now; the nonce's digest is of all that a proof names."""
+    joined = nonce + baseline.encode() + candidate.encode() + boot_id.encode()
+    return ProofFacts(baseline, candidate, in_flight, highest_fence, hashlib.sha256(joined).digest())
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from kvtier_agent.candidateengines import (
     place_for,
     place_of,
 )
-from kvtier_agent.commands import Command, ProofFacts, record_of
+from kvtier_agent.commands import Command, ProofFacts, proof_facts, record_of
 from kvtier_agent.config import Limits
 from kvtier_agent.endings import BlockingEnd
 from kvtier_agent.engine_port import EnginePort, EngineRunner, TierReport
@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 REPORT_SECONDS = 5.0
 # Why a candidate's session is exact after a baseline was applied under a higher fence.
 BASELINE_APPLIED = "BaselineApplied"
+# And after a grant of another candidate, until that has its engine.
+CANDIDATE_REPLACED = "CandidateReplaced"
 
 
 Asked = tuple[Sequence[TierReport], NodePlan | None, Sequence[IndexState]]
@@ -176,7 +178,7 @@ class Node:
         """
         uid = command.cache.uid
         async with self._locks.hold(uid):
-            self._check_boot(command.boot_id)
+            self.check_boot(command.boot_id)
             judgement = self._book.judge(uid, command.fence.value, CommandKind.APPLY, command.content)
             manifest = parse_manifest(encoded, digest)
             check_baseline(manifest, command.cache, self.tiers.device_kind())
@@ -223,7 +225,7 @@ class Node:
         and the receipts by tier class. STORAGE_UNAVAILABLE while keys are not known to be erased."""
         uid = command.cache.uid
         async with self._locks.hold(uid):
-            self._check_boot(command.boot_id)
+            self.check_boot(command.boot_id)
             judgement = self._book.judge(uid, command.fence.value, CommandKind.REMOVE, command.content)
             if judgement is Judgement.ADVANCE:
                 await self._commit(record_of(command, CommandKind.REMOVE, ""))
@@ -248,7 +250,7 @@ class Node:
         received = since(sent_ns, self.clock())
         uid = command.cache.uid
         async with self._locks.hold(uid):
-            self._check_boot(command.boot_id)
+            self.check_boot(command.boot_id)
             judgement = self._book.judge(uid, command.fence.value, CommandKind.GRANT, command.content)
             host = self.host(command.cache)
             if self.draining:
@@ -256,12 +258,21 @@ class Node:
             running = await self._in_thread(host.runner.engine.live_manifest)
             recomputed = check_candidate(running, candidate, terms, window.key)
             terms = placed_terms(running, candidate, terms)
+            host.evidence.check(window)
+            spent = judgement is not Judgement.ADVANCE
             if terms.own:
+                if not spent and self._candidates.replaces(host, candidate):
+                    # No engine goes that a lease is held for, and no lease before what follows it is durable.
+                    self._candidates.check(host, candidate, self.caches.values())
+                    await self._commit(_unchanged(command, CommandKind.GRANT, host))
+                    spent = True
+                    host.enforcement.revoke(CANDIDATE_REPLACED)
+                    self._candidates.keep_no_more(uid)
+                    self.changed.set()
                 await self._candidates.prepare(host, candidate, self.caches.values())
             else:
                 await self._in_thread(lambda: host.runner.engine.check_candidate(terms))
-            host.evidence.check(window)
-            if judgement is Judgement.ADVANCE:
+            if not spent:
                 await self._commit(_unchanged(command, CommandKind.GRANT, host))
             lease = host.enforcement.grant(terms, judgement, received)
             self._candidates.keep_no_more(uid)
@@ -286,7 +297,7 @@ class Node:
         """Ends the candidate now, then makes the fence durable, then proves the baseline."""
         uid = command.cache.uid
         async with self._locks.hold(uid):
-            self._check_boot(command.boot_id)
+            self.check_boot(command.boot_id)
             judgement = self._book.judge(uid, command.fence.value, CommandKind.REVOKE, command.content)
             host = self.host(command.cache)
             host.enforcement.revoke(reason)
@@ -299,7 +310,7 @@ class Node:
 
     async def prove(self, cache: CacheName, fence: int, boot_id: str, nonce: bytes) -> ProofFacts:
         if boot_id:
-            self._check_boot(boot_id)
+            self.check_boot(boot_id)
         host = self.host(cache)
         self._book.check_read(host.name.uid, fence)
         return await self._proof(host, nonce)
@@ -342,9 +353,6 @@ class Node:
                 check_owner(ended, generation, tenant)
                 ended.check_open()
         raise CoreError(Reason.SESSION_UNKNOWN, "this agent holds no such session")
-
-    def check_boot(self, boot_id: str) -> None:
-        self._check_boot(boot_id)
 
     def session_count(self) -> int:
         return sum(len(host.sessions) for host in self.caches.values())
@@ -426,7 +434,7 @@ class Node:
 
     # --- internal ----------------------------------------------------------------------------------------
 
-    def _check_boot(self, boot_id: str) -> None:
+    def check_boot(self, boot_id: str) -> None:
         if boot_id != self.boot_id:
             message = f"boot id {boot_id!r} is not {self.boot_id}: the agent restarted or was never seen"
             raise CoreError(Reason.BOOT_ID_MISMATCH, message, {"boot_id": self.boot_id})
@@ -470,15 +478,9 @@ class Node:
 
     async def _proof(self, host: CacheHost, nonce: bytes) -> ProofFacts:
         running = await self._in_thread(host.runner.engine.live_manifest)
-        baseline, candidate = running.digest(), candidate_digest(host)
-        joined = nonce + baseline.encode() + candidate.encode() + self.boot_id.encode()
-        return ProofFacts(
-            baseline_digest=baseline,
-            candidate_digest=candidate,
-            in_flight_candidate=host.enforcement.in_flight,
-            highest_fence=self._book.highest(host.name.uid),
-            nonce_digest=hashlib.sha256(joined).digest(),
-        )
+        digests = running.digest(), candidate_digest(host)
+        highest = self._book.highest(host.name.uid)
+        return proof_facts(*digests, host.enforcement.in_flight, highest, nonce, self.boot_id)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)

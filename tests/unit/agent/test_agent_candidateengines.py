@@ -139,9 +139,11 @@ class Blocks:
 
     def __init__(self) -> None:
         self.ends = self.closed = False
+        self.given: list[tuple[float, bool]] = []
 
-    async def close(self, seconds: float) -> bool:
+    async def close(self, seconds: float, *, removed: bool = True) -> bool:
         self.closed = True
+        self.given.append((seconds, removed))
         return self.ends
 
 
@@ -160,6 +162,8 @@ async def test_one_whose_blocks_have_begun_to_end_is_not_used_again(tmp_path: Pa
     await bench.node.revoke(bench.command(), "IntentAbort", b"nonce")
     await bench.node.tend_candidates()
     assert made[1].closed and not second.closed
+    # Commands of the cache wait meanwhile, and its own sessions go on with the baseline's.
+    assert made[1].given == [(candidateengines.TEND_SECONDS, False)]
     with pytest.raises(CoreError) as refused:
         await granted(bench)
     assert refused.value.reason is Reason.QUEUE_FULL
@@ -180,6 +184,72 @@ async def test_one_that_finds_no_room_is_refused_with_numbers_before_the_fence_i
     assert all(str(size * MIB) in refused.value.message for size in (256, 64, 200))
     assert bench.node.highest_fence("cache-uid-1") == before
     assert engines(bench) == [bench.baseline.digest()]
+
+
+THIRD = baseline_manifest(budgets={"dram": 80 * MIB})
+
+
+def leased(bench: Bench) -> str:
+    lease = bench.node.caches["cache-uid-1"].enforcement.lease()
+    return "" if lease is None else lease.terms.candidate_digest
+
+
+async def test_no_engine_goes_before_the_lease_that_is_held_for_it_is_replaced_durably(bench: Bench) -> None:
+    second = await granted(bench)
+    seen: list[tuple[int, str]] = []
+
+    def close() -> None:
+        seen.append((bench.node.highest_fence("cache-uid-1"), leased(bench)))
+        second.closed = True
+
+    second.close = close  # type: ignore[method-assign]
+    assert leased(bench) == OTHER.digest()
+    await granted(bench, THIRD)
+    assert seen == [(bench.fence, "")]
+    assert leased(bench) == THIRD.digest()
+    assert engines(bench) == [bench.baseline.digest(), THIRD.digest()]
+
+
+async def test_a_candidate_that_finds_no_room_leaves_the_one_that_is_held(bench: Bench) -> None:
+    second = await granted(bench)
+    before = bench.node.highest_fence("cache-uid-1")
+    with pytest.raises(CoreError) as refused:
+        await granted(bench, baseline_manifest(budgets={"dram": 200 * MIB}))
+    assert refused.value.reason is Reason.NO_DESTINATION_CAPACITY
+    assert (leased(bench), bench.node.highest_fence("cache-uid-1")) == (OTHER.digest(), before)
+    assert not second.closed
+    # What goes makes room for what comes: 64, 96 and 120 MiB together are more than there is.
+    await granted(bench, baseline_manifest(budgets={"dram": 120 * MIB}))
+
+
+async def test_one_that_cannot_be_built_in_the_place_of_another_is_by_the_grants_repeat(bench: Bench) -> None:
+    """The fence is spent by then, and nobody has a lease meanwhile."""
+    second = await granted(bench)
+    bench.build_refusal = CoreError(Reason.STORAGE_UNAVAILABLE, "a device that hangs")
+    with pytest.raises(CoreError) as refused:
+        await granted(bench, THIRD)
+    assert refused.value.reason is Reason.STORAGE_UNAVAILABLE
+    assert second.closed
+    assert (leased(bench), bench.node.highest_fence("cache-uid-1")) == ("", bench.fence)
+    assert await proved(bench) == (bench.baseline.digest(), "")
+    bench.build_refusal = None
+    bench.fence -= 1
+    await granted(bench, THIRD)
+    assert leased(bench) == THIRD.digest()
+
+
+async def test_one_that_is_built_while_its_cache_ends_is_closed(bench: Bench) -> None:
+    host = bench.node.caches["cache-uid-1"]
+
+    def made(manifest: RuntimeManifest) -> FakeEngine:
+        paired(host).close()
+        return FakeEngine(manifest)
+
+    bench.engines_made = made
+    with pytest.raises(CoreError) as refused:
+        await granted(bench)
+    assert refused.value.reason is Reason.CACHE_UNKNOWN
+    assert len(bench.engines) == 2 and engines(bench) == []
 
 
 def hosted(uid: str) -> CacheHost:
@@ -217,6 +287,7 @@ async def hanging(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     """A second engine that nobody needs any more and that ends when this is set."""
     for module in (candidateengines, node):
         monkeypatch.setattr(module, "CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr(candidateengines, "TEND_SECONDS", 0.0)
     second, ends = await granted(bench), threading.Event()
 
     def close() -> None:
