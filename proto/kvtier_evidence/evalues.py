@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 NEG: Final = -math.inf
 PASS_BETS: Final = 8
+FEW_CELLS: Final = 16
+"""Up to so many distinct values what was computed is remembered."""
 _ZERO_FACTOR: Final = -1.0 + 1e-15
 _IMPOSSIBLE: Final = -1e200
 
@@ -54,14 +56,23 @@ def log_sum_exp(values: Sequence[float]) -> float:
 
 def log_e(side: Side, m: float, cells: Iterable[tuple[float, float]], k: float = 1.0) -> float:
     """log e-value from cells (value in [0, 1], count >= 0) with design effect `k` >= 1."""
-    pairs = [(x, w) for x, w in cells if w > 0]
+    pairs = tuple((x, w) for x, w in cells if w > 0)
     if not pairs:
         return 0.0
+    return _log_e_few(side, m, pairs, k) if len(pairs) <= FEW_CELLS else _log_e(side, m, pairs, k)
+
+
+def _log_e(side: Side, m: float, pairs: tuple[tuple[float, float], ...], k: float) -> float:
     x, w = np.asarray(pairs, np.float64).T
     logs = _log_factor_array(side, m, x)
     return log_sum_exp([float(t) / k for t in logs @ w]) - math.log(len(logs))
 
 
+# Of two hundred agents most have counted nothing new since the last look, or the same as others.
+_log_e_few = lru_cache(maxsize=4096)(_log_e)
+
+
+@lru_cache(maxsize=8192)
 def log_e_counts(side: Side, m: float, n: float, s: float, k: float = 1.0) -> float:
     """log e-value of `s` units of value 1 among `n`, the others 0.
 

@@ -92,7 +92,13 @@ class WindowReader:
         self._cohort = cohort
         self._settle = settle
         self._rebuilds = 0
+        self._version = 0
         self._reset()
+
+    @property
+    def version(self) -> int:
+        """Grows whenever the counts of `evidence` change; without it only what it says of time may have."""
+        return self._version
 
     @property
     def key(self) -> WindowKey:
@@ -163,6 +169,8 @@ class WindowReader:
         return agent.settled_cohort >= 1 and agent.settled_cohort * self._cohort >= read_for - open_for
 
     def _take(self, state: _Agent, reply: Delta, added: int, now: float) -> None:
+        if reply.increments != _NOTHING:
+            self._version += 1
         self._merged.merge(reply.increments)
         state.counts.merge(_for_one_agent(reply.increments))
         self._expected_total += added
@@ -172,6 +180,7 @@ class WindowReader:
 
     def _begin_life(self, agent: str, state: _Agent, epoch: str, now: float) -> None:
         """A new life counts from zero; its predecessor's counts stay and its unread tail is missing."""
+        self._version += 1
         if state.epoch:
             elapsed = (state.last_at or now) - state.first_at
             if elapsed > 0.0:
@@ -211,10 +220,14 @@ class WindowReader:
         return Applied.REBUILD
 
     def _reset(self) -> None:
+        self._version += 1
         self._merged = WindowCounts()
         self._agents: dict[str, _Agent] = {}
         self._expected_total = 0
         self._malformed: set[str] = set()
+
+
+_NOTHING: Final = WindowCounts()
 
 
 def _requests(counts: WindowCounts) -> int:

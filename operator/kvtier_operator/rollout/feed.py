@@ -18,7 +18,7 @@ from kvtier_evidence.collector import cohort_seconds
 from kvtier_evidence.design import Estimate
 from kvtier_evidence.external import ExternalReading
 from kvtier_evidence.gatespec import GateSpec
-from kvtier_evidence.judge import GateResult, Terms, judge
+from kvtier_evidence.judge import GateResult, Judgement, Terms, judge
 from kvtier_evidence.measure import estimates, pair_thresholds
 from kvtier_evidence.reader import Applied, WindowReader
 from kvtier_evidence.window import WindowCounts, WindowKey
@@ -50,6 +50,24 @@ class Reading:
     nodes: tuple[AgentTarget, ...]
 
 
+@dataclass(frozen=True)
+class _Judged:
+    """given: all that the rest is a function of."""
+
+    given: tuple[object, ...]
+    judgement: Judgement
+    effects: tuple[DesignEffect, ...]
+    thresholds: tuple[tuple[str, str], ...]
+
+
+@dataclass
+class _Open:
+    """The reader of one rollout's window, and how its counts were judged last."""
+
+    reader: WindowReader
+    judged: _Judged | None = None
+
+
 class LookSource(Protocol):
     """Where looks come from."""
 
@@ -66,7 +84,7 @@ class EvidenceFeed:
         self._agents = agents
         self._clock = clock
         self._external = external
-        self._open: dict[str, WindowReader] = {}
+        self._open: dict[str, _Open] = {}
 
     def forget(self, uid: str) -> None:
         self._open.pop(uid, None)
@@ -77,7 +95,8 @@ class EvidenceFeed:
         """Reads every node once (twice after a rebuild) and judges what is merged."""
         step = current_step(state, spec)
         gates = spec.gates_of(step)
-        reader = self._reader(reading.key, spec)
+        opened = self._opened(reading.key, spec)
+        reader = opened.reader
         expected = [node.name for node in reading.nodes]
         for _ in range(READ_ROUNDS):
             answers = await asyncio.gather(*(self._read(reader, reading, node) for node in reading.nodes))
@@ -95,7 +114,15 @@ class EvidenceFeed:
             false_rollback=float(spec.alpha_rollback),
             estimates=known_effects(state),
         )
-        judgement = judge(gates, evidence, terms, state.carry)
+        # Of a window in which nothing has been counted since, the judgement is what it was.
+        given = (reader.version, evidence.complete, evidence.error, expected, gates, terms, state.carry)
+        judged = opened.judged
+        if judged is None or external or judged.given != given:
+            judgement = judge(gates, evidence, terms, state.carry)
+            effects = effects_of(gates, evidence.merged, float(step.traffic), external)
+            judged = _Judged(given, judgement, effects, thresholds_of(spec, evidence.merged))
+            opened.judged = None if external else judged
+        judgement = judged.judgement
         return Look(
             opening_fence=reading.key.opening_fence,
             at=now,
@@ -103,9 +130,9 @@ class EvidenceFeed:
             carry=judgement.carry,
             failed=judgement.failed.gate if judgement.failed else "",
             requests_per_second=_rate(reader, state, now),
-            effects=effects_of(gates, evidence.merged, float(step.traffic), external),
+            effects=judged.effects,
             unread=evidence.error_agents,
-            pair_thresholds=thresholds_of(spec, evidence.merged),
+            pair_thresholds=judged.thresholds,
         )
 
     async def _read_external(
@@ -123,17 +150,19 @@ class EvidenceFeed:
                 _log.warning("a gate's source cannot be read", extra=told)
         return found
 
-    def _reader(self, key: WindowKey, spec: RolloutSpec) -> WindowReader:
+    def _opened(self, key: WindowKey, spec: RolloutSpec) -> _Open:
         known = self._open.get(key.rollout_uid)
-        if known is not None and known.key == key:
+        if known is not None and known.reader.key == key:
             return known
         while len(self._open) >= MAX_FEEDS:
             self.forget(next(iter(self._open)))
-        fresh = WindowReader(
-            key,
-            opened_at=self._clock.monotonic(),
-            cohort=cohort_seconds(spec.settle),
-            settle=spec.settle,
+        fresh = _Open(
+            WindowReader(
+                key,
+                opened_at=self._clock.monotonic(),
+                cohort=cohort_seconds(spec.settle),
+                settle=spec.settle,
+            )
         )
         self._open[key.rollout_uid] = fresh
         return fresh

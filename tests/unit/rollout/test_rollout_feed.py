@@ -11,10 +11,12 @@ from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier_agent.evidence_convert import counts_message
 from kvtier_evidence import metrics
+from kvtier_evidence.delta import DeltaLog
 from kvtier_evidence.design import BlockSums
 from kvtier_evidence.grid import Histogram
 from kvtier_evidence.window import WindowCounts
 from kvtier_operator.ports import AgentTarget
+from kvtier_operator.rollout import feed as feed_module
 from kvtier_operator.rollout.feed import EvidenceFeed, Reading, thresholds_of
 from kvtier_operator.rollout.grants import fence_of, window_key
 from kvtier_operator.rollout.inputs import Look
@@ -155,3 +157,67 @@ def test_a_window_without_times_says_nothing(counts: WindowCounts) -> None:
     world = World()
     spec = parse_spec(world.api.objects[world.rollout]["spec"])
     assert thresholds_of(spec, counts) == ()
+
+
+async def test_a_window_is_judged_again_when_something_was_counted_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    await world.until("Progressing", "Shadow")
+    spec = parse_spec(world.api.objects[world.rollout]["spec"])
+    state = from_status(world.status)
+    uid = world.api.objects[world.rollout]["metadata"]["uid"]
+    nodes = (AgentTarget("node-0", "uid-0", "10.0.0.1:7443", "boot"),)
+    reading = Reading(
+        common.CacheRef(namespace="serving", name="chat"),
+        fence_of(state, uid),
+        window_key(state, spec, uid),
+        nodes,
+    )
+    counts = errors(blocks=30)
+    log = DeltaLog("boot", counts)
+    log.changed()
+
+    class Told:
+        async def read_evidence(self, node: AgentTarget, request: Any) -> control.ReadEvidenceResponse:
+            delta = log.read(request.epoch, request.ack_seq, settled_cohort=1, assigned_units=300)
+            return control.ReadEvidenceResponse(
+                epoch=delta.epoch,
+                from_seq=delta.from_seq,
+                to_seq=delta.to_seq,
+                full=delta.full,
+                increments=counts_message(delta.increments),
+                total_units=delta.total_units,
+                settled_cohort=delta.settled_cohort,
+                assigned_units=delta.assigned_units,
+            )
+
+    judged: list[int] = []
+    original = feed_module.judge
+
+    def counted(gates: Any, evidence: Any, *rest: Any) -> Any:
+        judged.append(evidence.merged.total())
+        return original(gates, evidence, *rest)
+
+    monkeypatch.setattr(feed_module, "judge", counted)
+    feed = EvidenceFeed(Told(), world.clock)  # type: ignore[arg-type]
+    looks = []
+    for _ in range(3):
+        looks.append(await feed.look(reading, state, spec, world.clock.seconds))
+        world.clock.seconds += 1
+    assert len(judged) == 1
+    assert looks[0].verdicts == looks[2].verdicts and looks[0].carry == looks[2].carry
+    assert looks[2].at == looks[0].at + 2
+    into = counts.of(metrics.OUTPUT_RELATIVE_ERROR, metrics.Arm.CANDIDATE)
+    into.histogram.add(1.0)
+    log.changed()
+    after = await feed.look(reading, state, spec, world.clock.seconds)
+    assert len(judged) == 2
+    assert judged[1] == judged[0] + 1
+    assert after.verdicts != looks[0].verdicts
+    await feed.look(reading, replace(state, shares=state.shares + 1), spec, world.clock.seconds)
+    assert len(judged) == 3, "another part of the error budget is another question"
+    log = DeltaLog("another life", counts)
+    log.changed()
+    await feed.look(reading, state, spec, world.clock.seconds)
+    assert len(judged) == 4
