@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from tests.bench.release_api import Json
 
+EARLY_SECONDS = 1e-6
+"""What rounding may make of a moment."""
 Key = tuple[str, str, str]
 """Plural, namespace, name."""
 
@@ -62,17 +64,23 @@ class Tracker:
 
 
 def lateness(moments: list[float], interval: float) -> list[float]:
-    """How late each read of one window was, in seconds, by the operator's own rule: the first read sets the
-    beat, and a beat that was missed is made up for once."""
-    if not moments:
+    """How late the reads of one window were, in seconds, by the operator's own rule: they are due on a beat,
+    and one that was missed is made up for once. Where the beat lies is not told, only that no read comes
+    before it: it is laid through the read by which all others are late by the least, which is not counted."""
+    if len(moments) < 2:
         return []
-    due, late = moments[0] + interval, []
-    for moment in moments[1:]:
-        if moment < due:
-            # An extra look, or the answer to one that was sent twice.
+    phases = sorted((moment - moments[0]) % interval for moment in moments)
+    # The sum of (phase - beat) modulo the interval, but for what is the same for all.
+    _, beat = min((interval * before - len(phases) * phase, phase) for before, phase in enumerate(phases))
+    due, late = moments[0] - (-beat) % interval, []
+    for moment in moments:
+        if moment < due - EARLY_SECONDS:
+            # The answer to one that was sent twice.
             continue
-        late.append(moment - due)
-        due += (int((moment - due) / interval) + 1) * interval
+        passed = max(0.0, moment - due)
+        late.append(passed)
+        due += (int((passed + EARLY_SECONDS) / interval) + 1) * interval
+    late.remove(min(late))
     return late
 
 
