@@ -26,6 +26,7 @@ from kvtier_operator.external.serving import sources
 from kvtier_operator.fleet import StoreFleet
 from kvtier_operator.health import Health, HealthServer
 from kvtier_operator.kube import KubeClient, connect
+from kvtier_operator.lastreads import LastReads
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import (
     Agents,
@@ -153,6 +154,7 @@ class Operator:
             randomness=self._random.random,
             nonce=lambda: os.urandom(16),
             telemetry=self._telemetry,
+            reads=LastReads(),
             external=external,
             rolled_back=self.metrics.rolled_back,
         )

@@ -76,13 +76,21 @@ class StoreFleet:
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
+        self._grouped: tuple[int, dict[tuple[str, str], list[JsonObject]]] = -1, {}
 
     def members(self, pool_namespace: str, pool_name: str) -> list[NodeView]:
-        return [
-            self.view(node)
-            for node in self._store.list_all(Kind.KV_NODE)
-            if pool_of(node) == (pool_namespace, pool_name)
-        ]
+        return [self.view(node) for node in self._by_pool().get((pool_namespace, pool_name), ())]
+
+    def _by_pool(self) -> dict[tuple[str, str], list[JsonObject]]:
+        """Grouped once for each state of the read cache."""
+        state = self._store.revision(Kind.KV_NODE)
+        if self._grouped[0] != state:
+            grouped: dict[tuple[str, str], list[JsonObject]] = {}
+            for node in self._store.list_all(Kind.KV_NODE):
+                grouped.setdefault(pool_of(node), []).append(node)
+            # Of what came between the two, the next call sees the number.
+            self._grouped = state, grouped
+        return self._grouped[1]
 
     def view(self, kv_node: JsonObject) -> NodeView:
         """One KVNode with what its Lease and its Node add."""

@@ -226,6 +226,9 @@ class Store(Protocol):
     def list_all(self, kind: Kind, namespace: str = "") -> list[JsonObject]:
         """Sorted by namespace and name. An empty namespace lists all."""
 
+    def revision(self, kind: Kind) -> int:
+        """Grows with every change of an object of this kind; to be asked for before a list that is kept."""
+
 
 # --- Reconciling -----------------------------------------------------------------------------------
 
@@ -415,7 +418,8 @@ class Agents(Protocol):
 @dataclass(frozen=True)
 class Deps:
     """Everything a reconciler may reach. `randomness` returns a float in [0, 1) for jitter; `nonce` returns
-    16 unpredictable bytes for proofs. `rolled_back` hears the cause of each return to the baseline."""
+    16 unpredictable bytes for proofs. `reads`: what the server gave last, whoever asked. `rolled_back` hears
+    the cause of each return to the baseline."""
 
     api: KubeApi
     store: Store
@@ -427,8 +431,19 @@ class Deps:
     randomness: Callable[[], float]
     nonce: Callable[[], bytes]
     telemetry: TelemetryPort
+    reads: LastReadsPort
     external: ExternalSource | None = None
     rolled_back: Callable[[str], None] = lambda cause: None
+
+
+class LastReadsPort(Protocol):
+    """See `kvtier_operator.lastreads`."""
+
+    def note(self, key: ObjectKey, obj: JsonObject, at: float) -> None: ...
+
+    def vouch(self, key: ObjectKey, cached: JsonObject | None, since: float) -> bool: ...
+
+    def forget(self, key: ObjectKey) -> None: ...
 
 
 class SpanPort(Protocol):

@@ -53,6 +53,7 @@ class WatchStore:
         self._lock = threading.Lock()
         self._spaces: dict[Kind, dict[str, _Space]] = {kind: {} for kind in Kind}
         self._counts: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        self._revisions: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self._moment = 0
         self._changed_at: dict[ObjectKey, int] = {}
         self._observe = observe
@@ -68,6 +69,10 @@ class WatchStore:
                 found = spaces.get(namespace)
                 return [] if found is None else found.in_order()
             return [obj for name in sorted(spaces) for obj in spaces[name].in_order()]
+
+    def revision(self, kind: Kind) -> int:
+        with self._lock:
+            return self._revisions[kind]
 
     def put(self, key: ObjectKey, obj: JsonObject) -> JsonObject | None:
         """From a watch. Returns what was there before; an older version of the same object is ignored."""
@@ -148,6 +153,7 @@ class WatchStore:
 
     def _touch(self, key: ObjectKey) -> None:
         self._moment += 1
+        self._revisions[key.kind] += 1
         self._changed_at[key] = self._moment
 
 

@@ -6,6 +6,7 @@ so nobody sees a time before his own command. It must not know what an answer me
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,17 @@ from kvtier.v1 import control_pb2 as control
 from kvtier_operator.ports import Agents, AgentTarget, Clock
 
 MAX_TOLD = 65_536
+
+
+@dataclass(frozen=True)
+class _Question:
+    """One that is under way. `sent`: when it was asked. seconds: for how long an answer is waited for.
+    answer: None when its asker was cancelled."""
+
+    target: AgentTarget
+    sent: float
+    seconds: float | None
+    answer: asyncio.Future[control.GetStateResponse | None]
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class RecentAgents:
         self._agents = agents
         self._clock = clock
         self._answers: dict[str, _Answer] = {}
+        self._questions: dict[str, _Question] = {}
         self._told: dict[tuple[str, str], float] = {}
         # Of what was asked before then nobody knows any more what was told since.
         self._forgotten = -1.0
@@ -45,15 +58,45 @@ class RecentAgents:
         deadline_seconds: float | None = None,
     ) -> control.GetStateResponse:
         """As `get_state`, or an answer to somebody else that is no older and as good for this cache."""
-        known = self._answers.get(node.name)
-        if (
-            known is not None
-            and known.target == node
-            and self._clock.monotonic() - known.sent <= max_age_seconds
-            and known.sent > self._told.get((node.name, cache_uid), self._forgotten)
-        ):
-            return known.state
-        return await self.get_state(node, deadline_seconds=deadline_seconds)
+        while True:
+            known = self._answers.get(node.name)
+            if (
+                known is not None
+                and known.target == node
+                and self._clock.monotonic() - known.sent <= max_age_seconds
+                and known.sent > self._told.get((node.name, cache_uid), self._forgotten)
+            ):
+                return known.state
+            waiting = self._questions.get(node.name)
+            if (
+                waiting is None
+                or (waiting.target, waiting.seconds) != (node, deadline_seconds)
+                or waiting.sent <= self._told.get((node.name, cache_uid), self._forgotten)
+            ):
+                return await self._ask(node, deadline_seconds)
+            # Who is cancelled does not take the answer from the others who wait for it.
+            answer = await asyncio.shield(waiting.answer)
+            if answer is not None:
+                return answer
+
+    async def _ask(self, node: AgentTarget, seconds: float | None) -> control.GetStateResponse:
+        """For all who ask until it is answered."""
+        future = asyncio.get_running_loop().create_future()
+        mine = self._questions[node.name] = _Question(node, self._clock.monotonic(), seconds, future)
+        try:
+            state = await self.get_state(node, deadline_seconds=seconds)
+        except Exception as error:
+            future.set_exception(error)
+            future.exception()  # the asker's own to raise, also where nobody else waits
+            raise
+        else:
+            future.set_result(state)
+            return state
+        finally:
+            if not future.done():
+                future.set_result(None)
+            if self._questions.get(node.name) is mine:
+                del self._questions[node.name]
 
     async def get_state(
         self, node: AgentTarget, *, deadline_seconds: float | None = None

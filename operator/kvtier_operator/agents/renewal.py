@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier_crds.quantity import QuantityError, parse_duration
+from kvtier_operator.agents.heldleases import BothRead, LeaseReads
 from kvtier_operator.ports import (
     AgentError,
     AgentTarget,
     AgentUnreachable,
-    ApiError,
     Deps,
     JsonObject,
     Kind,
@@ -33,16 +33,17 @@ from kvtier_operator.rollout.status import StatusUnreadable, from_status
 
 _log = logging.getLogger(__name__)
 
-MAX_READS = 16
 MAX_ITEMS = 512
 IDLE_SECONDS = 1.0
 MIN_DEADLINE = 0.5
-# Of an agent whose clock is not known yet a renewal counts from its arrival; what it may be late by stays
-# within the 10 % that expiry allows for.
+# Of an agent that tells no clock a renewal counts from its arrival; what it may be late by stays within the
+# 10 % that expiry allows for.
 LATE_SHARE = 0.05
 PERIOD_SHARE = 1 / 3
 RETRY_SHARE = 1 / 8
 JITTER_SHARE = 0.15
+# Of a lease, what it may be renewed too early, to go with others of its namespace.
+TOGETHER_SHARE = 1 / 6
 # What falls due within so much of the shortest lease is renewed together: one call per agent, not one each.
 BATCH_SHARE, MIN_BATCH, MAX_BATCH = 0.02, 0.05, 0.5
 
@@ -64,11 +65,14 @@ class HeldLease:
 
 @dataclass(frozen=True)
 class _Glance:
-    """What one version of a rollout says: whether it may hold a candidate, and for how long a grant lasts."""
+    """What one version of a rollout says: whether it may hold a candidate, which one, under which fence, and
+    for how long a grant lasts."""
 
     version: str
     holds: bool
     ttl: float
+    fence: common.Fence = field(default_factory=common.Fence)
+    digest: str = ""
 
 
 class LeaseRenewer:
@@ -78,7 +82,7 @@ class LeaseRenewer:
         self._deps = deps
         self._due: dict[str, float] = {}
         self._glances: dict[str, _Glance] = {}
-        self._reads = asyncio.Semaphore(MAX_READS)
+        self._reads = LeaseReads(deps)
 
     async def run(self) -> None:
         while True:
@@ -99,51 +103,63 @@ class LeaseRenewer:
         rollouts = [obj for obj in seen if self._glances[obj["metadata"]["uid"]].holds]
         uids = {obj["metadata"]["uid"] for obj in rollouts}
         self._due = {uid: due for uid, due in self._due.items() if uid in uids}
-        ready = [obj for obj in rollouts if self._due.get(obj["metadata"]["uid"], 0.0) <= now]
+        ready = self._ready(rollouts, now)
         if ready:
-            found = await asyncio.gather(*(self._read(obj) for obj in ready))
-            await self._renew([lease for lease in found if lease is not None])
+            await self._renew([lease for lease in await self._read(ready) if lease is not None])
         shortest = min((self._glances[uid].ttl for uid in self._due), default=DEFAULT_LEASE_TTL)
         together = min(MAX_BATCH, max(MIN_BATCH, shortest * BATCH_SHARE))
         waits = [due - self._deps.clock.monotonic() for due in self._due.values()]
         return min([IDLE_SECONDS, *(max(together, wait) for wait in waits)])
 
-    async def _read(self, seen: JsonObject) -> HeldLease | None:
+    def _ready(self, rollouts: list[JsonObject], now: float) -> list[JsonObject]:
+        """What is due, and of the same namespace what would be due soon: an agent is then told of all of its
+        leases by one call, and the server is asked for all by two lists. The new times are drawn once for a
+        namespace, so that those stay together."""
+        spaces = {
+            obj["metadata"]["namespace"]
+            for obj in rollouts
+            if self._due.get(obj["metadata"]["uid"], 0.0) <= now
+        }
+        chance = {space: self._deps.randomness() for space in sorted(spaces)}
+        ready = []
+        for obj in rollouts:
+            uid, space = obj["metadata"]["uid"], obj["metadata"]["namespace"]
+            ttl = self._glances[uid].ttl
+            if space in spaces and self._due.get(uid, 0.0) <= now + ttl * TOGETHER_SHARE:
+                self._schedule(uid, now, ttl, chance=chance[space])
+                ready.append(obj)
+        return ready
+
+    async def _read(self, ready: list[JsonObject]) -> list[HeldLease | None]:
+        both = await self._reads.read(ready)
+        return [self._lease(obj, one) for obj, one in zip(ready, both, strict=True)]
+
+    def _lease(self, seen: JsonObject, both: BothRead | None) -> HeldLease | None:
         """The lease, if the server says now that both fences agree."""
         metadata = seen["metadata"]
         key = ObjectKey(Kind.KV_ROLLOUT, metadata["namespace"], metadata["name"])
-        cache_key = ObjectKey(Kind.KV_CACHE, key.namespace, seen["spec"]["cacheRef"]["name"])
         ttl = _ttl(seen)
-        started = self._deps.clock.monotonic()
-        self._schedule(metadata["uid"], started, ttl)
-        try:
-            async with self._reads:
-                started = self._deps.clock.monotonic()
-                rollout, cache = await asyncio.gather(self._deps.api.get(key), self._deps.api.get(cache_key))
-        except ApiError as error:
-            _log.warning("lease not renewed", extra={"rollout": str(key), "error": str(error)})
-            self._schedule(metadata["uid"], started, ttl, share=RETRY_SHARE)
+        if both is None:
+            self._schedule(metadata["uid"], self._deps.clock.monotonic(), ttl, share=RETRY_SHARE)
             return None
-        state = self._state(rollout)
-        if state is None:
-            return None
-        agreed = (cache.get("status") or {}).get("fence") == state.fence
+        rollout, cache = both.rollout, both.cache
+        glance = self._glance(rollout)
+        agreed = (cache.get("status") or {}).get("fence") == glance.fence.value
         deleting = "deletionTimestamp" in rollout["metadata"] or "deletionTimestamp" in cache["metadata"]
         same = rollout["metadata"]["uid"] == metadata["uid"]
-        if not (same and agreed and state.holds_candidate and state.candidate) or deleting:
+        if not (same and agreed and glance.holds and glance.digest) or deleting:
             return None
-        uid = cache["metadata"]["uid"]
         item = control.RenewItem(
-            cache=cache_ref(key.namespace, cache_key.name, uid),
-            fence=fence_of(state, metadata["uid"]),
-            digest=state.candidate.digest,
-            ttl_ms=round(_ttl(rollout) * 1000),
+            cache=cache_ref(key.namespace, cache["metadata"]["name"], cache["metadata"]["uid"]),
+            fence=glance.fence,
+            digest=glance.digest,
+            ttl_ms=round(glance.ttl * 1000),
         )
         members = self._deps.fleet.members(key.namespace, cache["spec"]["poolRef"]["name"])
         targets = tuple(
             member.target for member in members if member.live and not member.cordoned and not member.draining
         )
-        return HeldLease(key, ttl, item, targets, started)
+        return HeldLease(key, ttl, item, targets, both.at)
 
     async def _renew(self, leases: Iterable[HeldLease]) -> None:
         by_node: dict[str, tuple[AgentTarget, list[HeldLease]]] = {}
@@ -153,8 +169,12 @@ class LeaseRenewer:
         await asyncio.gather(*(self._renew_node(target, batch) for target, batch in by_node.values()))
 
     async def _renew_node(self, target: AgentTarget, batch: list[HeldLease]) -> None:
+        for first in range(0, len(batch), MAX_ITEMS):
+            await self._renew_some(target, batch[first : first + MAX_ITEMS])
+
+    async def _renew_some(self, target: AgentTarget, batch: list[HeldLease]) -> None:
         now = self._deps.clock.monotonic()
-        fresh = [lease for lease in batch if now - lease.read_at <= lease.deadline][:MAX_ITEMS]
+        fresh = [lease for lease in batch if now - lease.read_at <= lease.deadline]
         if not fresh:
             return
         request = control.RenewRequest(boot_id=target.boot_id, items=[lease.item for lease in fresh])
@@ -180,14 +200,17 @@ class LeaseRenewer:
         self._wake(refused)
 
     def _glance(self, seen: JsonObject) -> _Glance:
-        """By the read cache, which may be behind: the server is asked before anything is renewed."""
+        """Of the read cache it may be behind: the server is asked before anything is renewed."""
         metadata = seen["metadata"]
         version = str(metadata.get("resourceVersion"))
         known = self._glances.get(metadata["uid"])
         if known is not None and known.version == version:
             return known
         state = self._state(seen)
-        return _Glance(version, state is not None and state.holds_candidate, _ttl(seen))
+        if state is None or state.candidate is None:
+            return _Glance(version, False, _ttl(seen))
+        fence = fence_of(state, metadata["uid"])
+        return _Glance(version, state.holds_candidate, _ttl(seen), fence, state.candidate.digest)
 
     def _state(self, rollout: JsonObject) -> RolloutState | None:
         """None when the status cannot be read: its leases end, the others do not. The reconcile, which is
@@ -201,8 +224,10 @@ class LeaseRenewer:
             self._deps.wake(key)
             return None
 
-    def _schedule(self, uid: str, now: float, ttl: float, *, share: float = PERIOD_SHARE) -> None:
-        jitter = 1.0 - JITTER_SHARE * self._deps.randomness()
+    def _schedule(
+        self, uid: str, now: float, ttl: float, *, share: float = PERIOD_SHARE, chance: float | None = None
+    ) -> None:
+        jitter = 1.0 - JITTER_SHARE * (self._deps.randomness() if chance is None else chance)
         self._due[uid] = now + ttl * share * jitter
 
     def _soon(self, leases: Iterable[HeldLease]) -> None:

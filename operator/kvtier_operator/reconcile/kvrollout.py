@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from kvtier_operator.ports import (
     ROLLOUT_FINALIZER,
+    Conflict,
     Deps,
     Done,
     EventType,
@@ -31,6 +32,7 @@ from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run, reference
 from kvtier_operator.rollout.inputs import GateVerdict, Notice, Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
+from kvtier_operator.rollout.pairs import Pairs
 from kvtier_operator.rollout.probing import ProbeJobs
 from kvtier_operator.rollout.state import GateStatus, RolloutState
 from kvtier_operator.rollout.status import StatusUnreadable, as_written
@@ -52,6 +54,7 @@ class KVRolloutReconciler:
         self._deps = deps
         self._feed = feed or EvidenceFeed(deps.agents, deps.clock, deps.external)
         self._gatherer = Gatherer(deps, self._feed)
+        self._pairs = Pairs(deps)
         self._messenger = Messenger(deps)
         self._probes = ProbeJobs(deps)
         self._kept: dict[str, Kept] = {}
@@ -91,31 +94,59 @@ class KVRolloutReconciler:
 
     async def _pass(self, key: ObjectKey, run: Run) -> ReconcileOutcome | None:
         """None: something was written or learned, look again."""
-        try:
-            rollout = await self._deps.api.get(key)
-        except NotFound:
+        pair = None if run.live else self._pairs.vouched(key)
+        if pair is not None:
+            run.vouched = pair.versions
+        else:
+            run.live = True
+            pair = await self._pairs.live(key)
+            if pair is not None and run.vouched not in (None, pair.versions):
+                run.pool, run.look = None, None
+            run.vouched = None
+        if pair is None:
             self._meet(key, "")
             return Done()
+        rollout = pair.rollout
         uid = rollout["metadata"]["uid"]
         self._meet(key, uid)
         kept = self._kept.setdefault(uid, Kept(written_at=self._deps.clock.monotonic()))
         try:
-            facts = await self._gatherer.gather(key, rollout, kept, run)
+            facts = await self._gatherer.gather(pair, kept, run)
         except StatusUnreadable as error:
             await self._tell_unreadable(rollout, kept, error)
             raise
         plan = next_plan(facts.state, facts.inputs)
+        if not run.live and not self._quiet(facts, plan, kept, run):
+            # Decided once more on what the server says; what agents have answered counts while it agrees.
+            run.live = True
+            if not _returns(facts.state, plan):
+                return None
         if not plan.release and ROLLOUT_FINALIZER not in (rollout["metadata"].get("finalizers") or []):
             if facts.inputs.deleting:
                 return Done()
             await effects.add_finalizer(self._deps.api, facts.subject)
             return None
         if plan.transition is not None:
-            await self._transit(facts, plan, kept, run)
+            try:
+                await self._transit(facts, plan, kept, run)
+            except Conflict:
+                if run.vouched is None:
+                    raise
+                # The read cache was behind after all.
+            run.vouched = None
             run.pool, run.look = None, None
             run.changed.clear()
             return None
         return await self._settle(facts, plan, kept, run)
+
+    def _quiet(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> bool:
+        """Whether nothing is written or said to an agent by this plan."""
+        acts = plan.transition is not None or plan.extend is not None or plan.withdraw
+        acts = acts or plan.release or plan.delete
+        finalizers = facts.subject.rollout["metadata"].get("finalizers") or []
+        if acts or ROLLOUT_FINALIZER not in finalizers or self._due_to_write(facts, plan, kept):
+            return False
+        return all(_mark(rpc, plan.state) in run.tried for rpc in plan.rpcs)
 
     async def _settle(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> ReconcileOutcome | None:
         if plan.extend is not None:
@@ -146,7 +177,9 @@ class KVRolloutReconciler:
         await self._probes.tend(facts.subject, facts.spec, plan.state, facts.pool.views, kept.probing)
         if plan.requeue_after <= 0:
             return Done()
-        return Requeue(plan.requeue_after, str(plan.state.stage))
+        # Counted from the look, or each beat would be late by what the one before has taken.
+        taken = self._deps.clock.now().timestamp() - facts.inputs.now
+        return Requeue(max(AGAIN_SECONDS, plan.requeue_after - max(0.0, taken)), str(plan.state.stage))
 
     async def _tell_unreadable(self, rollout: JsonObject, kept: Kept, error: StatusUnreadable) -> None:
         """Once for each version of the object; the queue's backoff keeps the attempts apart."""
@@ -183,16 +216,23 @@ class KVRolloutReconciler:
         if state.rollback is not None and state.phase is Phase.ROLLING_BACK is not facts.state.phase:
             self._deps.rolled_back(str(state.rollback.cause))
 
+    def _due_to_write(self, facts: Facts, plan: Plan, kept: Kept) -> bool:
+        if plan.urgent:
+            return True
+        quiet = AUDIT_WRITE_SECONDS if plan.state.phase is Phase.COMPLETED else QUIET_WRITE_SECONDS
+        if self._deps.clock.monotonic() - kept.written_at < quiet:
+            return False
+        read, wanted = _without_looks(facts.state), _without_looks(plan.state)
+        if kept.moved is None or kept.moved[:2] != (read, wanted):
+            deadline = facts.spec.progress_deadline if facts.spec else 0.0
+            written = _without_looks(as_written(plan.state, deadline))
+            kept.moved = read, wanted, written != read
+        return kept.moved[2]
+
     async def _write_if_due(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> bool:
         kept.schedule = plan.state.schedule
-        if not plan.urgent:
-            waited = self._deps.clock.monotonic() - kept.written_at
-            deadline = facts.spec.progress_deadline if facts.spec else 0.0
-            written = as_written(plan.state, deadline)
-            numbers_moved = _without_looks(written) != _without_looks(facts.state)
-            quiet = AUDIT_WRITE_SECONDS if plan.state.phase is Phase.COMPLETED else QUIET_WRITE_SECONDS
-            if not numbers_moved or waited < quiet:
-                return False
+        if not self._due_to_write(facts, plan, kept):
+            return False
         await self._write(facts, plan, kept, run)
         return True
 
@@ -299,6 +339,12 @@ def _without_looks(state: RolloutState) -> RolloutState:
     gates = tuple(replace(gate, at=0.0) for gate in state.gates)
     conditions = tuple(replace(one, message="") for one in state.conditions)
     return replace(state, gates=gates, conditions=conditions, schedule=None)
+
+
+def _returns(state: RolloutState, plan: Plan) -> bool:
+    """Whether this is the return to the baseline, which waits for no second look: both of its writes are
+    refused unless fence and status are those that it was decided on."""
+    return plan.transition is not None and plan.state.phase is Phase.ROLLING_BACK is not state.phase
 
 
 def _mark(rpc: Rpc, state: RolloutState) -> tuple[str, int, str]:

@@ -38,11 +38,19 @@ from kvtier_operator.rollout.inputs import (
     Look,
     Notice,
 )
-from kvtier_operator.rollout.moves import is_mine
-from kvtier_operator.rollout.observe import Memory, Observer, Pool, unasked
+from kvtier_operator.rollout.moves import is_mine, tick_seconds
+from kvtier_operator.rollout.observe import (
+    RECENT_SECONDS,
+    RECENT_SHARE,
+    Memory,
+    Observer,
+    Pool,
+    unasked,
+)
+from kvtier_operator.rollout.pairs import Pair
 from kvtier_operator.rollout.probereads import ProbeReads
 from kvtier_operator.rollout.probing import Probing
-from kvtier_operator.rollout.rivals import busy_with, superseded_by
+from kvtier_operator.rollout.rivals import busy_with, rivals, superseded_by
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp, read_holders
@@ -51,8 +59,11 @@ from kvtier_operator.rollout.vocabulary import CandidateClass, Phase, Stage
 
 @dataclass
 class Run:
-    """What one call of `reconcile` has learned between its passes."""
+    """What one call of `reconcile` has learned between its passes. live: the server itself is read, no longer
+    the read cache. vouched: the versions that were found there, while pool and look were taken with them."""
 
+    live: bool = False
+    vouched: tuple[str, str] | None = None
     pool: Pool | None = None
     look: Look | None = None
     changed: dict[str, AgentView] = field(default_factory=dict)
@@ -63,9 +74,12 @@ class Run:
 
 @dataclass
 class Kept:
-    """Per rollout, between calls: caches only."""
+    """Per rollout, between calls: caches only. state: what the version of its status says."""
 
     memory: Memory = field(default_factory=Memory)
+    state: tuple[str, RolloutState] | None = None
+    moved: tuple[RolloutState, RolloutState, bool] | None = None
+    """Of two states, whether more than times and texts lies between them."""
     schedule: Schedule | None = None
     compiled: tuple[object, Compiled] | None = None
     running: tuple[str, RuntimeManifest] | None = None
@@ -97,20 +111,14 @@ class Gatherer:
         self._observer = Observer(deps.agents)
         self._probes = ProbeReads(deps.api, deps.clock)
 
-    async def gather(self, key: ObjectKey, rollout: JsonObject, kept: Kept, run: Run) -> Facts:
-        api = self._deps.api
-        state = from_status(rollout.get("status") or {})
+    async def gather(self, pair: Pair, kept: Kept, run: Run) -> Facts:
+        key, rollout, cache = pair.key, pair.rollout, pair.cache
+        state = _state(rollout, kept)
         if kept.schedule is not None and state.schedule is not None:
             state = replace(state, schedule=kept.schedule)
         # Written down; from here on the status remembers them, and for how long.
         kept.memory.held -= {one.node for one in state.vanished}
-        name = str(((rollout.get("spec") or {}).get("cacheRef") or {}).get("name", ""))
-        cache_key = ObjectKey(Kind.KV_CACHE, key.namespace, name)
-        try:
-            cache: JsonObject | None = await api.get(cache_key)
-        except NotFound:
-            cache = None
-        subject = Subject(key, rollout, cache_key, cache)
+        subject = Subject(key, rollout, pair.cache_key, cache)
         members = self._members(cache)
         compiled = await self._compile(key, cache, rollout, kept)
         ref = compiled.view.ref or state.candidate
@@ -262,9 +270,18 @@ class Gatherer:
                     state=state,
                     max_nodes=spec.blast_radius.max_nodes if spec else 0,
                     memory=kept.memory,
+                    max_age=self._max_age(state, spec),
                 )
         views = tuple(run.changed.get(view.node, view) for view in run.pool.views)
         return Pool(views, run.pool.targets)
+
+    def _max_age(self, state: RolloutState, spec: RolloutSpec | None) -> float:
+        """Of what an agent said to others: see `observe.RECENT_SHARE`."""
+        now = self._deps.clock.now().timestamp()
+        on_a_beat = spec is not None and state.schedule is not None and now >= next_due(state, spec, now)
+        if spec is None or not on_a_beat:
+            return RECENT_SECONDS
+        return max(RECENT_SECONDS, tick_seconds(spec) * RECENT_SHARE)
 
     async def _look(
         self,
@@ -304,13 +321,13 @@ class Gatherer:
         watch cache will do. So it will for one that waits for another: of a thousand that wait, each would
         list all of them."""
         namespace = rollout["metadata"]["namespace"]
-        others = self._deps.store.list_all(Kind.KV_ROLLOUT, namespace)
+        others = rivals(rollout, self._deps.store.list_all(Kind.KV_ROLLOUT, namespace))
         starting = state.stage is Stage.OFF and inputs.candidate.ref is not None
         starting = starting and not busy_with(rollout, others)
         if state.phase is Phase.COMPLETED and inputs.cache is not None:
             starting = inputs.cache.fence != state.fence or not is_mine(inputs.cache, inputs)
         if starting:
-            others = await self._deps.api.list_all(Kind.KV_ROLLOUT, namespace)
+            others = rivals(rollout, await self._deps.api.list_all(Kind.KV_ROLLOUT, namespace))
         approved = inputs.cache.approved if inputs.cache is not None else None
         owner = _owner(approved.rollout_uid, (rollout, *others)) if approved is not None else None
         told = (owner or {}).get("status") or {}
@@ -326,6 +343,14 @@ class Gatherer:
             busy_with=busy_with(rollout, others),
             superseded_by=superseded_by(rollout, others, completed=state.phase is Phase.COMPLETED),
         )
+
+
+def _state(rollout: JsonObject, kept: Kept) -> RolloutState:
+    """Parsed once a version."""
+    version = str(rollout["metadata"].get("resourceVersion"))
+    if kept.state is None or kept.state[0] != version:
+        kept.state = version, from_status(rollout.get("status") or {})
+    return kept.state[1]
 
 
 def _waits(state: RolloutState) -> tuple[float, ...]:

@@ -22,6 +22,9 @@ from kvtier_operator.rollout.state import RolloutState
 DEAD_SECONDS = 1.0
 RECENT_SECONDS = 0.5
 """How old an answer may be that another rollout got from the same agent: half of the shortest interval."""
+RECENT_SHARE = 1 / 4
+"""Of the interval, at a look at the evidence: what happened in between is seen by the next one at the latest.
+Who is woken in between has a reason, and asks anew."""
 
 
 @dataclass
@@ -60,9 +63,11 @@ class Observer:
         state: RolloutState,
         max_nodes: int,
         memory: Memory,
+        max_age: float = RECENT_SECONDS,
     ) -> Pool:
-        """Asks every member. One that does not answer is a view, not an error."""
-        answers = await asyncio.gather(*(self._ask(member, cache_uid) for member in members))
+        """Asks every member. One that does not answer is a view, not an error. max_age: seconds that what it
+        told another rollout may be old."""
+        answers = await asyncio.gather(*(self._ask(member, cache_uid, max_age) for member in members))
         views = [
             _view(member, answer, cache_uid, rollout_uid, state, memory)
             for member, answer in zip(members, answers, strict=True)
@@ -75,12 +80,12 @@ class Observer:
             targets[view.node] = replace(member.target, boot_id=view.boot_id or member.target.boot_id)
         return Pool(tuple(replace(view, selected=view.node in chosen) for view in views), targets)
 
-    async def _ask(self, member: NodeView, cache_uid: str) -> control.GetStateResponse | None:
+    async def _ask(self, member: NodeView, cache_uid: str, max_age: float) -> control.GetStateResponse | None:
         seconds = None if member.live else DEAD_SECONDS
         try:
             if isinstance(self._agents, RecentAgents):
                 return await self._agents.recent_state(
-                    member.target, cache_uid, RECENT_SECONDS, deadline_seconds=seconds
+                    member.target, cache_uid, max_age, deadline_seconds=seconds
                 )
             return await self._agents.get_state(member.target, deadline_seconds=seconds)
         except (AgentError, AgentUnreachable):

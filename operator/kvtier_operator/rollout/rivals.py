@@ -11,11 +11,18 @@ from kvtier_operator.ports import JsonObject
 from kvtier_operator.rollout.vocabulary import FINISHED, Phase, Stage
 
 
+def rivals(rollout: JsonObject, others: Iterable[JsonObject]) -> list[JsonObject]:
+    """The other rollouts of the same cache; all that `busy_with` and `superseded_by` look at."""
+    mine = rollout["metadata"]["uid"]
+    cache = _cache(rollout)
+    return [other for other in others if _cache(other) == cache and other["metadata"]["uid"] != mine]
+
+
 def busy_with(rollout: JsonObject, others: Iterable[JsonObject]) -> str:
     """Name of the unfinished rollout of the same cache that goes first; empty when it is this one's turn."""
     ahead = [
         other
-        for other in _rivals(rollout, others)
+        for other in rivals(rollout, others)
         if _unfinished(other) and (_begun(other) or _age(other) < _age(rollout))
     ]
     return _name(min(ahead, key=_turn)) if ahead else ""
@@ -26,16 +33,10 @@ def superseded_by(rollout: JsonObject, others: Iterable[JsonObject], *, complete
     older one when two have begun at once."""
     ahead = [
         other
-        for other in _rivals(rollout, others)
+        for other in rivals(rollout, others)
         if _unfinished(other) and _begun(other) and (completed or _age(other) < _age(rollout))
     ]
     return _name(min(ahead, key=_turn)) if ahead else ""
-
-
-def _rivals(rollout: JsonObject, others: Iterable[JsonObject]) -> list[JsonObject]:
-    mine = rollout["metadata"]["uid"]
-    cache = _cache(rollout)
-    return [other for other in others if other["metadata"]["uid"] != mine and _cache(other) == cache]
 
 
 def _cache(rollout: JsonObject) -> str:

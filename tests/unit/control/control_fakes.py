@@ -17,6 +17,7 @@ from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier_operator.fleet import StoreFleet, format_micro_time
 from kvtier_operator.kube.resources import RESOURCES, key_of
+from kvtier_operator.lastreads import LastReads
 from kvtier_operator.ports import (
     FIELD_MANAGER,
     AgentError,
@@ -356,6 +357,7 @@ class Bench:
             randomness=lambda: 0.5,
             nonce=self._nonce,
             telemetry=self.telemetry,
+            reads=LastReads(),
         )
 
     def _nonce(self) -> bytes:

@@ -27,6 +27,7 @@ class Asked:
         self.go_on: asyncio.Event | None = None
         self.answer: asyncio.Event | None = None
         self.down = False
+        self.fails = False
         self.boot = "boot-1"
 
     async def get_state(self, node: AgentTarget, *, deadline_seconds: float | None = None) -> Any:
@@ -36,6 +37,8 @@ class Asked:
         answer = control.GetStateResponse(node=node.name, agent_version=str(self.states), boot_id=self.boot)
         if self.answer is not None:
             await self.answer.wait()
+        if self.fails:
+            raise AgentUnreachable(node.name, "UNAVAILABLE", "went down")
         return answer
 
     async def grant(self, node: AgentTarget, request: Any, *, deadline_seconds: float | None = None) -> Any:
@@ -125,6 +128,63 @@ async def test_silence_is_never_covered_by_an_older_answer() -> None:
         await rig.look()
     with pytest.raises(AgentUnreachable):
         await rig.look("other")
+
+
+async def asking(rig: Rig, *caches: str) -> list[asyncio.Task[int]]:
+    """Looks that are all under way; the agent answers when `rig.asked.answer` is set."""
+    rig.asked.answer = asyncio.Event()
+    looks = []
+    for cache in caches:
+        looks.append(asyncio.create_task(rig.look(cache)))
+        await asyncio.sleep(0)
+    return looks
+
+
+async def test_who_asks_while_another_waits_for_the_answer_gets_the_same() -> None:
+    rig = Rig()
+    looks = await asking(rig, "one", "two", "three")
+    assert rig.asked.answer is not None
+    rig.asked.answer.set()
+    assert await asyncio.gather(*looks) == [1, 1, 1]
+    assert rig.asked.states == 1
+
+
+async def test_an_asker_that_is_cancelled_does_not_take_the_answer_from_the_others() -> None:
+    rig = Rig()
+    first, second, third = await asking(rig, "one", "two", "three")
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    second.cancel()
+    assert rig.asked.answer is not None
+    rig.asked.answer.set()
+    async with asyncio.timeout(20):
+        assert await third == 2
+    assert second.cancelled()
+
+
+async def test_a_failure_is_that_of_all_who_waited_for_it() -> None:
+    rig = Rig()
+    looks = await asking(rig, "one", "two")
+    rig.asked.fails = True
+    assert rig.asked.answer is not None
+    rig.asked.answer.set()
+    found = await asyncio.gather(*looks, return_exceptions=True)
+    assert [type(one) for one in found] == [AgentUnreachable, AgentUnreachable]
+    rig.asked.fails = False
+    assert await rig.look() == 2
+
+
+async def test_who_has_told_the_agent_something_does_not_wait_for_an_older_question() -> None:
+    rig = Rig()
+    (looking,) = await asking(rig, "other")
+    rig.clock.advance(0.1)
+    await rig.agents.grant(NODE, control.GrantRequest(cache=common.CacheRef(uid="mine")))
+    mine = asyncio.create_task(rig.look("mine"))
+    await asyncio.sleep(0)
+    assert rig.asked.answer is not None
+    rig.asked.answer.set()
+    assert (await looking, await mine) == (1, 2)
 
 
 async def test_another_life_or_address_of_the_agent_is_asked_itself() -> None:

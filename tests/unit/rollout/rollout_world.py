@@ -25,6 +25,7 @@ from kvtier_crds.compile import compile_manifest
 from kvtier_crds.models.kvcache import KVCache
 from kvtier_crds.models.tierclass import TierClass
 from kvtier_evidence.carry import Carry
+from kvtier_operator.lastreads import LastReads
 from kvtier_operator.ports import (
     AgentError,
     AgentTarget,
@@ -468,6 +469,9 @@ class StoreView:
     def get(self, key: ObjectKey) -> JsonObject | None:
         return self._api.objects.get(key)
 
+    def revision(self, kind: Kind) -> int:
+        raise AssertionError("the rollout keeps no list")
+
     def list_all(self, kind: Kind, namespace: str = "") -> list[JsonObject]:
         return [
             obj
@@ -673,6 +677,7 @@ class World:
             randomness=lambda: 0.5,
             nonce=lambda: b"0123456789abcdef",
             telemetry=self.spans,
+            reads=LastReads(),
         )
         self.operator = KVRolloutReconciler(self.deps, feed=self.feed)
 

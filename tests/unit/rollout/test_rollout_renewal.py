@@ -119,6 +119,7 @@ async def test_status_that_becomes_unreadable_is_not_renewed_until_it_is_mended(
 async def test_reconcile_tells_once_of_an_unreadable_status_and_fails() -> None:
     world = await granted()
     world.status["carry"] = {"cells": [{"gate": "output"}]}
+    world.api.objects[world.rollout]["metadata"]["resourceVersion"] = "900"
     for _ in range(3):
         with pytest.raises(StatusUnreadable):
             await world.operator.reconcile(world.rollout)

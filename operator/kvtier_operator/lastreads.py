@@ -1,0 +1,56 @@
+"""Which version of an object the API server itself gave last, and when it was asked.
+
+Why it exists: the read cache may be behind, and nobody can see from it by how much. A look that finds there
+exactly the version which the server had a moment ago need not ask again; whoever asks notes it here for all.
+It must not keep objects, nor know what a version means.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvtier_operator.ports import JsonObject, ObjectKey
+
+MAX_KEPT = 16_384
+"""Objects remembered; to forget one costs a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    uid: str
+    version: str
+    at: float
+
+
+class LastReads:
+    """In the operator's loop only. Times are seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[ObjectKey, _Read] = OrderedDict()
+
+    def note(self, key: ObjectKey, obj: JsonObject, at: float) -> None:
+        """The server's answer. at: when it was asked; of two answers the one that was asked for later
+        counts."""
+        known = self._known.get(key)
+        if known is not None and known.at > at:
+            return
+        metadata = obj["metadata"]
+        self._known[key] = _Read(str(metadata.get("uid")), str(metadata.get("resourceVersion")), at)
+        self._known.move_to_end(key)
+        while len(self._known) > MAX_KEPT:
+            self._known.popitem(last=False)
+
+    def vouch(self, key: ObjectKey, cached: JsonObject | None, since: float) -> bool:
+        """Whether `cached` is what the server gave when it was asked last, which was at `since` or later."""
+        known = self._known.get(key)
+        if known is None or cached is None or known.at < since:
+            return False
+        metadata = cached["metadata"]
+        return (known.uid, known.version) == (
+            str(metadata.get("uid")),
+            str(metadata.get("resourceVersion")),
+        )
+
+    def forget(self, key: ObjectKey) -> None:
+        self._known.pop(key, None)

@@ -1,0 +1,78 @@
+"""The two objects that a pass over a rollout is about, read at the server or in the read cache.
+
+The read cache will do for a look that finds nothing to do, and only while it holds exactly what the server
+gave when it was asked last, by whomever, not long ago. What is decided to be written is decided once more on
+what the server itself says. It must not know what either object means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier_operator.ports import Deps, JsonObject, Kind, NotFound, ObjectKey
+
+VOUCHED_SECONDS = 30.0
+"""Half of the default lease: for so long a rollout may be looked at without a request to the server. Its
+leases are renewed oftener, and each renewal reads both objects."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A KVRollout and its KVCache, where there is one."""
+
+    key: ObjectKey
+    rollout: JsonObject
+    cache_key: ObjectKey
+    cache: JsonObject | None
+
+    @property
+    def versions(self) -> tuple[str, str]:
+        return _version(self.rollout), _version(self.cache)
+
+
+class Pairs:
+    def __init__(self, deps: Deps) -> None:
+        self._deps = deps
+
+    def vouched(self, key: ObjectKey) -> Pair | None:
+        """From the read cache; None when it may be behind, lacks one of them, or one of them is leaving."""
+        deps = self._deps
+        rollout = deps.store.get(key)
+        if rollout is None:
+            return None
+        cache_key = cache_key_of(key, rollout)
+        cache = deps.store.get(cache_key)
+        if cache is None or any("deletionTimestamp" in obj["metadata"] for obj in (rollout, cache)):
+            return None
+        since = deps.clock.monotonic() - VOUCHED_SECONDS
+        if not (deps.reads.vouch(key, rollout, since) and deps.reads.vouch(cache_key, cache, since)):
+            return None
+        return Pair(key, rollout, cache_key, cache)
+
+    async def live(self, key: ObjectKey) -> Pair | None:
+        """From the server; None when the rollout does not exist."""
+        rollout = await self._get(key)
+        if rollout is None:
+            return None
+        cache_key = cache_key_of(key, rollout)
+        return Pair(key, rollout, cache_key, await self._get(cache_key))
+
+    async def _get(self, key: ObjectKey) -> JsonObject | None:
+        deps = self._deps
+        asked = deps.clock.monotonic()
+        try:
+            obj = await deps.api.get(key)
+        except NotFound:
+            deps.reads.forget(key)
+            return None
+        deps.reads.note(key, obj, asked)
+        return obj
+
+
+def cache_key_of(key: ObjectKey, rollout: JsonObject) -> ObjectKey:
+    name = str(((rollout.get("spec") or {}).get("cacheRef") or {}).get("name", ""))
+    return ObjectKey(Kind.KV_CACHE, key.namespace, name)
+
+
+def _version(obj: JsonObject | None) -> str:
+    return "" if obj is None else f"{obj['metadata'].get('uid')}/{obj['metadata'].get('resourceVersion')}"

@@ -1,0 +1,192 @@
+"""A look that finds nothing to do needs no request, and nothing is decided on what the server may not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvtier_operator.agents.renewal import LeaseRenewer
+from kvtier_operator.lastreads import LastReads
+from kvtier_operator.ports import JsonObject, Kind, ObjectKey
+from kvtier_operator.rollout.pairs import VOUCHED_SECONDS
+from kvtier_operator.rollout.vocabulary import Verdict
+from tests.unit.rollout.rollout_world import StoreView, World, copied, held
+
+OURS = (Kind.KV_ROLLOUT, Kind.KV_CACHE)
+KEY = ObjectKey(Kind.KV_CACHE, "serving", "chat")
+
+
+class Behind(StoreView):
+    """A read cache whose watches say nothing since it was made."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.api)
+        self._then = copied(world.api.objects)
+
+    def get(self, key: ObjectKey) -> JsonObject | None:
+        return self._then.get(key)
+
+
+async def resting(**spec: Any) -> tuple[World, list[ObjectKey]]:
+    """In Canary with too little evidence, everything written; and what is asked of the server from now on."""
+    world = World(**spec)
+    await world.until("Progressing", "Canary")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.run(25)
+    asked: list[ObjectKey] = []
+    get = world.api.get
+
+    async def noted(key: ObjectKey) -> JsonObject:
+        if key.kind in OURS:
+            asked.append(key)
+        return await get(key)
+
+    world.api.get = noted  # type: ignore[method-assign]
+    return world, asked
+
+
+def stop_watching(world: World) -> None:
+    object.__setattr__(world.deps, "store", Behind(world))
+
+
+async def test_looks_at_which_nothing_has_changed_ask_the_server_nothing() -> None:
+    world, asked = await resting()
+    looks, writes = world.feed.looks, world.api.writes
+    await world.pass_()
+    asked.clear()
+    await world.run(VOUCHED_SECONDS / 2)
+    assert world.feed.looks > looks
+    assert (asked, world.api.writes) == ([], writes)
+
+
+async def test_the_server_is_asked_when_it_was_not_for_long() -> None:
+    world, asked = await resting()
+    await world.pass_()
+    asked.clear()
+    await world.run(VOUCHED_SECONDS + 2)
+    assert set(asked) == {world.rollout, world.cache_key}
+
+
+async def test_an_edit_that_no_watch_tells_of_is_found() -> None:
+    world, _ = await resting()
+    await world.pass_()
+    stop_watching(world)
+    world.edit(progressDeadline="2h")
+    generation = world.api.objects[world.rollout]["metadata"]["generation"]
+    assert world.status["observedGeneration"] < generation
+    await world.run(VOUCHED_SECONDS + 2)
+    assert world.status["observedGeneration"] == generation
+
+
+async def test_what_a_renewal_reads_tells_the_next_look_that_the_read_cache_is_behind() -> None:
+    world, asked = await resting()
+    await world.pass_()
+    stop_watching(world)
+    world.intent("Abort", 1)
+    await world.pass_()
+    assert world.status["phase"] == "Progressing", "nobody knows yet"
+    await LeaseRenewer(world.deps).tick()
+    asked.clear()
+    await world.pass_()
+    assert world.status["phase"] in ("RollingBack", "RolledBack")
+    assert asked[0] == world.rollout
+
+
+async def test_harm_is_written_down_without_another_request() -> None:
+    world, asked = await resting()
+    await world.pass_()
+    asked.clear()
+    world.feed.default = Verdict.FAIL
+    order: list[str] = []
+    swap = world.api.compare_and_swap
+
+    async def noted(key: ObjectKey, *args: Any, **options: Any) -> JsonObject:
+        order.append(f"{key.kind} after {len(asked)} requests")
+        return await swap(key, *args, **options)
+
+    world.api.compare_and_swap = noted  # type: ignore[method-assign]
+    await world.run(3)
+    assert order[:2] == ["KVCache after 0 requests", "KVRollout after 0 requests"]
+    assert world.status["phase"] == "RolledBack"
+    assert held(world) == []
+
+
+@pytest.mark.parametrize("what", ["fence", "status"])
+async def test_a_return_decided_on_what_has_passed_is_refused_and_decided_again(what: str) -> None:
+    world, _ = await resting()
+    await world.pass_()
+    stop_watching(world)
+    if what == "fence":
+        cache = copied(world.api.objects[world.cache_key])
+        cache["status"]["fence"] += 5
+        world.api.put(cache)
+    else:
+        world.edit(progressDeadline="2h")
+    before = world.cache_status["fence"]
+    world.feed.default = Verdict.FAIL
+    await world.run(3)
+    assert world.status["phase"] == "RolledBack"
+    assert world.status["fence"] == world.cache_status["fence"] > before
+    assert held(world) == []
+
+
+async def test_nothing_favourable_is_decided_on_the_read_cache() -> None:
+    """It still shows a cache that may be changed; the server has had it suspended."""
+    world, _ = await resting()
+    await world.pass_()
+    stop_watching(world)
+    cache = copied(world.api.objects[world.cache_key])
+    cache["spec"]["suspend"] = True
+    world.api.put(cache)
+    fence = world.cache_status["fence"]
+    world.feed.default = Verdict.PASS
+    await world.run(5)
+    assert (world.status["stage"], world.cache_status["fence"]) == ("Canary", fence)
+
+
+async def test_a_node_that_joins_is_granted_on_what_the_server_says() -> None:
+    world, asked = await resting()
+    await world.pass_()
+    world.add_node("node-9")
+    asked.clear()
+    await world.run(2)
+    assert "node-9" in held(world)
+    assert {world.rollout, world.cache_key} <= set(asked)
+
+
+def read(version: str, uid: str = "u") -> JsonObject:
+    return {"metadata": {"uid": uid, "resourceVersion": version}}
+
+
+@pytest.mark.parametrize(
+    ("noted", "cached", "since", "vouched"),
+    [
+        pytest.param([("1", 5.0)], read("1"), 5.0, True, id="the-same"),
+        pytest.param([("1", 5.0)], read("1"), 5.1, False, id="too-long-ago"),
+        pytest.param([("2", 5.0)], read("1"), 0.0, False, id="behind"),
+        pytest.param([("1", 5.0)], read("2"), 0.0, False, id="ahead-is-not-known-either"),
+        pytest.param([("1", 5.0)], read("1", "other"), 0.0, False, id="another-object"),
+        pytest.param([("1", 5.0)], None, 0.0, False, id="not-there"),
+        pytest.param([("2", 6.0), ("1", 5.0)], read("2"), 0.0, True, id="late-answer-is-older"),
+        pytest.param([], read("1"), 0.0, False, id="never-asked"),
+    ],
+)
+def test_what_is_vouched_for(
+    noted: list[tuple[str, float]], cached: JsonObject | None, since: float, vouched: bool
+) -> None:
+    reads = LastReads()
+    for version, at in noted:
+        reads.note(KEY, read(version), at)
+    assert reads.vouch(KEY, cached, since) is vouched
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier_operator.lastreads.MAX_KEPT", 2)
+    reads = LastReads()
+    keys = [ObjectKey(Kind.KV_CACHE, "serving", name) for name in "abc"]
+    for key in keys:
+        reads.note(key, read("1"), 1.0)
+    assert [reads.vouch(key, read("1"), 0.0) for key in keys] == [False, True, True]
+    reads.forget(keys[2])
+    assert not reads.vouch(keys[2], read("1"), 0.0)
