@@ -6,7 +6,10 @@ The registry is passed in, so two operators in one process do not share counters
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -16,6 +19,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self._children: dict[tuple[MetricWrapperBase, tuple[str, ...]], Any] = {}
         self._queue_depth = Gauge(
             "kvtier_operator_queue_depth", "Keys waiting to be reconciled.", ["kind"], registry=registry
         )
@@ -69,32 +73,40 @@ class Metrics:
             "kvtier_operator_watched_objects", "Objects in the read cache.", ["kind"], registry=registry
         )
 
+    def _of(self, metric: MetricWrapperBase, *labels: str) -> Any:
+        """The time series of these labels: looked up once, not by each of some hundred calls a second."""
+        key = metric, labels
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return child
+
     def queue_depth(self, kind: str, depth: int) -> None:
-        self._queue_depth.labels(kind).set(depth)
+        self._of(self._queue_depth, kind).set(depth)
 
     def queue_wait(self, kind: str, seconds: float) -> None:
-        self._queue_wait.labels(kind).observe(seconds)
+        self._of(self._queue_wait, kind).observe(seconds)
 
     def queue_refused(self, kind: str) -> None:
-        self._queue_refused.labels(kind).inc()
+        self._of(self._queue_refused, kind).inc()
 
     def reconciled(self, kind: str, result: str, seconds: float) -> None:
-        self._reconcile.labels(kind, result).observe(seconds)
+        self._of(self._reconcile, kind, result).observe(seconds)
 
     def api_write(self, kind: str, verb: str) -> None:
-        self._writes.labels(kind, verb).inc()
+        self._of(self._writes, kind, verb).inc()
 
     def api_request(self, verb: str, code: str, seconds: float) -> None:
-        self._requests.labels(verb, code).observe(seconds)
+        self._of(self._requests, verb, code).observe(seconds)
 
     def observe_rpc(self, method: str, code: str, seconds: float) -> None:
-        self._rpc.labels(method, code).observe(seconds)
+        self._of(self._rpc, method, code).observe(seconds)
 
     def leader(self, leading: bool) -> None:
         self._leader.set(1 if leading else 0)
 
     def rolled_back(self, cause: str) -> None:
-        self._rollbacks.labels(cause).inc()
+        self._of(self._rollbacks, cause).inc()
 
     def watched(self, kind: str, objects: int) -> None:
-        self._watched.labels(kind).set(objects)
+        self._of(self._watched, kind).set(objects)
