@@ -21,8 +21,8 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Fold, Query
 from kvtier_core.headgroups import HeadGroups
 from kvtier_core.hotunits import HotUnits, UnitGrid
-from kvtier_core.neardata import Reduction, near_groups, reduction_of
-from kvtier_core.planner import STREAMED, ChunkRead, Path, Plan
+from kvtier_core.neardata import TOGETHER, Reduction, near_groups, reduction_of
+from kvtier_core.planner import STREAMED, ChunkRead, Path, Plan, check_cover
 from kvtier_core.positions import Piece, PositionView
 from kvtier_core.promises import IdentifiedRows, Promise, block_of
 from kvtier_core.rope import RopeTable
@@ -34,9 +34,6 @@ from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_kernels.ops.chunk_attention import chunk_state
 from kvtier_kernels.ops.chunk_attention.decode import decode_states, reads_in_place
 from kvtier_kernels.state import AttentionState, finalize
-
-TOGETHER = 4
-"""Blocks that are attended in one call: half a window, so that the other half is on its way meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +59,6 @@ class Attended:
     def hidden_seconds(self) -> float:
         """Transfer that computation covered (C.1)."""
         return max(0.0, self.transfer_seconds - self.stall_seconds)
-
-
-def check_cover(plan: Plan, chunk_tokens: int) -> None:
-    """That an exact plan reads chunks [0, n) once each and all but the last one whole: SUPPORT_OVERLAP,
-    SUPPORT_GAP. Whoever made the plan, what is merged is every row once."""
-    for at, read in enumerate(plan.reads):
-        if read.chunk < at:
-            raise CoreError(Reason.SUPPORT_OVERLAP, f"chunk {read.chunk} is read twice")
-        if read.chunk > at or (read.rows != chunk_tokens and read is not plan.reads[-1]):
-            raise CoreError(Reason.SUPPORT_GAP, f"rows of chunk {at} are not read")
 
 
 def check_read(state: AttentionState) -> None:

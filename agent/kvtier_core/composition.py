@@ -112,8 +112,7 @@ def compose(
         geometry.query_heads,
         runner.baseline_digest,
         runner.digest_of,
-        plans.of_decode,
-        plans.late,
+        plans,
     )
     return Parts(
         store=store,

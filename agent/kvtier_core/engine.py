@@ -53,7 +53,7 @@ from kvtier_core.sessions import LayerState, Session
 from kvtier_core.sharing import SharedBlocks
 from kvtier_core.stepcontext import StepContext
 from kvtier_core.steporder import check_order, check_shapes
-from kvtier_core.stepplans import WINDOW, measured_rates
+from kvtier_core.stepplans import WINDOW, Tried, measured_rates
 from kvtier_core.streaming import READ_TIMEOUT_SECONDS
 from kvtier_core.tiers.base import TierMount
 from kvtier_core.tiers.fileops import FileOps, OsFileOps
@@ -319,6 +319,8 @@ class CacheEngine:
             frame = self._prepared(request, mode)
             if frame is None:
                 return self._general(request, mode)
+            if frame.layer.streamed is not None:
+                return self._streamed(frame, mode)
             return in_candidates_name(self._resident.answer(frame), mode)
 
     def _forget_views(self, session: Session, line: int) -> None:
@@ -338,15 +340,27 @@ class CacheEngine:
             if self._lanes.leave(session.number, session.session_id):
                 context.forget_views()
         frame = self._resident.prepare(context, request)
-        if frame is not None and request.next_layer_follows:
-            self._runner.promise_next(context, request)
+        if frame is not None and frame.layer.streamed is None:
+            self._follow(request)
         return frame
+
+    def _follow(self, request: StepRequest) -> None:
+        if request.next_layer_follows:
+            self._runner.promise_next(self._contexts[request.session_id], request)
+
+    def _streamed(self, frame: ResidentFrame, mode: StepMode) -> StepAnswer:
+        """A frame on the short way with chunks on storage; another plan's when that fails."""
+        request = frame.request
+        answer = self._resident.stream(frame, lambda: self._follow(request))
+        if isinstance(answer, Tried):
+            return self._general(request, mode, answer)
+        return in_candidates_name(answer, mode)
 
     def _prepared_exactly(self, request: StepRequest, mode: StepMode) -> ResidentFrame | None:
         """As `_prepared`, of a frame that the baseline answers."""
         return self._prepared(request, mode) if mode.publish is PublishArm.EXACT else None
 
-    def _general(self, request: StepRequest, mode: StepMode) -> StepAnswer:
+    def _general(self, request: StepRequest, mode: StepMode, tried: Tried | None = None) -> StepAnswer:
         geometry = self._manifest.model.geometry
         session = session_of(self._sessions, request.session_id, request.generation)
         check_shapes(
@@ -358,7 +372,7 @@ class CacheEngine:
         request = placed(session, request)
         repeat = check_order(session, request)
         family = None if mode.selector is None else self.selectors.family(mode.selector)
-        return self._runner.run(self._contexts[session.session_id], request, mode, family, repeat)
+        return self._runner.run(self._contexts[session.session_id], request, mode, family, repeat, tried)
 
     def step_many(
         self, requests: Sequence[StepRequest], modes: Sequence[StepMode | None] | None = None
@@ -372,7 +386,8 @@ class CacheEngine:
             raise CoreError(Reason.BAD_ARGUMENT, f"{len(wanted)} modes for {len(requests)} frames")
         frames = [(request, mode or StepMode()) for request, mode in zip(requests, wanted, strict=True)]
         with self._lock, torch.inference_mode():
-            return answer_many(frames, self._resident, self._prepared_exactly, self._general)
+            given = self._prepared_exactly, self._streamed, self._general
+            return answer_many(frames, self._resident, *given)
 
     def inspect_plan(self, session_id: str, generation: int, layer: int) -> Decision:
         """How a decode step of the layer would be attended as its rows lie now: every plan with its price, or

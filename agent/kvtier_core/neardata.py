@@ -12,7 +12,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvtier_core.appends import Append
 from kvtier_core.folding import Query
@@ -33,9 +35,12 @@ from kvtier_core.tiers.base import Tier, tensor_bytes
 from kvtier_crds.manifest import NUMERICS_VERSION
 from kvtier_kernels.state import AttentionState
 
+Floats = NDArray[np.float32]
 GROUP = 8
 """States of one query in one receipt at most; of a block of queries a receipt has one, since they are
 large."""
+TOGETHER = 4
+"""Blocks that are attended in one call: half a window, so that the other half is on its way meanwhile."""
 
 
 def near_groups(reads: Sequence[ChunkRead], queries: int) -> list[list[ChunkRead]]:
@@ -66,9 +71,10 @@ class Reduction:
     returned_bytes: int = 0
     receipts: int = 0
 
-    def own(self, read: ChunkRead) -> None:
-        """SUPPORT_OVERLAP, SUPPORT_OUT_OF_RANGE."""
-        self._merge.own(self._range(read))
+    def own(self, read: ChunkRead, rows: int | None = None) -> None:
+        """rows: of the chunk that are seen; None: as the read says. SUPPORT_OVERLAP, SUPPORT_OUT_OF_RANGE."""
+        first, last = self._range(read)
+        self._merge.own((first, last if rows is None else first + rows))
 
     def near(self, reads: Sequence[ChunkRead], states: Sequence[AttentionState]) -> None:
         """States of `reads`, one each, as their tier's producer returns them."""
@@ -86,11 +92,17 @@ class Reduction:
 
     def receipt(self, reads: Sequence[ChunkRead], states: Sequence[AttentionState]) -> StateReceipt:
         """The producer's side."""
+        return self.receipt_of(
+            reads,
+            torch.stack([state.m for state in states]).numpy(),
+            torch.stack([state.l for state in states]).numpy(),
+            torch.stack([state.u for state in states]).numpy(),
+        )
+
+    def receipt_of(self, reads: Sequence[ChunkRead], m: Floats, l: Floats, u: Floats) -> StateReceipt:
+        """As `receipt`, of states m, l [n, Nq, Hq], u [n, Nq, Hq, d]."""
         terms, binding = self.terms, self.terms.binding
         support: Ranges = tuple(self._range(read) for read in reads)
-        m = torch.stack([state.m for state in states]).numpy()
-        l = torch.stack([state.l for state in states]).numpy()
-        u = torch.stack([state.u for state in states]).numpy()
         producer = terms.producers[[one.name for one in terms.producers].index(self.name(reads[0]))]
         return StateReceipt(
             tenant_namespace=binding.tenant_namespace,

@@ -73,7 +73,7 @@ class ChunkRead:
 class Plan:
     """Chunks ascending. `labels` name each path once, as receipts do; `why` says what made it legal. kind:
     the exact contract it is of; group_heads: KV heads of a slice, 0 for whole blocks. lost: each other plan
-    with its reason."""
+    with its reason. seconds: that it is predicted to take, None where nothing is priced."""
 
     reads: tuple[ChunkRead, ...]
     labels: tuple[str, ...]
@@ -82,6 +82,17 @@ class Plan:
     kind: PlanKind = PlanKind.SUPPORT_PARTITION
     group_heads: int = 0
     lost: Mapping[str, str] = field(default_factory=dict)
+    seconds: float | None = None
+
+
+def check_cover(plan: Plan, chunk_tokens: int) -> None:
+    """That an exact plan reads chunks [0, n) once each and all but the last one whole: SUPPORT_OVERLAP,
+    SUPPORT_GAP. Whoever made the plan, what is merged is every row once."""
+    for at, read in enumerate(plan.reads):
+        if read.chunk < at:
+            raise CoreError(Reason.SUPPORT_OVERLAP, f"chunk {read.chunk} is read twice")
+        if read.chunk > at or (read.rows != chunk_tokens and read is not plan.reads[-1]):
+            raise CoreError(Reason.SUPPORT_GAP, f"rows of chunk {at} are not read")
 
 
 def tier_facts(tier: Tier) -> TierFacts:
@@ -348,4 +359,5 @@ class StepPlanner:
             kind=chosen.kind,
             group_heads=chosen.group_heads,
             lost=decision.why(),
+            seconds=chosen.seconds,
         )

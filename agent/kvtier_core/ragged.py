@@ -20,11 +20,13 @@ def answer_many(
     frames: Sequence[Frame],
     resident: ResidentDecode,
     prepare: Callable[[StepRequest, StepMode], ResidentFrame | None],
+    alone: Callable[[ResidentFrame, StepMode], StepAnswer],
     general: Callable[[StepRequest, StepMode], StepAnswer],
 ) -> list[StepAnswer | CoreError]:
-    """prepare: the frame on the short way, None when it is not for that; general: answers any frame. Both
-    raise CoreError for this frame. A frame of the general way may move any session's chunks, and two frames
-    of a session follow each other, so what waits is answered before."""
+    """prepare: the frame on the short way, None when it is not for that; alone: answers one of those whose
+    chunks come from storage; general: answers any frame. All raise CoreError for this frame. A frame of the
+    general way may move any session's chunks, and two frames of a session follow each other, so what waits is
+    answered before."""
     answers: list[StepAnswer | CoreError | None] = [None] * len(frames)
     waiting: list[tuple[int, ResidentFrame]] = []
     sessions: set[str] = set()
@@ -45,6 +47,9 @@ def answer_many(
             if frame is None:
                 answer_waiting()
                 answers[index] = general(request, mode)
+            elif frame.layer.streamed is not None:
+                answer_waiting()
+                answers[index] = alone(frame, mode)
             else:
                 waiting.append((index, frame))
                 sessions.add(request.session_id)

@@ -1,9 +1,10 @@
-"""The short way of a decode frame whose chunks are all attended in place: one query, one new row.
+"""The short way of a decode frame whose chunks are attended in place or near storage: one query, one new row.
 
 Why it exists: a token costs one such frame for each layer, and the general way (step) spends more time on
 planning and book-keeping than on a thousand rows. What stays the same from frame to frame is kept here, under
 a stamp of where the chunks lie. It decides nothing: a frame that is unusual in any way, or wrong, is `None`
-here and the general way's, with its refusals. It must not know selectors, candidates or staged reads.
+here and the general way's, with its refusals; so is one whose plan storage fails, with what was tried. It
+must not know selectors, candidates or how blocks are brought.
 
 The promises are step's: the row is written beyond the frontier, the answer's receipt is checked before
 anything is taken, and what commits cannot fail. The bits are those of one state per chunk, merged ascending.
@@ -22,19 +23,23 @@ from torch import Tensor
 
 from kvtier_core.appends import NO_LINE, Append, LayerState, Session
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.folding import Query
 from kvtier_core.identity import full_support_digest
 from kvtier_core.placements.preference import PlanKind
 from kvtier_core.placementstamp import PlacementStamp
-from kvtier_core.planner import Path, Plan
+from kvtier_core.planner import Path
 from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepAnswer, StepReceipt, StepRequest
 from kvtier_core.selectors.base import SelectorFamily
 from kvtier_core.sessions import RowStore
+from kvtier_core.stepplans import StepPlans, Tried
+from kvtier_core.streamed import Streamed, StreamedLayer
 from kvtier_kernels.compiled import library
 from kvtier_kernels.ops.chunk_attention.decode import Reading, attend_into, no_rows, reads_in_place
-from kvtier_kernels.ops.chunk_attention.kept import DecodeRoom, KeptBatch, KeptDecode
+from kvtier_kernels.ops.chunk_attention.kept import DecodeRoom, KeptBatch, KeptDecode, OpenRows
 from kvtier_kernels.ops.chunk_attention.outputs import outputs
 from kvtier_kernels.ops.chunk_attention.runs import ChunkRun, chunk_runs
+from kvtier_kernels.state import LogitFrame
 
 if TYPE_CHECKING:
     from kvtier_kernels.compiled.machine import Library
@@ -49,7 +54,8 @@ class ResidentLayer:
     [2, Hk, C, d]. whole_bytes: payload bytes of the full chunks by tier. clean: the frontier from which the
     open chunk's rows are known to be zero, -1 for not known. decode: what answers a frame alone, where
     kernels are compiled and one look at the clock is enough. together: what answers it with others, the
-    first of which it is. resident False: some chunk is not attended in place, so all of this is empty."""
+    first of which it is. resident: every chunk is attended in place. streamed: what answers it alone where
+    some come from storage. With neither, all of this is empty."""
 
     stamp: PlacementStamp
     resident: bool
@@ -63,6 +69,8 @@ class ResidentLayer:
     plan_kind: PlanKind
     clean: int = -1
     decode: KeptDecode | None = None
+    streamed: StreamedLayer | None = None
+    write: Callable[[Tensor, Tensor, int], None] | None = None
     together: _Together | None = None
 
 
@@ -110,14 +118,10 @@ class ResidentDecode:
         query_heads: int,
         baseline_digest: str,
         digest_of: Callable[[int], str],
-        plan: Callable[[Append, int], Plan],
-        late: Callable[[CoreError, PlanKind, float | None, str], CoreError],
+        plans: StepPlans,
     ) -> None:
-        """plan: of rows [0, n) of an append's layer, for one query; late: what a refusal for lateness says
-        besides, of the plan that was late and its deadline."""
         self._store = store
-        self._late = late
-        self._plan = plan
+        self._plans = plans
         self._clock = clock
         self._baseline = baseline_digest
         self._digest_of = digest_of
@@ -148,15 +152,15 @@ class ResidentDecode:
         if kept is None or not kept.stamp.holds(state.lines):
             kept = layers[request.layer] = self._keep(session, request, state)
         payload = kept.payload
-        if payload is None:
+        if payload is None or not self._in_time(kept, request):
             return None
         at = state.frontier % self._size
         if kept.clean != state.frontier:
             # Of a frame that failed, or rows that were cut off: a weight of 0 hides a finite row only.
             payload[:, :, at:].zero_()
         kept.clean = -1
-        if kept.decode is not None:
-            kept.decode.write(request.k, request.v, at)
+        if kept.write is not None:
+            kept.write(request.k, request.v, at)
         else:
             payload[0, :, at].copy_(request.k[0])
             payload[1, :, at].copy_(request.v[0])
@@ -200,16 +204,28 @@ class ResidentDecode:
             and q.is_cpu
         )
 
+    def _in_time(self, kept: ResidentLayer, request: StepRequest) -> bool:
+        """Whether a plan that reads storage may be begun; what is to be done instead others decide."""
+        streamed, deadline = kept.streamed, request.deadline
+        if streamed is None or streamed.seconds is None or deadline is None:
+            return True
+        return 0.0 < deadline - self._clock() >= streamed.seconds
+
     def _keep(self, session: Session, request: StepRequest, state: LayerState) -> ResidentLayer:
         """Plans the layer as any frame is planned, and keeps what comes of it. NO_LEGAL_PATH, NOT_VISIBLE."""
         store = self._store
         append = Append(session, request.layer, state.frontier, request.k, request.v)
-        plan = self._plan(append, state.frontier + 1)
+        plan = self._plans.of_decode(append, state.frontier + 1)
         stamp = PlacementStamp(store.directory, state.lines)
         reads = plan.reads
-        if any(read.path is not Path.PARTIAL for read in reads) or reads[-1].line != state.open_line:
+        streamed = None
+        if any(read.path is not Path.PARTIAL for read in reads):
+            streamed = self._plans.streamed.keep(plan, session.spec.score_scale)
+        resident = all(read.path is Path.PARTIAL for read in reads)
+        if reads[-1].line != state.open_line or not (resident or streamed is not None):
             return ResidentLayer(stamp, False, (), None, None, "", {}, (), False, plan.kind)
-        payloads = [store.tiers[read.tier].view(store.ref(read.line)) for read in reads]
+        here = reads if resident else reads[-1:]
+        payloads = [store.tiers[read.tier].view(store.ref(read.line)) for read in here]
         keys, values = [payload[0] for payload in payloads], [payload[1] for payload in payloads]
         whole: dict[str, int] = {}
         for read in reads[:-1]:
@@ -218,11 +234,11 @@ class ResidentDecode:
         runs = tuple(chunk_runs(keys[:-1], values[:-1], _GROUP))
         open_run = chunk_runs(keys[-1:], values[-1:])[0]
         compiled, decode = library(), None
-        if compiled is not None and len(reads) <= _GROUP:
+        if compiled is not None and resident and len(reads) <= _GROUP:
             decode = KeptDecode(compiled, self._room, runs, open_run, session.spec.score_scale)
         return ResidentLayer(
             stamp=stamp,
-            resident=True,
+            resident=resident,
             runs=runs,
             open_run=open_run,
             payload=payloads[-1],
@@ -232,7 +248,20 @@ class ResidentDecode:
             simulated=plan.simulated,
             plan_kind=plan.kind,
             decode=decode,
+            streamed=streamed,
+            write=None if compiled is None else OpenRows(open_run).write,
         )
+
+    def stream(self, frame: ResidentFrame, follow: Callable[[], object]) -> StepAnswer | Tried:
+        """Attends a frame some of whose chunks come from storage, and takes the row, or neither. follow,
+        Tried and what is raised: as `StepPlans.streamed_exact`."""
+        session, request, kept = frame.session, frame.request, frame.layer
+        assert kept.streamed is not None
+        first = frame.visible - 1
+        append = Append(session, request.layer, first, request.k, request.v)
+        query = Query(request.q, first, LogitFrame(session.spec.score_scale), request.deadline)
+        found = self._plans.streamed_exact(kept.streamed, append, query, request.step, follow)
+        return found if isinstance(found, Tried) else self.publish(frame, found.out, found)
 
     def answer(self, frame: ResidentFrame) -> StepAnswer:
         """Attends and takes the row, or neither. DEADLINE."""
@@ -319,11 +348,12 @@ class ResidentDecode:
 
     def _lateness(self, frame: ResidentFrame) -> CoreError:
         error = CoreError(Reason.DEADLINE, "the deadline passed before all chunks were attended")
-        return self._late(error, frame.layer.plan_kind, frame.request.deadline, frame.session.session_id)
+        session_id = frame.session.session_id
+        return self._plans.late(error, frame.layer.plan_kind, frame.request.deadline, session_id)
 
-    def publish(self, frame: ResidentFrame, out: Tensor) -> StepAnswer:
+    def publish(self, frame: ResidentFrame, out: Tensor, found: Streamed | None = None) -> StepAnswer:
         """Checks the receipt and takes the row. Whatever is refused here is refused before anything is
-        taken."""
+        taken. found: of chunks that came from storage."""
         session, state, request, kept = frame.session, frame.state, frame.request, frame.layer
         visible = frame.visible
         producer = session.producers[0][1]
@@ -341,13 +371,16 @@ class ResidentDecode:
             bytes_by_tier=read,
             plan=kept.labels,
             simulated=kept.simulated,
-            stall_seconds=0.0,
+            stall_seconds=0.0 if found is None else found.stall_seconds,
             producer_digest=self._digest_of(producer),
             estimated_omitted_mass=math.nan,
             fallback="",
             plan_kind=kept.plan_kind.value,
             snapshot_generation=session.snapshot_generation,
             position_epoch=session.position_epoch,
+            hidden_seconds=0.0 if found is None else found.hidden_seconds,
+            peak_buffer_bytes=0 if found is None else found.peak_buffer_bytes,
+            promised_bytes=0 if found is None else found.promised_bytes,
         )
         check_step(receipt, visible=visible, baseline_digest=self._baseline, histories=1)
         # From here on nothing can fail.

@@ -31,7 +31,7 @@ from kvtier_core.receipts import (
 from kvtier_core.selectors.base import SelectorFamily
 from kvtier_core.sessions import Append, RowStore, Session
 from kvtier_core.stepcontext import StepContext, decodes
-from kvtier_core.stepplans import StepPlans, plan_named
+from kvtier_core.stepplans import StepPlans, Tried, plan_named
 from kvtier_core.stepselect import ALL_ROWS, SERVED_EXACTLY, ArmAnswer, Selected, Selecting, facts_of
 from kvtier_crds.manifest import Fallback
 from kvtier_kernels.state import LogitFrame
@@ -68,8 +68,10 @@ class StepRunner:
         mode: StepMode,
         family: SelectorFamily | None,
         repeat: bool,
+        tried: Tried | None = None,
     ) -> StepAnswer:
-        """Answers the frame and takes its rows. On any CoreError nothing was taken."""
+        """Answers the frame and takes its rows. On any CoreError nothing was taken. tried: an exact plan that
+        was run for it before."""
         session = context.session
         store = self._store
         if mode.publish is PublishArm.CANDIDATE and mode.candidate_digest is None:
@@ -93,7 +95,7 @@ class StepRunner:
             kept.clean = -1
         append = store.reserve(session, request.layer, k, v, request.deadline)
         try:
-            answer, approximate = self._answer(context, request, mode, family, append)
+            answer, approximate = self._answer(context, request, mode, family, append, tried)
             store.settle(append)
         except BaseException:
             # A defect must cost an answer, not the capacity that this frame holds.
@@ -116,6 +118,7 @@ class StepRunner:
         mode: StepMode,
         family: SelectorFamily | None,
         append: Append,
+        tried: Tried | None,
     ) -> tuple[StepAnswer, bool]:
         """The answer, and whether this step publishes approximate answers (in any layer)."""
         visible = request.first_query_position + int(request.q.shape[0])
@@ -127,9 +130,9 @@ class StepRunner:
         candidate: ArmAnswer | None = None
         chosen = ALL_ROWS
         if mode.publish is PublishArm.EXACT or mode.compare or not wants_candidate:
-            exact = self._exact(append, query, visible, request, mode)
+            exact = self._exact(append, query, visible, request, mode, tried=tried)
         if wants_candidate and mode.lane:
-            candidate, chosen = self._placed(append, query, visible, request, mode)
+            candidate, chosen = self._placed(append, query, visible, request, mode, tried)
             if candidate is None and exact is None:
                 exact = self._exact(append, query, visible, request, mode)
         elif wants_candidate:
@@ -167,12 +170,18 @@ class StepRunner:
         return StepAnswer(published.attended.out, receipt, comparison), approximate
 
     def _placed(
-        self, append: Append, query: Query, visible: int, request: StepRequest, mode: StepMode
+        self,
+        append: Append,
+        query: Query,
+        visible: int,
+        request: StepRequest,
+        mode: StepMode,
+        tried: Tried | None,
     ) -> tuple[ArmAnswer | None, Selected]:
         """An exact candidate's answer, by the plans of its own placement; None, with the reason of the
         baseline's answer in its place, when none of those is legal or ends in time."""
         try:
-            return self._exact(append, query, visible, request, mode, lane=mode.lane), ALL_ROWS
+            return self._exact(append, query, visible, request, mode, mode.lane, tried), ALL_ROWS
         except CoreError as error:
             return None, Selected(fallback=error.reason.value)
 
@@ -213,11 +222,18 @@ class StepRunner:
     def promise_next(self, context: StepContext, request: StepRequest) -> None:
         """What a frame on the short way promised. A layer that was in place when it was last attended has
         nothing to bring."""
-        layer = request.layer + 1
-        if layer < len(context.resident):
-            known = context.resident[layer]
-            if known is None or not known.resident:
-                self._plans.promise(context.session, request.step, layer)
+        layer, session = request.layer + 1, context.session
+        if layer >= len(context.resident):
+            return
+        known = context.resident[layer]
+        if known is None or (
+            known.streamed is not None and not known.stamp.holds(session.layers[layer].lines)
+        ):
+            self._plans.promise(session, request.step, layer)
+        elif known.streamed is not None:
+            self._plans.promise_kept(session.session_id, request.step, layer, known.streamed)
+        elif not known.resident:
+            self._plans.promise(session, request.step, layer)
 
     def _exact(
         self,
@@ -227,6 +243,7 @@ class StepRunner:
         request: StepRequest,
         mode: StepMode,
         lane: str = "",
+        tried: Tried | None = None,
     ) -> ArmAnswer:
         session = append.session
         view = session.positions
@@ -243,6 +260,7 @@ class StepRunner:
             forced=plan_named(mode.plan),
             next_layer_follows=request.next_layer_follows,
             lane=lane,
+            tried=tried,
         )
         digest = full_support_digest(visible)
         return ArmAnswer(planned.attended, planned.plan, digest, visible, None, planned.failed)

@@ -28,6 +28,7 @@ from kvtier_core.planner import STREAMED, Plan, PlanTerms, StepPlanner
 from kvtier_core.planning.choice import Decision, fallback_of
 from kvtier_core.planning.facts import Credits, Rates, Terms
 from kvtier_core.promises import IdentifiedRows, Promises
+from kvtier_core.streamed import Streamed, StreamedDecode, StreamedLayer
 from kvtier_core.streaming import BufferPool
 from kvtier_core.tiers.staging import block_bytes
 from kvtier_crds.manifest import Contract, Exactness
@@ -99,6 +100,14 @@ class Planned:
     failed: tuple[tuple[str, str], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A plan that was run for a frame, and how it ended; another one may still answer the frame."""
+
+    kind: PlanKind
+    error: CoreError
+
+
 def held_bytes(layout: ChunkLayout) -> int:
     """What an engine reserves for blocks on their way and for slices of heads."""
     return 2 * buffer_limit(block_bytes(layout)) * block_bytes(layout)
@@ -149,6 +158,7 @@ class StepPlans:
         self.buffers = pool
         self.staging_bytes = pool.limit * pool.block_bytes
         self.attention = Attention(store, clock, executor, pool, WINDOW, hot)
+        self.streamed = StreamedDecode(store, clock, executor, pool, WINDOW, query_heads)
         self.planner = StepPlanner(
             store,
             query_heads=query_heads,
@@ -208,14 +218,18 @@ class StepPlans:
         forced: PlanKind | None = None,
         next_layer_follows: bool = False,
         lane: str = "",
+        tried: Tried | None = None,
     ) -> Planned:
         """Every row [0, visible), by the plans of `lane` (empty: the baseline's). The first plan's own
         refusal when no other is left, with the contract's fallback (`fallback`) and the plans that were tried
-        (`attempted`) among its facts."""
+        (`attempted`) among its facts. tried: by whoever asked first."""
         session, planner = append.session, self._lanes.get(lane, self.planner)
         promise = self._promises.take(session.session_id, step, append.layer)
         failed: dict[PlanKind, Reason] = {}
         first: CoreError | None = None
+        if tried is not None:
+            first, failed[tried.kind] = tried.error, tried.error.reason
+            self._check_time_left(tried.error, query, failed, planner)
         while True:
             try:
                 plan = planner.plan(
@@ -240,10 +254,7 @@ class StepPlans:
                 if error.reason not in AGAIN:
                     raise self._ended(first, query, failed | {plan.kind: error.reason}, planner) from error
                 failed[plan.kind] = error.reason
-                slack = self._slack(query)
-                if slack is not None and slack <= 0.0:
-                    late = CoreError(Reason.DEADLINE, f"no time is left after {error.reason.value}")
-                    raise self._ended(late, query, failed, planner) from error
+                self._check_time_left(error, query, failed, planner)
                 continue
             finally:
                 if promise is not None:
@@ -254,6 +265,37 @@ class StepPlans:
                 self.promise(session, step, append.layer + 1)
             names = tuple((kind.value, reason.value) for kind, reason in failed.items())
             return Planned(attended, plan, names)
+
+    def streamed_exact(
+        self,
+        kept: StreamedLayer,
+        append: Append,
+        query: Query,
+        step: int,
+        follow: Callable[[], object],
+    ) -> Streamed | Tried:
+        """As `exact`, by what is kept of the layer's plan. follow: as `StreamedDecode.attend`. Tried: `exact`
+        may still answer by another plan; what none may is raised, with the same facts."""
+        session_id = append.session.session_id
+        promise = self._promises.take(session_id, step, append.layer)
+        try:
+            return self.streamed.attend(kept, append, query, promise, follow)
+        except CoreError as error:
+            if error.reason in AGAIN:
+                return Tried(kept.kind, error)
+            raise self.late(error, kept.kind, query.deadline, session_id) from error
+        finally:
+            if promise is not None:
+                # What was not used, also when nothing has begun.
+                promise.leave()
+
+    def _check_time_left(
+        self, error: CoreError, query: Query, failed: dict[PlanKind, Reason], planner: StepPlanner
+    ) -> None:
+        slack = self._slack(query)
+        if slack is not None and slack <= 0.0:
+            late = CoreError(Reason.DEADLINE, f"no time is left after {error.reason.value}")
+            raise self._ended(late, query, failed, planner) from error
 
     def of_decode(self, append: Append, visible: int) -> Plan:
         """What one query over rows [0, visible) runs by without a deadline. NO_LEGAL_PATH, NOT_VISIBLE."""
@@ -275,6 +317,10 @@ class StepPlans:
         except CoreError:
             return 0
         return self._promises.begin(session.session_id, step, layer, plan.reads)
+
+    def promise_kept(self, session_id: str, step: int, layer: int, kept: StreamedLayer) -> int:
+        """As `promise`, of a layer whose rows lie where they lay when that was kept."""
+        return self._promises.begin_blocks(session_id, step, layer, kept.blocks)
 
     def forget(self, session_id: str) -> None:
         """Lets go of what was promised to a session that ends or changes."""

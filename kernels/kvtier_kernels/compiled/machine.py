@@ -46,7 +46,7 @@ def check_machine() -> None:
 class Library:
     """Kernels of this process. Raises UnsupportedMachine. Safe to call from several threads. decode: takes
     the address of DecodeWord's arguments, decode_begin and decode_end that of BatchWord's, attend_words that
-    of Word's, pages that of PageWord's."""
+    of Word's, fold_words that of FoldWord's, pages that of PageWord's."""
 
     def __init__(self, processor: str = "") -> None:
         """processor: LLVM's name of one to compile for, by default this machine's."""
@@ -58,7 +58,7 @@ class Library:
         emit_fold(module)
         self._engine = built(module, processor)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-        self.attend_words, self._fold, self.decode, self.decode_begin, self.decode_end, self.pages = (
+        self.attend_words, self.fold_words, self.decode, self.decode_begin, self.decode_end, self.pages = (
             kind(self._engine.get_function_address(name))
             for name in ("attend", "fold", "decode", "decode_begin", "decode_end", "pages")
         )
@@ -131,7 +131,7 @@ class Library:
         words[FoldWord.HEAD_DIM] = u.shape[2]
         words[FoldWord.M_OF], words[FoldWord.L_OF], words[FoldWord.U_OF] = (x.data_ptr() for x in states)
         words[FoldWord.M], words[FoldWord.L], words[FoldWord.U] = (x.data_ptr() for x in totals)
-        self._fold(words.ctypes.data)
+        self.fold_words(words.ctypes.data)
 
     def _scratch(self, floats: int) -> int:
         """The address of this thread's own memory, which is kept."""

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from kvtier_core.appends import Append, LayerState, Session
+from kvtier_core.attend import Attended
 from kvtier_core.directory import ChunkState
 from kvtier_core.folding import Query
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.planner import PlanTerms
 from kvtier_core.planning.facts import Rates
 from kvtier_core.receipts import SessionSpec
-from kvtier_core.stepplans import StepPlans
+from kvtier_core.stepplans import Planned, StepPlans, Tried
 from kvtier_core.tiers.base import BlockIdentity, SlotRef, Tier, seal_checksum
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.gpu import GpuTier
@@ -131,6 +132,20 @@ class World:
     def close(self) -> None:
         self.plans.close()
         self.store.close()
+
+
+def by_kept(made: World, step: int = 0, follow: Callable[[], object] = lambda: None) -> Planned:
+    """As `StepPlans.exact`, first by what is kept of the layer's plan, as a frame on the short way is."""
+    plans, append, query = made.plans, made.append, made.query
+    plan = plans.of_decode(append, made.visible)
+    kept = plans.streamed.keep(plan, SCALE)
+    assert kept is not None, "this plan is none that is kept"
+    found = plans.streamed_exact(kept, append, query, step, follow)
+    if isinstance(found, Tried):
+        return plans.exact(append, query, made.visible, step=step, tried=found)
+    seconds = found.stall_seconds, found.stall_seconds + found.hidden_seconds
+    attended = Attended(found.out, {}, *seconds, found.peak_buffer_bytes, found.promised_bytes)
+    return Planned(attended, plan)
 
 
 def world(

@@ -20,7 +20,7 @@ from kvtier_core.placements.preference import PlanKind
 from kvtier_core.planner import Path
 from kvtier_core.stepplans import WINDOW
 from kvtier_kernels.state import AttentionState
-from tests.unit.core.rowsdouble import CPU, GPU, LAYOUT, NVME, World, reference, world
+from tests.unit.core.rowsdouble import CPU, GPU, LAYOUT, NVME, SCALE, World, by_kept, reference, world
 from tests.unit.core.tierdoubles import Read
 
 PARTITION, MOVED = PlanKind.SUPPORT_PARTITION, PlanKind.ALL_ROWS_MOVED
@@ -95,6 +95,40 @@ def test_any_partition_of_rows_and_any_order_of_arrival_give_the_same_bits(
             WINDOW * made.plans.buffers.block_bytes, 2 * len(where) * LAYOUT.payload_bytes
         )
     torch.testing.assert_close(got.out.double(), reference(made.visible, shape["queries"]), rtol=0, atol=3e-6)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.sampled_from([GPU, CPU, NVME]), min_size=1, max_size=9),
+    st.sampled_from([GPU, CPU]),
+    st.integers(1, LAYOUT.chunk_tokens),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_kept_of_a_plan_gives_the_same_bits_whatever_comes_when(
+    full: list[int], last: int, rows: int, promised: bool, random: object
+) -> None:
+    where = [*full, last]
+    want = baseline(len(where), last=rows)
+
+    def any_of(reads: Sequence[Read]) -> None:
+        read = random.choice(list(reads))  # type: ignore[attr-defined]
+        read.end()
+        if random.random() < 0.3:  # type: ignore[attr-defined]
+            read.sink.done(0, None)
+            read.sink.drained(0)
+
+    with opened(where, last=rows) as made:
+        made.store.storage.pick = any_of
+        with torch.inference_mode():
+            if promised:
+                made.plans.promise(made.append.session, 0, 0)
+                for read in made.store.storage.reads[:2]:
+                    read.end()
+            got = by_kept(made)
+        assert got.failed == ()
+        assert torch.equal(got.attended.out, want)
+        assert made.plans.buffers.available == made.plans.buffers.limit
 
 
 @pytest.mark.parametrize("queries", [1, 20])
@@ -192,6 +226,10 @@ def test_a_plan_without_a_chunk_is_refused_and_one_with_a_chunk_twice_too(kind: 
             with pytest.raises(CoreError) as refused:
                 made.plans.attention.exact(broken, made.append, made.query)
             assert refused.value.reason is reason
+            if kind is PARTITION:
+                with pytest.raises(CoreError) as refused:
+                    made.plans.streamed.keep(broken, SCALE)
+                assert refused.value.reason is reason
 
 
 @pytest.mark.parametrize("missing", range(3))

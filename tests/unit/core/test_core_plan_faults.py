@@ -1,8 +1,9 @@
 """A tier that slows down in the middle of a step, loses rows, answers late or twice: another exact plan or a
-typed fallback, in time, and never other bits."""
+typed fallback, in time, and never other bits; by the general way and by what is kept of a plan."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,11 +12,12 @@ import torch
 
 from kvtier_core.admission import Fallback
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.neardata import Reduction
 from kvtier_core.placements.preference import PlacementPreference, PlanKind
 from kvtier_core.planner import PlanTerms
 from kvtier_core.planning.facts import Rates
-from kvtier_core.stepplans import Planned
-from tests.unit.core.rowsdouble import CPU, GPU, LAYOUT, NVME, World, world
+from kvtier_core.stepplans import WINDOW, Planned
+from tests.unit.core.rowsdouble import CPU, GPU, LAYOUT, NVME, World, by_kept, world
 from tests.unit.core.tierdoubles import Read
 
 WHERE = [NVME, CPU, NVME, GPU]
@@ -33,6 +35,15 @@ def opened(where: Sequence[int] = WHERE, **options: object) -> Iterator[World]:
 def attend(made: World, kind: PlanKind | None = None) -> Planned:
     with torch.inference_mode():
         return made.plans.exact(made.append, made.query, made.visible, step=0, forced=kind)
+
+
+def attend_kept(made: World) -> Planned:
+    with torch.inference_mode():
+        return by_kept(made)
+
+
+both_ways = pytest.mark.parametrize("attend", [attend, attend_kept], ids=["general", "kept"])
+Attend = Callable[[World], Planned]
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +65,12 @@ def failing(times: int, reason: Reason) -> Callable[[Sequence[Read]], None]:
     return pick
 
 
+@both_ways
 @pytest.mark.parametrize(
     "reason",
     [Reason.CHECKSUM_MISMATCH, Reason.STORAGE_UNAVAILABLE, Reason.IDENTITY_MISMATCH, Reason.SHORT_COPY],
 )
-def test_rows_lost_once_are_read_by_the_next_plan(want: torch.Tensor, reason: Reason) -> None:
+def test_rows_lost_once_are_read_by_the_next_plan(want: torch.Tensor, reason: Reason, attend: Attend) -> None:
     with opened() as made:
         made.store.storage.pick = failing(1, reason)
         planned = attend(made)
@@ -76,6 +88,7 @@ RECOMPUTE = PlanTerms(
 )
 
 
+@both_ways
 @pytest.mark.parametrize(
     ("terms", "slack", "action"),
     [
@@ -86,7 +99,7 @@ RECOMPUTE = PlanTerms(
     ],
 )
 def test_rows_lost_for_good_end_in_the_contracts_fallback(
-    want: torch.Tensor, terms: PlanTerms, slack: float | None, action: Fallback
+    want: torch.Tensor, terms: PlanTerms, slack: float | None, action: Fallback, attend: Attend
 ) -> None:
     deadline = None if slack is None else 100.0 + slack
     with opened(terms=terms, deadline=deadline) as made:
@@ -102,8 +115,9 @@ def test_rows_lost_for_good_end_in_the_contracts_fallback(
         assert torch.equal(attend(made).attended.out, want)
 
 
+@both_ways
 def test_a_tier_that_slows_down_ends_the_frame_at_its_deadline_and_a_repeat_gives_the_same_bits(
-    want: torch.Tensor,
+    want: torch.Tensor, attend: Attend
 ) -> None:
     with opened(deadline=101.0) as made:
 
@@ -124,7 +138,8 @@ def test_a_tier_that_slows_down_ends_the_frame_at_its_deadline_and_a_repeat_give
         assert torch.equal(attend(made).attended.out, want)
 
 
-def test_bytes_that_come_late_reach_nobody(want: torch.Tensor) -> None:
+@both_ways
+def test_bytes_that_come_late_reach_nobody(want: torch.Tensor, attend: Attend) -> None:
     with opened(deadline=101.0) as made:
         late: list[Read] = []
 
@@ -158,8 +173,18 @@ def test_bytes_that_come_late_reach_nobody(want: torch.Tensor) -> None:
         assert made.plans.buffers.available == made.plans.buffers.limit
 
 
-def test_a_state_that_is_formed_too_late_is_no_answer_and_no_other_plan_is_begun() -> None:
-    with opened([GPU, NVME], deadline=101.0) as made:
+@pytest.mark.parametrize(
+    ("attend", "where", "found"),
+    [
+        pytest.param(attend, [GPU, NVME], "LATE_RECEIPT", id="general"),
+        pytest.param(attend, [NVME, GPU], "DEADLINE", id="general-before-the-next-chunk"),
+        pytest.param(attend_kept, [NVME, GPU], "DEADLINE", id="kept"),
+    ],
+)
+def test_a_state_that_is_formed_too_late_is_no_answer_and_no_other_plan_is_begun(
+    attend: Attend, where: list[int], found: str
+) -> None:
+    with opened(where, deadline=101.0) as made:
 
         def late(reads: Sequence[Read]) -> None:
             reads[0].end()
@@ -169,11 +194,12 @@ def test_a_state_that_is_formed_too_late_is_no_answer_and_no_other_plan_is_begun
         with pytest.raises(CoreError) as refused:
             attend(made)
         assert refused.value.reason is Reason.DEADLINE
-        assert refused.value.facts["attempted"] == "supportPartition:LATE_RECEIPT"
+        assert refused.value.facts["attempted"] == f"supportPartition:{found}"
         assert len(made.store.storage.reads) == 1
 
 
-def test_what_is_answered_twice_counts_once(want: torch.Tensor) -> None:
+@both_ways
+def test_what_is_answered_twice_counts_once(want: torch.Tensor, attend: Attend) -> None:
     with opened() as made:
 
         def twice(reads: Sequence[Read]) -> None:
@@ -233,6 +259,25 @@ def layers(made: World) -> None:
     made.append.session.layers.append(type(first)(first.open_tier, first.frontier, list(first.lines)))
 
 
+@both_ways
+@pytest.mark.parametrize("promised", [Reason.CHECKSUM_MISMATCH, Reason.TRANSFER_FAILED, None], ids=str)
+def test_a_promise_that_fails_costs_its_own_time_only(
+    want: torch.Tensor, promised: Reason | None, attend: Attend
+) -> None:
+    with opened() as made, torch.inference_mode():
+        storage, layer = made.store.storage, made.append.session.layers[0]
+        assert made.plans.promise(made.append.session, 0, 0) == 2
+        assert layer.frontier == made.visible
+        for read in storage.reads:
+            read.end(promised and CoreError(promised, "a fault of this double"))
+        planned = attend(made)
+        assert planned.failed == ()
+        assert len(storage.reads) == (2 if promised is None else 4)
+        assert planned.attended.promised_bytes == (2 * LAYOUT.payload_bytes if promised is None else 0)
+        assert torch.equal(planned.attended.out, want)
+        assert made.plans.buffers.available == made.plans.buffers.limit
+
+
 def test_the_next_layers_blocks_come_while_this_one_is_computed(want: torch.Tensor) -> None:
     with opened([NVME] * 4) as made, torch.inference_mode():
         layers(made)
@@ -254,6 +299,118 @@ def test_the_next_layers_blocks_come_while_this_one_is_computed(want: torch.Tens
         assert torch.equal(second.attended.out, want)
         assert made.plans.buffers.available == made.plans.buffers.limit
         assert session.session_id == "r1"
+
+
+def test_what_follows_begins_behind_the_reads_of_a_kept_plan(want: torch.Tensor) -> None:
+    """Storage is never without a read while a frame waits for it, and what was promised is used."""
+    with opened([NVME] * 3 + [GPU]) as made, torch.inference_mode():
+        layers(made)
+        session, storage = made.append.session, made.store.storage
+        begun: list[int] = []
+
+        def follow() -> None:
+            begun.append(len(storage.reads))
+            made.plans.promise(session, 0, 1)
+
+        first = by_kept(made, follow=follow)
+        assert begun == [3]
+        assert len(storage.reads) == 6
+        for read in storage.reads[3:]:
+            read.end()
+        made.append.layer = 1
+        second = by_kept(made)
+        assert len(storage.reads) == 6
+        assert second.attended.promised_bytes == 3 * LAYOUT.payload_bytes
+        assert torch.equal(first.attended.out, want) and torch.equal(second.attended.out, want)
+        assert made.plans.buffers.available == made.plans.buffers.limit
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["answered", "refused"])
+def test_rows_that_a_kept_plan_reads_from_storage_are_held_meanwhile_and_given_back(fails: bool) -> None:
+    with opened() as made:
+        readers, seen = made.store.directory.readers, []
+
+        def watched(reads: Sequence[Read]) -> None:
+            seen.append(readers.tolist())
+            reads[0].end(CoreError(Reason.KEY_UNAVAILABLE, "gone") if fails else None)
+
+        made.store.storage.pick = watched
+        if fails:
+            with pytest.raises(CoreError) as refused:
+                attend_kept(made)
+            assert refused.value.reason is Reason.KEY_UNAVAILABLE
+        else:
+            attend_kept(made)
+        assert seen and all(held == [1, 0, 1, 0] for held in seen)
+        assert readers.tolist() == [0] * 4
+
+
+def test_a_kept_plan_holds_a_window_of_buffers_and_never_all_blocks() -> None:
+    with opened([NVME] * 11 + [GPU]) as made:
+        most = []
+
+        def watched(reads: Sequence[Read]) -> None:
+            most.append(made.plans.buffers.limit - made.plans.buffers.available)
+            reads[0].end()
+
+        made.store.storage.pick = watched
+        planned = attend_kept(made)
+        assert planned.failed == ()
+        assert 2 <= max(most) <= WINDOW
+        assert planned.attended.peak_buffer_bytes == WINDOW * made.plans.buffers.block_bytes
+    with opened([GPU] * 12) as made:
+        assert torch.equal(planned.attended.out, attend(made).attended.out)
+
+
+@pytest.mark.parametrize("reason", [Reason.STORAGE_UNAVAILABLE, Reason.QUEUE_FULL], ids=str)
+def test_a_kept_plan_that_cannot_begin_gives_way_to_another_and_keeps_no_buffer(
+    want: torch.Tensor, reason: Reason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened() as made, torch.inference_mode():
+        storage, begin = made.store.storage, made.store.storage.submit_read
+        made.plans.promise(made.append.session, 0, 0)
+        refusals = [reason]
+
+        def refusing(*given: object) -> None:
+            if refusals:
+                raise CoreError(refusals.pop(), "a fault of this double")
+            begin(*given)  # type: ignore[arg-type]
+
+        storage.reads[0].end(CoreError(Reason.TRANSFER_FAILED, "so that it is read again"))
+        monkeypatch.setattr(storage, "submit_read", refusing)
+        planned = by_kept(made)
+        assert planned.failed == (("supportPartition", reason.value),)
+        assert torch.equal(planned.attended.out, want)
+        for read in storage.reads:
+            if not read.sink.over:
+                read.end()
+        assert made.plans.buffers.available == made.plans.buffers.limit
+
+
+def test_a_state_that_is_not_what_its_receipt_says_is_no_part_of_an_answer(
+    want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E.5: what a kept plan's states come with is believed field by field, as any receipt is."""
+    real = Reduction.receipt_of
+    changes: dict[Reason, dict[str, object]] = {
+        Reason.STATE_SCHEMA_MISMATCH: {"state_schema": "another"},
+        Reason.CHECKSUM_MISMATCH: {"checksum": 7},
+        Reason.QUERY_IDENTITY_MISMATCH: {"query_sha256": bytes(32)},
+        Reason.PARTIAL_RECEIPT_STALE: {"producer_generation": 99},
+        Reason.PARTIAL_RECEIPT_INCOMPLETE: {"merge_revision": None},
+        Reason.NOT_VISIBLE: {"completed": None},
+    }
+    for reason, change in changes.items():
+
+        def tampered(reduction: Reduction, *given: object, change: dict[str, object] = change) -> object:
+            return dataclasses.replace(real(reduction, *given), **change)  # type: ignore[arg-type]
+
+        with opened() as made:
+            monkeypatch.setattr(Reduction, "receipt_of", tampered)
+            planned = attend_kept(made)
+            assert planned.failed == (("supportPartition", reason.value),)
+            assert torch.equal(planned.attended.out, want)
+            assert made.plans.buffers.available == made.plans.buffers.limit
 
 
 def test_a_layer_may_come_in_several_frames_before_what_it_promised() -> None:

@@ -101,9 +101,13 @@ class Ragged(RuleBasedStateMachine):
         wrong=st.lists(st.tuples(st.integers(0, SESSIONS), st.sampled_from(["gap", "nobody"])), max_size=2),
         steps=st.integers(1, 3),
         blocks=st.sampled_from([1, 1, 1, 4]),
+        promised=st.booleans(),
     )
-    def decode(self, chosen: list[int], wrong: list[tuple[int, str]], steps: int, blocks: int) -> None:
-        """Some sessions go on by a token (or the first by several), among frames that are refused."""
+    def decode(
+        self, chosen: list[int], wrong: list[tuple[int, str]], steps: int, blocks: int, promised: bool
+    ) -> None:
+        """Some sessions go on by a token (or the first by several), among frames that are refused. promised:
+        each layer's frames say that the next one's follow, the last one's too."""
         for _ in range(steps):
             going = [
                 (self.sessions[index], blocks if at == 0 else 1)
@@ -113,7 +117,12 @@ class Ragged(RuleBasedStateMachine):
             for layer in range(LAYERS):
                 frames: list[tuple[StepRequest, torch.Tensor | Reason]] = [
                     (
-                        driver.request(layer, driver.position, driver.position + count),
+                        driver.request(
+                            layer,
+                            driver.position,
+                            driver.position + count,
+                            next_layer_follows=promised,
+                        ),
                         answers(seed)[layer, driver.position : driver.position + count],
                     )
                     for (seed, driver), count in going

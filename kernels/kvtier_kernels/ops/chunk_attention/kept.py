@@ -41,38 +41,29 @@ class DecodeRoom:
         self.q, self.u, self.m, self.l, self.scratch = (
             self._memory.ctypes.data + end - 4 * size for end, size in zip(ends, sizes, strict=True)
         )
+        _, u, m, l, _ = np.split(self._memory, np.cumsum(sizes)[:-1])
+        self.totals = (
+            m.reshape(queries, query_heads),
+            l.reshape(queries, query_heads),
+            u.reshape(queries, query_heads, head_dim),
+        )
 
 
-class KeptDecode:
-    """Of full chunks in ascending order and the open one behind them. Calls that share a room must not
-    overlap."""
+class OpenRows:
+    """Where rows of an open chunk are written: float32 [Hk, R, d] of keys and of values, rows contiguous,
+    whose memory must stay."""
 
-    __slots__ = ("_address", "_call", "_heads", "_jobs", "_kept", "_row", "_seen", "_to", "_words")
+    __slots__ = ("_heads", "_row", "_run", "_to")
 
-    def __init__(
-        self, compiled: Library, room: DecodeRoom, runs: Sequence[ChunkRun], open_run: ChunkRun, scale: float
-    ) -> None:
-        """runs: float32 [Hk, R, d] of the room's geometry, whose memory must stay."""
-        jobs = np.concatenate([*(run.jobs for run in runs), open_run.jobs])
-        jobs[:, Job.FIRST] = np.arange(len(jobs))
-        only, factor = np.zeros(len(jobs), np.int64), np.array([scale], np.float32)
-        self._jobs, self._seen = jobs, jobs[:, Job.VISIBLE].copy()
-        attend = _attend_words(room, Work(jobs, only, only, self._seen))
-        words = np.empty(len(DecodeWord), np.int64)
-        words[DecodeWord.ATTEND], words[DecodeWord.SCALE] = attend.ctypes.data, factor.ctypes.data
-        self._words, self._address = words, int(words.ctypes.data)
-        self._call = compiled.decode
-        # What the addresses stand for.
-        self._kept = room, tuple(runs), open_run, only, factor, attend
-        key, value = open_run.keys[0], open_run.values[0]
-        self._row = 4 * room.head_dim
-        self._heads = [
-            (4 * head * key.stride(0), 4 * head * value.stride(0)) for head in range(room.kv_heads)
-        ]
+    def __init__(self, run: ChunkRun) -> None:
+        key, value = run.keys[0], run.values[0]
+        heads, _, width = key.shape
+        self._run, self._row = run, 4 * width
+        self._heads = [(4 * head * key.stride(0), 4 * head * value.stride(0)) for head in range(heads)]
         self._to = key.data_ptr(), 4 * key.stride(1), value.data_ptr(), 4 * value.stride(1)
 
     def write(self, k: Tensor, v: Tensor, at: int) -> None:
-        """Row `at` of the open chunk. k, v: float32 [1, Hk, d]."""
+        """Row `at` of the chunk. k, v: float32 [1, Hk, d]."""
         k, v = k.contiguous(), v.contiguous()
         key, key_step, value, value_step = self._to
         key, value = key + at * key_step, value + at * value_step
@@ -82,6 +73,30 @@ class KeptDecode:
             memmove(value + value_head, from_value, size)
             from_key += size
             from_value += size
+
+
+class KeptDecode:
+    """Of full chunks in ascending order and the open one behind them. Calls that share a room must not
+    overlap."""
+
+    __slots__ = ("_address", "_call", "_jobs", "_kept", "_seen", "_words", "write")
+
+    def __init__(
+        self, compiled: Library, room: DecodeRoom, runs: Sequence[ChunkRun], open_run: ChunkRun, scale: float
+    ) -> None:
+        """runs: float32 [Hk, R, d] of the room's geometry, whose memory must stay."""
+        jobs = np.concatenate([*(run.jobs for run in runs), open_run.jobs])
+        jobs[:, Job.FIRST] = np.arange(len(jobs))
+        only, factor = np.zeros(len(jobs), np.int64), np.array([scale], np.float32)
+        self._jobs, self._seen = jobs, jobs[:, Job.VISIBLE].copy()
+        attend = attend_words(room, Work(jobs, only, only, self._seen))
+        words = np.empty(len(DecodeWord), np.int64)
+        words[DecodeWord.ATTEND], words[DecodeWord.SCALE] = attend.ctypes.data, factor.ctypes.data
+        self._words, self._address = words, int(words.ctypes.data)
+        self._call = compiled.decode
+        # What the addresses stand for.
+        self._kept = room, tuple(runs), open_run, only, factor, attend
+        self.write = OpenRows(open_run).write
 
     def output(self, q: Tensor, visible: int) -> Tensor:
         """[1, Hq, d] of a query float32 [1, Hq, d] that sees `visible` rows of the open chunk, at least 1,
@@ -115,7 +130,7 @@ class KeptBatch:
         count, group = len(scales), room.query_heads // room.kv_heads
         work = grouped([(each.run.jobs, each.queries, each.visible) for each in readings], group)
         factors, addresses = np.array(scales, np.float32), np.empty(count, np.int64)
-        attend, words = _attend_words(room, work), np.empty(len(BatchWord), np.int64)
+        attend, words = attend_words(room, work), np.empty(len(BatchWord), np.int64)
         words[BatchWord.ATTEND], words[BatchWord.COUNT] = attend.ctypes.data, count
         words[BatchWord.QUERIES], words[BatchWord.SCALES] = addresses.ctypes.data, factors.ctypes.data
         self._compiled, self._jobs, self._attend, self._words = compiled, work.jobs, attend, words
@@ -154,7 +169,7 @@ class KeptBatch:
         return out
 
 
-def _attend_words(room: DecodeRoom, work: Work) -> Integers:
+def attend_words(room: DecodeRoom, work: Work) -> Integers:
     """Arguments of `attend` for work whose queries and totals are a room's."""
     words = np.empty(len(Word), np.int64)
     words[Word.Q], words[Word.M], words[Word.L], words[Word.U] = room.q, room.m, room.l, room.u
