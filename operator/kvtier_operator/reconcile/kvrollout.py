@@ -1,7 +1,8 @@
 """KVRollout: reads objects and agents, asks the machine, and does what it says in its order.
 
-One pass moves at most one fence: number by compare-and-swap, then status, then everything is read again; an
-RPC goes out only in a pass that found both agreeing. Nothing here decides; nothing in the machine waits.
+One pass moves at most one fence: number by compare-and-swap, then status, then all is looked at again as it
+was written; an RPC goes out only after both were read once more and agree. Nothing here decides; nothing in
+the machine waits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from kvtier_operator.ports import (
     EventType,
     JsonObject,
     Kind,
-    NotFound,
     NotLeader,
     ObjectKey,
     ReconcileOutcome,
@@ -32,7 +32,7 @@ from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run, reference
 from kvtier_operator.rollout.inputs import GateVerdict, Notice, Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
-from kvtier_operator.rollout.pairs import Pairs
+from kvtier_operator.rollout.pairs import Pair, Pairs
 from kvtier_operator.rollout.probing import ProbeJobs
 from kvtier_operator.rollout.state import GateStatus, RolloutState
 from kvtier_operator.rollout.status import StatusUnreadable, as_written
@@ -99,7 +99,8 @@ class KVRolloutReconciler:
             run.vouched = pair.versions
         else:
             run.live = True
-            pair = await self._pairs.live(key)
+            pair, run.known = run.known, None
+            pair = pair or await self._pairs.live(key)
             if pair is not None and run.vouched not in (None, pair.versions):
                 run.pool, run.look = None, None
             run.vouched = None
@@ -154,6 +155,8 @@ class KVRolloutReconciler:
                 self._deps.api, facts.subject, facts.state, plan.extend.grant_expires
             )
         wrote = await self._write_if_due(facts, plan, kept, run)
+        if plan.extend is not None or plan.withdraw:
+            run.known = None
         if plan.withdraw:
             await effects.withdraw_approval(self._deps.api, facts.subject, plan.state)
             return None
@@ -168,7 +171,7 @@ class KVRolloutReconciler:
             return Done()
         fresh = [rpc for rpc in plan.rpcs if _mark(rpc, plan.state) not in run.tried]
         if fresh:
-            if wrote or not await self._agree(facts.subject, plan.state):
+            if wrote or not await self._agree(facts.subject, plan.state, run):
                 run.look = None
                 return None
             await self._send(facts, plan.state, fresh, kept, run)
@@ -211,8 +214,12 @@ class KVRolloutReconciler:
             elif approving:
                 await effects.keep_revision(api, cache, facts.compiled.data, digest, Role.APPROVED)
         state = self._traced(plan.state, subject, entering=entering)
-        await effects.move_fence(api, subject, plan.transition, state, facts.spec)
+        asked = self._deps.clock.monotonic()
+        moved = await effects.move_fence(api, subject, plan.transition, state, facts.spec)
+        self._deps.reads.note(subject.cache_key, moved, asked)
         await self._write(facts, replace(plan, state=state), kept, run)
+        if run.known is not None:
+            run.known = replace(run.known, cache=moved)
         if state.rollback is not None and state.phase is Phase.ROLLING_BACK is not facts.state.phase:
             self._deps.rolled_back(str(state.rollback.cause))
 
@@ -239,7 +246,10 @@ class KVRolloutReconciler:
     async def _write(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> None:
         deadline = facts.spec.progress_deadline if facts.spec else 0.0
         state = self._traced(plan.state, facts.subject, entering=False)
-        await effects.write_status(self._deps.api, facts.subject, state, deadline)
+        subject, asked = facts.subject, self._deps.clock.monotonic()
+        written = await effects.write_status(self._deps.api, subject, state, deadline)
+        self._deps.reads.note(subject.key, written, asked)
+        run.known = Pair(subject.key, written, subject.cache_key, subject.cache)
         kept.schedule, kept.written_at = state.schedule, self._deps.clock.monotonic()
         kept.memory.written = frozenset(state.holders.names)
         self._tell_trace(facts, plan, state)
@@ -286,14 +296,13 @@ class KVRolloutReconciler:
 
     # --- agents ------------------------------------------------------------------------------------------
 
-    async def _agree(self, subject: effects.Subject, state: RolloutState) -> bool:
-        """Read once more, since asking agents took time: both objects still carry this fence."""
-        try:
-            rollout, cache = await asyncio.gather(
-                self._deps.api.get(subject.key), self._deps.api.get(subject.cache_key)
-            )
-        except NotFound:
+    async def _agree(self, subject: effects.Subject, state: RolloutState, run: Run) -> bool:
+        """Read once more, since asking agents took time: both objects still carry this fence. The next pass
+        looks at what was read."""
+        run.known = await self._pairs.again(subject.key, subject.cache_key)
+        if run.known is None or run.known.cache is None:
             return False
+        rollout, cache = run.known.rollout, run.known.cache
         written = (rollout.get("status") or {}).get("fence"), (cache.get("status") or {}).get("fence")
         same = rollout["metadata"]["uid"] == subject.uid
         return same and written == (state.fence, state.fence)

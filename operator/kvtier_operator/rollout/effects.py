@@ -49,8 +49,8 @@ class Subject:
 
 async def move_fence(
     api: KubeApi, subject: Subject, move: FenceMove, state: RolloutState, spec: RolloutSpec | None
-) -> None:
-    """Raises Conflict when the fence or the cache is not what it was."""
+) -> JsonObject:
+    """The KVCache as written. Raises Conflict when the fence or the cache is not what it was."""
     cache = subject.cache
     if cache is None:
         raise ValueError("a fence needs its KVCache")
@@ -68,7 +68,7 @@ async def move_fence(
         ops.append(add_op("/status/digestBudget", rows))
     if move.adopt:
         ops += adoption(state, status)
-    await api.compare_and_swap(subject.cache_key, ops)
+    return await api.compare_and_swap(subject.cache_key, ops)
 
 
 def adoption(state: RolloutState, status: JsonObject) -> list[PatchOp]:

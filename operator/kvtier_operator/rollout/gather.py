@@ -60,14 +60,17 @@ from kvtier_operator.rollout.vocabulary import CandidateClass, Phase, Stage
 @dataclass
 class Run:
     """What one call of `reconcile` has learned between its passes. live: the server itself is read, no longer
-    the read cache. vouched: the versions that were found there, while pool and look were taken with them."""
+    the read cache. known: both objects as it has given them since, for the next pass. vouched: the versions
+    that were found in the read cache, while pool and look were taken with them. probes: by ConfigMap."""
 
     live: bool = False
+    known: Pair | None = None
     vouched: tuple[str, str] | None = None
     pool: Pool | None = None
     look: Look | None = None
     changed: dict[str, AgentView] = field(default_factory=dict)
     tried: set[tuple[str, int, str]] = field(default_factory=set)
+    probes: dict[str, ProbeSet] = field(default_factory=dict)
     notices: list[tuple[JsonObject, Notice]] = field(default_factory=list)
     """Of writes that were made and not yet told, with the object that they are about."""
 
@@ -123,7 +126,7 @@ class Gatherer:
         compiled = await self._compile(key, cache, rollout, kept)
         ref = compiled.view.ref or state.candidate
         exact = None if ref is None else ref.kind is CandidateClass.EXACT
-        spec, spec_error = await self._spec(key, rollout, kept, exact)
+        spec, spec_error = await self._spec(key, rollout, kept, exact, run)
         pool = await self._pool(members, cache, subject.uid, state, spec, kept, run)
         now, steady = self._deps.clock.now().timestamp(), self._deps.clock.monotonic()
         kept.waits = {since: kept.waits.get(since, steady) for since in _waits(state)}
@@ -157,13 +160,15 @@ class Gatherer:
         return Facts(subject, state, spec, compiled, pool, inputs)
 
     async def _spec(
-        self, key: ObjectKey, rollout: JsonObject, kept: Kept, exact: bool | None
+        self, key: ObjectKey, rollout: JsonObject, kept: Kept, exact: bool | None, run: Run
     ) -> tuple[RolloutSpec | None, str]:
         raw = rollout.get("spec") or {}
         probes: dict[str, ProbeSet] = {}
         for name in probe_names(raw.get("gates") or []):
-            where = ObjectKey(Kind.CONFIG_MAP, key.namespace, name)
-            probes[name] = await self._probes.get(where, rollout["metadata"]["uid"])
+            if name not in run.probes:
+                where = ObjectKey(Kind.CONFIG_MAP, key.namespace, name)
+                run.probes[name] = await self._probes.get(where, rollout["metadata"]["uid"])
+            probes[name] = run.probes[name]
         version = rollout["metadata"].get("generation"), tuple(sorted(probes.items())), exact
         if kept.parsed is None or kept.parsed[0] != version:
             kept.parsed = version, _parsed(raw, probes, exact)
@@ -322,7 +327,8 @@ class Gatherer:
         list all of them."""
         namespace = rollout["metadata"]["namespace"]
         others = rivals(rollout, self._deps.store.list_all(Kind.KV_ROLLOUT, namespace))
-        starting = state.stage is Stage.OFF and inputs.candidate.ref is not None
+        # While an older candidate is revoked nothing begins, whoever else waits.
+        starting = state.stage is Stage.OFF and state.revoking is None and inputs.candidate.ref is not None
         starting = starting and not busy_with(rollout, others)
         if state.phase is Phase.COMPLETED and inputs.cache is not None:
             starting = inputs.cache.fence != state.fence or not is_mine(inputs.cache, inputs)

@@ -7,6 +7,7 @@ what the server itself says. It must not know what either object means.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from kvtier_operator.ports import Deps, JsonObject, Kind, NotFound, ObjectKey
@@ -56,6 +57,11 @@ class Pairs:
             return None
         cache_key = cache_key_of(key, rollout)
         return Pair(key, rollout, cache_key, await self._get(cache_key))
+
+    async def again(self, key: ObjectKey, cache_key: ObjectKey) -> Pair | None:
+        """Both from the server, at once."""
+        rollout, cache = await asyncio.gather(self._get(key), self._get(cache_key))
+        return None if rollout is None else Pair(key, rollout, cache_key, cache)
 
     async def _get(self, key: ObjectKey) -> JsonObject | None:
         deps = self._deps
