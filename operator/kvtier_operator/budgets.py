@@ -27,13 +27,19 @@ def budgets_of_others(
     metadata, pool = cache["metadata"], cache["spec"]["poolRef"]["name"]
     mine = (metadata.get("creationTimestamp", ""), metadata["name"])
     total: dict[str, int] = {}
+    # Of a thousand rollouts each cache has one or two of its own.
+    of_cache: dict[tuple[str, str], list[JsonObject]] = {}
+    for rollout in rollouts:
+        where = rollout["metadata"].get("namespace", ""), rollout["spec"]["cacheRef"]["name"]
+        of_cache.setdefault(where, []).append(rollout)
     for other in all_caches:
         theirs = other["metadata"]
         if theirs.get("uid") == metadata.get("uid") or other["spec"]["poolRef"]["name"] != pool:
             continue
         if not younger and (theirs.get("creationTimestamp", ""), theirs["name"]) > mine:
             continue
-        mine_and_beside = [_declared_or_adopted(other, rollouts), *_beside(other, rollouts)]
+        its_own = of_cache.get((theirs.get("namespace", ""), theirs["name"]), [])
+        mine_and_beside = [_declared_or_adopted(other, its_own), *_beside(other, its_own)]
         for budgets in mine_and_beside:
             for name, size in budgets.items():
                 total[name] = total.get(name, 0) + size

@@ -177,3 +177,13 @@ class RecentAgents:
             yield
         finally:
             self._told[node.name, cache_uid] = self._clock.monotonic()
+
+
+async def state_of(
+    agents: Agents, node: AgentTarget, cache_uid: str, max_age: float, seconds: float | None = None
+) -> control.GetStateResponse:
+    """Of an agent for one cache; as it told anybody up to `max_age` seconds ago, where that is remembered.
+    seconds: for how long an answer is waited for."""
+    if isinstance(agents, RecentAgents):
+        return await agents.recent_state(node, cache_uid, max_age, deadline_seconds=seconds)
+    return await agents.get_state(node, deadline_seconds=seconds)

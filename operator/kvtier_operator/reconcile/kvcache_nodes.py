@@ -11,12 +11,16 @@ from dataclasses import dataclass, field, replace
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
+from kvtier_operator.agents.recent import state_of
 from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable, Deps, JsonObject, NodeView
 from kvtier_operator.proofs import ProofVerdict, check_proof
 from kvtier_operator.reconcile.kvcache_plan import NodeFinding, Standing
 from kvtier_operator.reconcile.kvcache_predicted import node_plan
 
 PROOF_SECONDS = 300.0
+REBOOTED = "BOOT_ID_MISMATCH"
+RECENT_SECONDS = 2.0
+"""How old an answer may be that somebody else got, of an agent that was told nothing of this cache since."""
 FENCE_REASONS = ("FENCE_STALE", "FENCE_CONFLICT")
 
 
@@ -73,14 +77,20 @@ class CacheNodes:
         return max((result.highest_fence for result in results), default=0)
 
     async def _node(
-        self, view: NodeView, baseline: Baseline | None, uid: str, *, rollout: bool
+        self,
+        view: NodeView,
+        baseline: Baseline | None,
+        uid: str,
+        *,
+        rollout: bool,
+        max_age: float = RECENT_SECONDS,
     ) -> NodeResult:
         name = view.target.name
         if not view.live:
             self._proved.pop((uid, name), None)
             return NodeResult(NodeFinding(name, Standing.LOST))
         try:
-            state = await self._deps.agents.get_state(view.target)
+            state = await state_of(self._deps.agents, view.target, uid, max_age)
         except (AgentError, AgentUnreachable) as error:
             return NodeResult(NodeFinding(name, Standing.UNREACHABLE, _short(error)))
         held = _held(state, uid)
@@ -93,6 +103,9 @@ class CacheNodes:
         try:
             finding = await self._prove(target, held, baseline, rollout=rollout)
         except AgentError as error:
+            if error.reason == REBOOTED and max_age > 0:
+                # What it said was of the life before.
+                return await self._node(view, baseline, uid, rollout=rollout, max_age=0.0)
             self._proved.pop((uid, name), None)
             return NodeResult(
                 NodeFinding(name, Standing.REFUSED, _short(error)),

@@ -13,7 +13,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier.v1 import control_pb2 as control
-from kvtier_operator.agents.recent import RecentAgents
+from kvtier_operator.agents.recent import state_of
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, NodeView
 from kvtier_operator.rollout.inputs import AgentView, ProofView
 from kvtier_operator.rollout.moves import excluded_now
@@ -83,11 +83,7 @@ class Observer:
     async def _ask(self, member: NodeView, cache_uid: str, max_age: float) -> control.GetStateResponse | None:
         seconds = None if member.live else DEAD_SECONDS
         try:
-            if isinstance(self._agents, RecentAgents):
-                return await self._agents.recent_state(
-                    member.target, cache_uid, max_age, deadline_seconds=seconds
-                )
-            return await self._agents.get_state(member.target, deadline_seconds=seconds)
+            return await state_of(self._agents, member.target, cache_uid, max_age, seconds)
         except (AgentError, AgentUnreachable):
             return None
 

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvtier.v1 import control_pb2 as control
-from kvtier_operator.ports import CACHE_FINALIZER, Conflict, JsonObject, Kind, ObjectKey, Requeue, add_op
+from kvtier_operator.agents.recent import RecentAgents
+from kvtier_operator.ports import (
+    CACHE_FINALIZER,
+    AgentError,
+    AgentTarget,
+    Conflict,
+    JsonObject,
+    Kind,
+    ObjectKey,
+    Requeue,
+    add_op,
+)
 from kvtier_operator.reconcile.kvcache import REMOVAL_GRACE, KVCacheReconciler
+from kvtier_operator.reconcile.kvcache_nodes import PROOF_SECONDS
 from kvtier_operator.reconcile.kvcache_refs import resolve
 from kvtier_operator.revisions import Role, revision_manifest
 from tests.unit.control.control_fakes import Bench, Crash
@@ -405,3 +419,29 @@ async def test_agents_are_told_which_mounted_secret_holds_the_caches_keys() -> N
     found = await settle(bench)
     assert conditions(found)["Feasible"][0] == "True"
     assert set(bench.agents.key_secrets) == {"chat-keys"}
+
+
+async def test_an_agent_that_has_restarted_since_it_was_asked_for_another_is_asked_again() -> None:
+    bench = bench_with()
+    agents = RecentAgents(bench.agents, bench.clock)
+    prove = bench.agents.prove
+
+    async def of_this_life(node: AgentTarget, request: control.ProveRequest, **options: object) -> object:
+        boot = bench.agents.boots.get(node.name, node.boot_id)
+        if request.boot_id != boot:
+            raise AgentError(node.name, "BOOT_ID_MISMATCH", "restarted", 0.0, {"boot_id": boot})
+        return await prove(node, request)
+
+    bench.agents.prove = of_this_life  # type: ignore[assignment, method-assign]
+    reconciler = KVCacheReconciler(replace(bench.deps, agents=agents))
+    await settle(bench, reconciler)
+    bench.clock.advance(PROOF_SECONDS + 1)
+    for name in ("a", "b"):
+        bench.renew(name)
+    for view in bench.deps.fleet.members("serving", "default"):
+        await agents.recent_state(view.target, "another", 0.0)
+    bench.agents.boots["a"] = "boot-2"
+    bench.agents.calls.clear()
+    await reconciler.reconcile(KEY)
+    assert sorted(bench.agents.calls) == ["GetState", "Prove", "Prove"]
+    assert conditions(bench.api.objects[KEY])["BaselineVerified"] == ("True", "Proved")
