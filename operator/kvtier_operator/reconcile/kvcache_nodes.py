@@ -19,6 +19,7 @@ from kvtier_operator.reconcile.kvcache_predicted import node_plan
 
 PROOF_SECONDS = 300.0
 REBOOTED = "BOOT_ID_MISMATCH"
+NOT_RECENT = -1.0
 RECENT_SECONDS = 2.0
 """How old an answer may be that somebody else got, of an agent that was told nothing of this cache since."""
 FENCE_REASONS = ("FENCE_STALE", "FENCE_CONFLICT")
@@ -103,9 +104,9 @@ class CacheNodes:
         try:
             finding = await self._prove(target, held, baseline, rollout=rollout)
         except AgentError as error:
-            if error.reason == REBOOTED and max_age > 0:
+            if error.reason == REBOOTED and max_age > NOT_RECENT:
                 # What it said was of the life before.
-                return await self._node(view, baseline, uid, rollout=rollout, max_age=0.0)
+                return await self._node(view, baseline, uid, rollout=rollout, max_age=NOT_RECENT)
             self._proved.pop((uid, name), None)
             return NodeResult(
                 NodeFinding(name, Standing.REFUSED, _short(error)),
