@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.base import SlotState
 from kvtier_core.tiers.nvme.calls import CallJob
+from kvtier_core.tiers.nvme.iopool import Job
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_core.tiers.transfer import Landing, TransferItem
 from tests.unit.core.builders import FakeClock
 from tests.unit.core.nvme_files import Gate, ScriptedFiles
 from tests.unit.core.nvme_store import (
     FOREVER,
+    LAYOUT,
     SIZE,
     Heard,
     content,
@@ -243,6 +248,39 @@ def test_closing_does_not_wait_for_a_hung_call_and_keeps_its_file(tmp_path: Path
     again = open_store(tmp_path)
     assert again.recovery.kept == 2
     again.close()
+
+
+def test_what_is_stored_is_what_its_caller_gave_however_late_that_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that left at its deadline no longer holds the memory that it gave."""
+    clock, files = FakeClock(), ScriptedFiles()
+    tier = open_store(tmp_path, files=files, clock=clock, threads=1)
+    items = store(tier, "a")
+    files.calls.clear()
+    gate = files.script = Gate("read", 0)
+    heard, queued = Heard(1), threading.Event()
+    tier.submit_read([reading(items[0])], FOREVER, heard)
+    assert gate.entered.acquire(timeout=60)
+    submit = tier._pool.submit
+
+    def noted(jobs: Sequence[Job], **how: bool) -> None:
+        submit(jobs, **how)
+        queued.set()
+
+    monkeypatch.setattr(tier._pool, "submit", noted)
+    named = identity("b")
+    payload = torch.frombuffer(bytearray(content("b")), dtype=torch.float32).view(LAYOUT.shape)
+    ref = tier.reserve(named.logical)
+    with ThreadPoolExecutor(1) as caller:
+        written = caller.submit(tier.write, ref, payload, named, clock.now + 5)
+        assert queued.wait(60)
+        payload.zero_()
+        gate.opened.set()
+        assert written.result(60) == SIZE
+    tier.validate(ref, named)
+    heard.wait()
+    tier.close()
 
 
 def test_many_threads_report_each_item_once(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kvtier_core.tiers.fileops import Buffer
 from kvtier_core.tiers.nvme.batch import Batch, runs
 from kvtier_core.tiers.nvme.endurance import WriteBudget
 from kvtier_core.tiers.nvme.groupcommit import GroupCommit
-from kvtier_core.tiers.nvme.pace import Load, Way
+from kvtier_core.tiers.nvme.pace import Load, Pace, Way
 from kvtier_core.tiers.nvme.store import Pieces, Store
 from kvtier_core.tiers.slots import SlotRef, SlotState
 from kvtier_core.tiers.transfer import TransferItem
@@ -74,6 +74,7 @@ class Backend:
     budget: WriteBudget | None = None
     threads: int = 1
     measured: TierMeasurement = field(default_factory=TierMeasurement)
+    pace: Pace | None = None
 
 
 class Settling(Protocol):

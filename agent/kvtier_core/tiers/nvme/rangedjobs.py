@@ -11,7 +11,7 @@ its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.block import HEADER_BYTES
@@ -63,8 +63,8 @@ def read_jobs(backend: Backend, batch: Batch, items: Sequence[TransferItem], dea
     ]
     indexes = list(ranged)
     for at in range(min(backend.threads, len(indexes))):
-        mine = indexes[at :: backend.threads]
-        jobs.append(RangedJob(backend, batch, items, mine, deadline, sum(ranged[index] for index in mine)))
+        mine = {index: ranged[index] for index in indexes[at :: backend.threads]}
+        jobs.append(RangedJob(backend, batch, items, mine, deadline))
     return jobs
 
 
@@ -83,20 +83,20 @@ def _size(backend: Backend, item: TransferItem) -> int | None:
 
 
 class RangedJob(Job):
-    """Blocks that are read in part, one after the other. size: bytes that this is about."""
+    """Blocks that are read in part, one after the other. sizes: by index, bytes that this is about."""
 
     def __init__(
         self,
         backend: Backend,
         batch: Batch,
         items: Sequence[TransferItem],
-        indexes: Sequence[int],
+        sizes: Mapping[int, int],
         deadline: float,
-        size: int,
     ) -> None:
-        super().__init__(backend, batch, indexes, deadline)
-        self.load = Load(Way.READ, size)
+        super().__init__(backend, batch, tuple(sizes), deadline)
+        self.load = Load(Way.READ, sum(sizes.values()))
         self._items = items
+        self._sizes = sizes
 
     def _run(self) -> bool:
         whole: list[int] = []
@@ -111,7 +111,13 @@ class RangedJob(Job):
                 self._batch.over(index, error)
             else:
                 self._batch.over(index, None)
-        return not whole or ReadJob(self._to, self._batch, self._items, whole, self.deadline).run()
+        if not whole:
+            return True
+        if self._to.pace is not None:
+            # It is under way and cannot wait: those that come after it do.
+            more = sum(self._to.store.form.stride - self._sizes[index] for index in whole)
+            self._to.pace.charge(Load(Way.READ, max(0, more)))
+        return ReadJob(self._to, self._batch, self._items, whole, self.deadline).run()
 
     def _read(self, item: TransferItem) -> bool:
         """False: as it lies there it has to be read whole."""
@@ -127,6 +133,7 @@ class RangedJob(Job):
         page = memoryview(known) if known is not None else self._page(item.ref)
         header, table = store.named(page, item)
         if table is None:
+            parts_of(ranges.spans, PAGE, header.length, 0)
             return False
         if known is None:
             store.pages.remember(item.ref, bytes(page[: HEADER_BYTES + table_bytes(table)]))

@@ -11,10 +11,8 @@ With persistence "process" the file is cleared when it is opened and removed whe
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,15 +34,15 @@ from kvtier_core.tiers.block import BlockFormat
 from kvtier_core.tiers.fileops import FileOps
 from kvtier_core.tiers.nvme.batch import Batch
 from kvtier_core.tiers.nvme.calls import CallJob, LeadJob, SoloWriter
-from kvtier_core.tiers.nvme.crypto import BlockCipher, KeyProvider
-from kvtier_core.tiers.nvme.endurance import WriteBudget
+from kvtier_core.tiers.nvme.crypto import BlockCipher
 from kvtier_core.tiers.nvme.file import BlockFile
 from kvtier_core.tiers.nvme.groupcommit import GroupCommit
 from kvtier_core.tiers.nvme.health import TierHealth
 from kvtier_core.tiers.nvme.iopool import IoPool
 from kvtier_core.tiers.nvme.jobs import Backend, IoCounts, shares
 from kvtier_core.tiers.nvme.opening import Recovered, SuperblockKeeper, recover
-from kvtier_core.tiers.nvme.pace import Load, Pace, Way
+from kvtier_core.tiers.nvme.options import NvmeOptions
+from kvtier_core.tiers.nvme.pace import Load, Way
 from kvtier_core.tiers.nvme.rangedjobs import read_jobs
 from kvtier_core.tiers.nvme.recovery import RecoveredBlock, RecoveryReport
 from kvtier_core.tiers.nvme.slots import NvmeSlots
@@ -62,26 +60,6 @@ COMMIT_BYTES = 64 << 20
 RECORD_GROUPS = 16
 RECORD_BYTES = 16 << 20
 CLOSE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class NvmeOptions:
-    """threads: I/Os at a time. queue_items: blocks that may wait. spare_threads: may replace hung ones.
-    run_bytes: the most that one system call moves. read_back: blocks written by `submit_write` are read again
-    before they count. budget: of bytes written. pace: of bytes a second. keys: encrypt at rest under them.
-    random: bytes from a CSPRNG. seek_bytes: of `TierMeasurement`, until it is measured.
-    """
-
-    threads: int = 4
-    queue_items: int = 4096
-    spare_threads: int = 4
-    run_bytes: int = 8 << 20
-    read_back: bool = False
-    budget: WriteBudget | None = None
-    pace: Pace | None = None
-    keys: KeyProvider | None = None
-    random: Callable[[int], bytes] = os.urandom
-    seek_bytes: int = 32 << 10
 
 
 class NvmeTier(Tier):
@@ -129,8 +107,8 @@ class NvmeTier(Tier):
         self._recorded = self._first_group
         self._unrecorded = 0
         self._fenced: CoreError | None = None
-        opened = self.recovery.epoch, self.options.run_bytes, cipher
-        self._store = Store(self._form, self._file, self.slots, *opened)
+        epoch, run = self.recovery.epoch, self.options.run_bytes
+        self._store = Store(self._form, self._file, self.slots, epoch, run, cipher)
         most = max(1, COMMIT_BYTES // self._block)
         self.commit = GroupCommit(self._flush, self._flushed, most, self._first_group)
         self.counts = IoCounts()
@@ -154,6 +132,7 @@ class NvmeTier(Tier):
             self.options.budget,
             self.options.threads,
             self.measured,
+            self.options.pace,
         )
         self._closing, self._closed = threading.Lock(), False
         self._charged: set[SlotRef] = set()
@@ -254,6 +233,8 @@ class NvmeTier(Tier):
 
     def submit_read(self, items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
         """As `read_jobs`."""
+        if not items:
+            return
         jobs = read_jobs(self._backend, Batch(sink, len(items)), items, deadline)
         self._pool.submit(jobs, first=any(item.ahead for item in items))
 
@@ -261,6 +242,8 @@ class NvmeTier(Tier):
         """Neighbouring slots are written by one system call, up to `run_bytes`; durable blocks of a batch end
         together, after one flush. QUEUE_FULL; TIER_INCAPABLE for a durable block in a file that is
         cleared."""
+        if not items:
+            return
         if not self.persistent and any(item.identity.durable for item in items):
             raise self._not_durable()
         batch = Batch(sink, len(items))
@@ -323,14 +306,16 @@ class NvmeTier(Tier):
         self._charged.discard(ref)
         arrived = 0
 
-        def work(buffer: StagingBuffer) -> None:
-            nonlocal arrived
-            # The buffer may be of a caller that infers, and this another thread, where that is asked anew.
+        def fill(buffer: StagingBuffer) -> None:
+            # The buffer may be of a caller that infers.
             with torch.inference_mode():
                 buffer.payload.copy_(payload)
+
+        def work(buffer: StagingBuffer) -> None:
+            nonlocal arrived
             arrived = self._write_now(TransferItem(ref, identity, Landing(buffer.body, buffer.header)))
 
-        self._within(deadline, self._write_buffer, work, Way.WRITE, ref)
+        self._within(deadline, self._write_buffer, work, Way.WRITE, ref, fill)
         self.slots.advance(ref, SlotState.WRITTEN, SlotState.RESERVED)
         # What the caller compares is payload; header and padding came along or the block is short.
         size = self._form.payload_bytes
@@ -389,17 +374,21 @@ class NvmeTier(Tier):
         work: Callable[[StagingBuffer], None],
         way: Way = Way.READ,
         written: SlotRef | None = None,
+        fill: Callable[[StagingBuffer], None] = lambda _: None,
     ) -> StagingBuffer:
         """Runs `work` on a block here, or in the pool with a buffer of its own when there is a deadline to
         keep. Without one it waits for no pace, and those after it do. written: the slot in which bytes may
-        still arrive when the caller has left."""
+        still arrive when the caller has left. fill: puts into the block what is the caller's only as long as
+        it waits."""
         load = Load(way, self._block)
         if deadline is None or self.clock is None:
             if self.options.pace is not None:
                 self.options.pace.charge(load)
+            fill(shared)
             work(shared)
             return shared
         own = StagingBuffer(self.layout)
+        fill(own)
         call = CallJob(lambda: work(own), deadline, load)
         self._pool.submit([call])
         try:
