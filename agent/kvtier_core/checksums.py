@@ -31,6 +31,26 @@ def checksum(kind: str, data: Buffer) -> int:
     )
 
 
+class Running:
+    """The same number over parts that come one after the other. MANIFEST_INVALID as above."""
+
+    def __init__(self, kind: str) -> None:
+        checksum(kind, b"")
+        self._kind = kind
+        self._xxh3 = xxhash.xxh3_64()
+        self._crc32c = 0
+
+    def add(self, data: Buffer) -> None:
+        if self._kind == "xxh3":
+            self._xxh3.update(data)
+        elif self._kind == "crc32c":
+            self._crc32c = crc32c.crc32c(data, self._crc32c)
+
+    @property
+    def value(self) -> int:
+        return self._xxh3.intdigest() if self._kind == "xxh3" else int(self._crc32c)
+
+
 def digests(bodies: Sequence[memoryview]) -> list[int]:
     """XXH3-64 of each."""
     return list(map(xxhash.xxh3_64_intdigest, bodies))

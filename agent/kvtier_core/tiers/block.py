@@ -13,7 +13,8 @@ key reference 64s | salt 16s | nonce 12s | tag 16s | crc32c of all before u32
 seal: XXH3-64 of the plain payload, masked when the block is encrypted. payload checksum: of the bytes as
 they lie on the device, by the kind named. tag: of version 2 only; version 3 has one for each segment.
 
-Version 2 has no table: such a block is read as a whole.
+Version 2 has no table: such a block is read as a whole. It is what a plain payload has of which a part costs
+as much to read as all of it.
 """
 
 from __future__ import annotations
@@ -110,6 +111,10 @@ class BlockHeader(NamedTuple):
         return bool(self.flags & _ENCRYPTED)
 
     @property
+    def erased(self) -> bool:
+        return bool(self.flags & _ERASED)
+
+    @property
     def segmented(self) -> bool:
         """A table of segments lies behind it."""
         return self.version == VERSION
@@ -142,7 +147,8 @@ class BlockHeader(NamedTuple):
 @dataclass(frozen=True)
 class BlockFormat:
     """What all blocks of one store have in common. kind: the payload checksum's name. page_bytes: what a
-    segment should hold at least; no two blocks need agree on it."""
+    segment should hold at least, and whole_bytes: plain payloads of at most so many have no table; no two
+    blocks need agree on them."""
 
     payload_bytes: int
     kind: str
@@ -150,6 +156,7 @@ class BlockFormat:
     dtype: str = "float32"
     codec: str = CODEC_IDENTITY
     page_bytes: int = PAGE
+    whole_bytes: int = 0
 
     def __post_init__(self) -> None:
         for value, width in self._texts:
@@ -178,8 +185,15 @@ class BlockFormat:
         return PAGE + self.body_bytes
 
     @cached_property
+    def segmented(self) -> bool:
+        """Whether a plain block has a table."""
+        return self.payload_bytes > self.whole_bytes
+
+    @cached_property
     def segment_bytes(self) -> int:
-        """Of a plain block."""
+        """Of a plain block; all of it where it has no table."""
+        if not self.segmented:
+            return self.body_bytes
         return segments.segment_bytes(
             self.payload_bytes, TABLE_ROOM, segments.CHECKSUM_WIDTH, self.page_bytes
         )
@@ -191,15 +205,16 @@ class BlockFormat:
         return segments.segment_bytes(self.payload_bytes, TABLE_ROOM, segments.TAG_WIDTH, least)
 
     @classmethod
-    def of(cls, layout: ChunkLayout, kind: str) -> BlockFormat:
-        return cls(layout.payload_bytes, kind, page_bytes=segments.page_bytes(layout))
+    def of(cls, layout: ChunkLayout, kind: str, whole_bytes: int = 0) -> BlockFormat:
+        page = segments.page_bytes(layout)
+        return cls(layout.payload_bytes, kind, page_bytes=page, whole_bytes=whole_bytes)
 
 
 class HeaderWriter:
     """Packs headers of one store; the fields that never change are encoded once."""
 
     def __init__(self, form: BlockFormat, store_epoch: int) -> None:
-        self._form = form
+        self._plain = (MAGIC, VERSION) if form.segmented else WITHOUT_TABLE
         self._kind = form.kind.encode()
         self._layout = form.layout.encode()
         self._dtype = form.dtype.encode()
@@ -224,8 +239,7 @@ class HeaderWriter:
         _FIELDS.pack_into(
             header,
             0,
-            MAGIC,
-            VERSION,
+            *((MAGIC, VERSION) if sealed_by else self._plain),
             self._kind,
             identity.chunk_digest,
             identity.logical & _U64,
@@ -321,6 +335,11 @@ def read_header(page: memoryview | bytes) -> tuple[HeaderState, BlockHeader | No
     return HeaderState.VALID, header
 
 
+def known_header(page: bytes) -> BlockHeader:
+    """As `read_header`, of bytes that were VALID there and have stayed in memory since."""
+    return BlockHeader._make(_FIELDS.unpack_from(page))
+
+
 def page_state(page: memoryview | bytes) -> tuple[HeaderState, BlockHeader | None]:
     """As `read_header`, and tells a page that was never written from a damaged one."""
     state, header = read_header(page)
@@ -350,7 +369,7 @@ def check_header(
         raise _refused(
             Reason.CHECKSUM_MISMATCH, ref, identity, f"its header is {state.value.lower()}, not its own"
         )
-    if header.flags & _ERASED:
+    if header.erased:
         raise _refused(Reason.NOT_VISIBLE, ref, identity, "it was erased")
     if header.slot_generation != ref.generation:
         raise _refused(

@@ -16,13 +16,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import crc32c
 import xxhash
 
-from kvtier_core.checksums import checksum
+from kvtier_core.checksums import Running, checksum
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import FLOAT_BYTES, ChunkLayout
+from kvtier_core.tiers.segmenthash import BLOCK, segment_hash
 from kvtier_core.tiers.staging import PAGE
 
 CHECKSUM_WIDTH = 8
@@ -31,11 +33,11 @@ PAGE_ROWS = 16
 SEALED_BYTES = 16 << 10
 """The least that has a tag of its own: below, calls cost more than the cipher."""
 _FIELDS = struct.Struct("<IIII")
+_SHAPE = struct.Struct("<III")
 _BOUND = struct.Struct("<32sQQQQ")
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(NamedTuple):
     """What a table is bound to: these fields of its header."""
 
     key: bytes
@@ -60,9 +62,7 @@ class SegmentTable:
         return self.entries[at * self.width : (at + 1) * self.width]
 
     def encode(self, life: Life) -> bytes:
-        fields = _FIELDS.pack(self.segment, self.width, len(self), 0)[:-4]
-        crc = crc32c.crc32c(self.entries, crc32c.crc32c(fields, _bound(life)))
-        return fields + struct.pack("<I", crc) + self.entries
+        return encode(self.segment, self.width, self.entries, life)
 
     def check(self, kind: str, first: int, stored: memoryview, slot: int) -> None:
         """CHECKSUM_MISMATCH unless `stored` is segments from `first` on, all but the last whole."""
@@ -77,12 +77,15 @@ class SegmentTable:
             )
 
 
+def encode(segment: int, width: int, entries: bytes, life: Life) -> bytes:
+    """A table as it lies behind a header."""
+    fields = _SHAPE.pack(segment, width, len(entries) // width)
+    crc = crc32c.crc32c(entries, crc32c.crc32c(fields, _bound(life)))
+    return b"".join((fields, crc.to_bytes(4, "little"), entries))
+
+
 def _bound(life: Life) -> int:
-    return int(
-        crc32c.crc32c(
-            _BOUND.pack(life.key, life.slot_generation, life.slot, life.store_epoch, life.payload_checksum)
-        )
-    )
+    return int(crc32c.crc32c(_BOUND.pack(*life)))
 
 
 def decode(tail: memoryview | bytes, life: Life, payload_bytes: int) -> SegmentTable | None:
@@ -123,6 +126,9 @@ _HASHES: dict[str, Callable[[memoryview], int]] = {
     "xxh3": xxhash.xxh3_64_intdigest,
     "crc32c": crc32c.crc32c,
 }
+_SEAL = "xxh3"
+_HOT_BYTES = 128 << 10
+"""What is hashed again before it has left the caches."""
 
 
 def checksums(kind: str, data: memoryview, segment: int) -> bytes:
@@ -131,5 +137,45 @@ def checksums(kind: str, data: memoryview, segment: int) -> bytes:
     if of is None:
         checksum(kind, b"")
         raise CoreError(Reason.MANIFEST_INVALID, f"{kind!r} checks nothing")
-    found = [of(data[at : at + segment]) for at in range(0, len(data), segment)]
-    return struct.pack(f"<{len(found)}Q", *found)
+    if kind == _SEAL and len(data) > segment and (found := _together(data, segment)) is not None:
+        return found.entries
+    sums = [of(data[at : at + segment]) for at in range(0, len(data), segment)]
+    return struct.pack(f"<{len(sums)}Q", *sums)
+
+
+class Sums(NamedTuple):
+    """Of a payload. seal: XXH3-64. whole: its checksum by a kind. entries: its segments', 8 bytes each."""
+
+    seal: int
+    whole: int
+    entries: bytes
+
+
+def sums(kind: str, data: memoryview, segment: int) -> Sums:
+    """All of them, and memory is read once. segment: bytes of each but the last; 0: none are wanted.
+    MANIFEST_INVALID as `checksums`."""
+    if not segment:
+        seal = checksum(_SEAL, data)
+        return Sums(seal, seal if kind == _SEAL else checksum(kind, data), b"")
+    if kind == _SEAL and (found := _together(data, segment)) is not None:
+        return found
+    step = max(segment, _HOT_BYTES // segment * segment)
+    sealed, own, entries = Running(_SEAL), Running(kind), []
+    for at in range(0, len(data), step):
+        part = data[at : at + step]
+        sealed.add(part)
+        if kind != _SEAL:
+            own.add(part)
+        entries.append(checksums(kind, part, segment))
+    return Sums(sealed.value, (sealed if kind == _SEAL else own).value, b"".join(entries))
+
+
+def _together(data: memoryview, segment: int) -> Sums | None:
+    """By machine code, where there is any for these lengths."""
+    if segment % BLOCK or len(data) % BLOCK or not len(data):
+        return None
+    code = segment_hash()
+    if code is None:
+        return None
+    seal, entries = code.sums(data, segment)
+    return Sums(seal, seal, entries)

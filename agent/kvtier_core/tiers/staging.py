@@ -6,8 +6,10 @@ was read is attended without a copy. It must not know what a block's header says
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +21,14 @@ PAGE = 4096
 def block_bytes(layout: ChunkLayout) -> int:
     """Header page and payload, rounded up to whole pages."""
     return PAGE + -(-layout.payload_bytes // PAGE) * PAGE
+
+
+def address_of(view: memoryview) -> int:
+    """Of its first byte, in this process. The view is contiguous and not empty."""
+    if view.readonly:
+        return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
+    # Six times as fast, and this is asked of each block that moves.
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class StagingBuffer:

@@ -121,7 +121,8 @@ def open_store(
     **options: Any,
 ) -> NvmeTier:
     able = dataclasses.replace(DEFAULT_CAPABILITY[MediumKind.NVME], persistence=persistence, checksum=kind)
-    chosen = {"threads": 2, **options}
+    # Blocks are so small here that none would have a table.
+    chosen = {"threads": 2, "whole_bytes": 0, **options}
     return NvmeTier(
         "flash",
         layout,

@@ -17,6 +17,7 @@ from tests.unit.core.nvme_files import KillingFiles, MemoryFiles
 from tests.unit.core.nvme_store import (
     FOREVER,
     NAMESPACE,
+    SIZE,
     Heard,
     Promise,
     content,
@@ -109,19 +110,28 @@ def fixed(tier: NvmeTier, tell: Tell) -> None:
     tier.close()
 
 
-def _killed(folder: Path, at: int, how: str) -> tuple[list[str], bool]:
+TABLES = {"table": 0, "no table": SIZE}
+"""Payloads of at most so many bytes have none."""
+
+
+def _killed(folder: Path, at: int, how: str, whole: int) -> tuple[list[str], bool]:
     """Events that a child told before it was killed at its `at`-th operation; False: it ran to the end."""
-    return forked(lambda tell: fixed(open_store(folder, SLOTS, KillingFiles(at, how), threads=1), tell))
+
+    def child(tell: Tell) -> None:
+        fixed(open_store(folder, SLOTS, KillingFiles(at, how), threads=1, whole_bytes=whole), tell)
+
+    return forked(child)
 
 
+@pytest.mark.parametrize("whole", TABLES.values(), ids=TABLES.keys())
 @pytest.mark.parametrize("how", ["before", "half"])
 def test_sigkill_at_every_change_of_the_file_loses_nothing_and_resurrects_nothing(
-    tmp_path: Path, how: str
+    tmp_path: Path, how: str, whole: int
 ) -> None:
     at, killed = 0, True
     while killed:
         folder = tmp_path / f"{at}"
-        events, killed = _killed(folder, at, how)
+        events, killed = _killed(folder, at, how, whole)
         again = open_store(folder, SLOTS)
         Promise.of(events).check(again)
         again.close()
@@ -131,7 +141,7 @@ def test_sigkill_at_every_change_of_the_file_loses_nothing_and_resurrects_nothin
 
 
 def crash_points(
-    run: Callable[[NvmeTier, Tell], None], *, lying: bool = False
+    run: Callable[[NvmeTier, Tell], None], *, lying: bool = False, whole: int = 0
 ) -> list[tuple[list[str], MemoryFiles]]:
     """(events so far, the files as they are) before each changing operation of a run."""
     events: list[str] = []
@@ -144,13 +154,14 @@ def crash_points(
         points.append((list(events), files.after_power_loss(chance)))
 
     files.watch = watch
-    run(open_store(Path("/store"), SLOTS, files, threads=1), events.append)
+    run(open_store(Path("/store"), SLOTS, files, threads=1, whole_bytes=whole), events.append)
     points.append((list(events), files.after_power_loss(chance)))
     return points
 
 
-def test_power_loss_at_every_change_of_the_file_loses_nothing_acknowledged() -> None:
-    points = crash_points(fixed)
+@pytest.mark.parametrize("whole", TABLES.values(), ids=TABLES.keys())
+def test_power_loss_at_every_change_of_the_file_loses_nothing_acknowledged(whole: int) -> None:
+    points = crash_points(fixed, whole=whole)
     assert len(points) > 50
     for events, files in points:
         tier = open_store(Path("/store"), SLOTS, files)
@@ -185,7 +196,8 @@ STEP = st.one_of(
 def test_any_sequence_survives_power_losses_one_after_another(
     steps: list[tuple[str, list[str]]], seed: int
 ) -> None:
-    """Each loss falls at a random operation, recovery included; what follows starts from what was left."""
+    """Each loss falls at a random operation, recovery included; what follows starts from what was left, with
+    blocks of the other form among its own."""
     chance = random.Random(seed)
     events: list[str] = []
     files = MemoryFiles()
@@ -196,7 +208,7 @@ def test_any_sequence_survives_power_losses_one_after_another(
             points.append((len(events), files.after_power_loss(chance)))
 
         files.watch = watch
-        tier = open_store(Path("/store"), SLOTS, files, threads=1)
+        tier = open_store(Path("/store"), SLOTS, files, threads=1, whole_bytes=chance.choice((0, SIZE)))
         work = adopted(tier, events, Promise.of(events).check(tier))
         for step in steps:
             run_step(work, *step)

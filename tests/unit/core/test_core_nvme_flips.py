@@ -16,7 +16,7 @@ from kvtier_core.tiers.nvme.superblock import SUPERBLOCK_BYTES
 from kvtier_core.tiers.staging import PAGE
 from kvtier_core.tiers.transfer import TransferItem
 from tests.unit.core.nvme_files import MemoryFiles
-from tests.unit.core.nvme_store import content, key, load, open_store, recovered_items, store
+from tests.unit.core.nvme_store import SIZE, content, key, load, open_store, recovered_items, store
 from tests.unit.core.test_core_nvme_recovery import FOLDER
 
 NAMES = ("a", "b", "c")
@@ -27,11 +27,12 @@ MISSES = {"CHECKSUM_MISMATCH", "IDENTITY_MISMATCH"}
 class Image:
     """A closed store of three blocks, to be damaged again and again."""
 
-    def __init__(self, encrypted: bool, kind: str) -> None:
+    def __init__(self, encrypted: bool, kind: str, whole: int = 0) -> None:
         self.keys = MemoryKeys(random.Random(3).randbytes) if encrypted else None
         self.kind = kind
+        self.whole = whole
         # Behind the table of one segment.
-        self.padding = HEADER_BYTES + 16 + (16 if encrypted else 8)
+        self.padding = HEADER_BYTES + (0 if whole else 16 + (16 if encrypted else 8))
         files = MemoryFiles()
         tier = self.open(files)
         self.items = store(tier, *NAMES)
@@ -40,7 +41,7 @@ class Image:
         self.bytes = bytes(files.nodes[tier.path].now)
 
     def open(self, files: MemoryFiles) -> NvmeTier:
-        return open_store(FOLDER, 4, files, keys=self.keys, kind=self.kind)
+        return open_store(FOLDER, 4, files, keys=self.keys, kind=self.kind, whole_bytes=self.whole)
 
     def files(self, at: int, bit: int) -> MemoryFiles:
         files = MemoryFiles()
@@ -56,6 +57,7 @@ class Image:
 IMAGES = {
     "plain": Image(False, "xxh3"),
     "crc32c": Image(False, "crc32c"),
+    "no table": Image(False, "xxh3", SIZE),
     "encrypted": Image(True, "xxh3"),
 }
 

@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from kvtier_core.checksums import Running
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.block import BlockHeader, associated_data
 from kvtier_core.tiers.keyform import KEY_BYTES as KEY_BYTES
@@ -123,17 +124,21 @@ class BlockCipher:
 
     def encrypt(
         self, sealed_by: tuple[str, bytes, bytes], namespace: bytes, header: bytearray, plain: memoryview,
-        target: memoryview, segment: int,
+        target: memoryview, segment: int, before: Running, after: Running,
     ) -> bytes:  # fmt: skip
         """Writes the ciphertext to `target` (len(plain) + TAG_BYTES, the rest scratch) and returns the tags
-        of its segments, one after the other."""
+        of its segments, one after the other. before, after: are given each segment of the plain payload and
+        of the ciphertext while it is in the caches."""
         reference, salt, nonce = sealed_by
         cipher, bound = self._key(reference, salt, namespace).cipher, associated_data(header)
         tags = []
         for at, start in enumerate(range(0, len(plain), segment)):
             end = min(start + segment, len(plain))
             # The tag arrives where the next segment's ciphertext will.
-            cipher.encrypt_into(_nonce(nonce, at), plain[start:end], bound, target[start : end + TAG_BYTES])
+            part = plain[start:end]
+            before.add(part)
+            cipher.encrypt_into(_nonce(nonce, at), part, bound, target[start : end + TAG_BYTES])
+            after.add(target[start:end])
             tags.append(bytes(target[end : end + TAG_BYTES]))
         return b"".join(tags)
 

@@ -12,12 +12,10 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.block import BlockFormat
 from kvtier_core.tiers.fileops import Buffer, FileOps
-from kvtier_core.tiers.staging import PAGE
+from kvtier_core.tiers.staging import PAGE, address_of
 
 REFUSED_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 _LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN)
@@ -172,4 +170,4 @@ class RunScratch:
 
 def aligned(view: memoryview) -> bool:
     """Whether storage can move these bytes without a copy."""
-    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]) % PAGE == 0
+    return address_of(view) % PAGE == 0

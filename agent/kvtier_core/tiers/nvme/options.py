@@ -19,7 +19,8 @@ class NvmeOptions:
     """threads: I/Os at a time. queue_items: blocks that may wait. spare_threads: may replace hung ones.
     run_bytes: the most that one system call moves. read_back: blocks written by `submit_write` are read again
     before they count. budget: of bytes written. pace: of bytes a second. keys: encrypt at rest under them.
-    random: bytes from a CSPRNG. seek_bytes: of `TierMeasurement`, until it is measured.
+    random: bytes from a CSPRNG. seek_bytes: of `TierMeasurement`, until it is measured. whole_bytes: plain
+    payloads of at most so many are never read in part.
     """
 
     threads: int = 4
@@ -32,3 +33,4 @@ class NvmeOptions:
     keys: KeyProvider | None = None
     random: Callable[[int], bytes] = os.urandom
     seek_bytes: int = 32 << 10
+    whole_bytes: int = 32 << 10

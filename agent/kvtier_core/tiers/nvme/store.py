@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvtier_core.checksums import checksum
+from kvtier_core.checksums import Running
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers import segments
 from kvtier_core.tiers.block import (
+    HEADER_BYTES,
     BlockFormat,
     BlockHeader,
     HeaderWriter,
@@ -28,13 +29,14 @@ from kvtier_core.tiers.nvme.crypto import TAG_BYTES, BlockCipher
 from kvtier_core.tiers.nvme.file import BlockFile, RunScratch, aligned
 from kvtier_core.tiers.nvme.pages import KnownPages
 from kvtier_core.tiers.nvme.slots import NvmeSlots
-from kvtier_core.tiers.segments import Life, SegmentTable
-from kvtier_core.tiers.slots import BlockIdentity, SlotRef
+from kvtier_core.tiers.segments import Life, SegmentTable, Sums
+from kvtier_core.tiers.slots import BlockIdentity
 from kvtier_core.tiers.staging import PAGE
 from kvtier_core.tiers.transfer import TransferItem
 
 MAX_RUN_BLOCKS = 256
 _SEAL = "xxh3"
+_BLANK = bytes(PAGE - HEADER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,9 @@ class Store:
             found = self._local.probe = RunScratch(self.form, 2)
         return found
 
-    def check_source(self, item: TransferItem) -> None:
-        """SHORT_COPY, CHECKSUM_MISMATCH: a damaged source is never given a valid header."""
+    def check_source(self, item: TransferItem) -> Sums | None:
+        """What `encode` is given; None: it finds them itself. SHORT_COPY, CHECKSUM_MISMATCH: a damaged source
+        is never given a valid header."""
         identity = item.identity
         if len(item.landing.body) != self.form.payload_bytes or identity.length != self.form.payload_bytes:
             raise CoreError(
@@ -123,19 +126,23 @@ class Store:
                 f"{len(item.landing.body)} bytes are no payload of {self.form.payload_bytes}",
                 {"slot": item.ref.slot},
             )
-        if checksum(_SEAL, item.landing.body) != identity.checksum:
-            raise CoreError(
-                Reason.CHECKSUM_MISMATCH, f"block {identity.logical:#x} changed since it was sealed"
-            )
-
-    def encode(self, item: TransferItem, scratch: RunScratch, at: int, group: int) -> Pieces:
-        """One stored block, the payload in place where it can be. Expects what `check_source` checks.
-        KEY_UNAVAILABLE."""
-        identity, body = item.identity, item.landing.body
         if self.cipher is not None:
+            return None
+        segment = self.form.segment_bytes if self.form.segmented else 0
+        found = segments.sums(self.form.kind, item.landing.body, segment)
+        _check_seal(found.seal, identity)
+        return found
+
+    def encode(
+        self, item: TransferItem, found: Sums | None, scratch: RunScratch, at: int, group: int
+    ) -> Pieces:
+        """One stored block, the payload in place where it can be. found: what `check_source` did.
+        KEY_UNAVAILABLE; CHECKSUM_MISMATCH where it left that to be found."""
+        identity, body = item.identity, item.landing.body
+        if found is None:
+            assert self.cipher is not None
             return self._encrypt(item, scratch, at, group, self.cipher)
-        own = identity.checksum if self.form.kind == _SEAL else checksum(self.form.kind, body)
-        header = self._headers.pack(item.ref, identity, group, identity.checksum, own)
+        header = self._headers.pack(item.ref, identity, group, identity.checksum, found.whole)
         pieces = self.pieces(item, scratch, at)
         if pieces.bounced:
             block = pieces.buffers[0]
@@ -145,9 +152,12 @@ class Store:
             rest = len(body) - self._whole
             pieces.tail[:rest] = body[self._whole :]
             pieces.tail[rest:] = bytes(PAGE - rest)
-        found = segments.checksums(self.form.kind, body, self.form.segment_bytes)
-        table = SegmentTable(self.form.segment_bytes, segments.CHECKSUM_WIDTH, found)
-        self._write_page(pieces.page, header, table, item.ref, identity, own)
+        if self.form.segmented:
+            shape = self.form.segment_bytes, segments.CHECKSUM_WIDTH
+            self._write_page(pieces.page, header, shape, found.entries, item, found.whole)
+        else:
+            pieces.page[:HEADER_BYTES] = header
+            pieces.page[HEADER_BYTES:] = _BLANK
         return pieces
 
     def _encrypt(
@@ -160,29 +170,31 @@ class Store:
         target = scratch.body(at)
         segment = self.form.sealed_segment_bytes
         room = target[: len(plain) + TAG_BYTES]
-        tags = cipher.encrypt(sealed_by, identity.namespace, header, plain, room, segment)
+        seal, own = Running(_SEAL), Running(self.form.kind)
+        tags = cipher.encrypt(sealed_by, identity.namespace, header, plain, room, segment, seal, own)
+        _check_seal(seal.value, identity)
         target[len(plain) :] = bytes(len(target) - len(plain))
-        own = checksum(self.form.kind, target[: len(plain)])
-        amend(header, own)
+        amend(header, own.value)
         block = scratch.block(at)
-        table = SegmentTable(segment, segments.TAG_WIDTH, tags)
-        self._write_page(block[:PAGE], header, table, item.ref, identity, own)
+        self._write_page(block[:PAGE], header, (segment, segments.TAG_WIDTH), tags, item, own.value)
         return Pieces([block], block[:PAGE], True, None)
 
     def _write_page(
         self,
         page: memoryview,
         header: bytearray,
-        table: SegmentTable,
-        ref: SlotRef,
-        identity: BlockIdentity,
+        shape: tuple[int, int],
+        entries: bytes,
+        item: TransferItem,
         payload_checksum: int,
     ) -> None:
-        life = Life(identity.chunk_digest, ref.generation, ref.slot, self.epoch, payload_checksum)
-        known = bytes(header) + table.encode(life)
+        """shape: bytes of a segment and of an entry."""
+        ref = item.ref
+        life = Life(item.identity.chunk_digest, ref.generation, ref.slot, self.epoch, payload_checksum)
+        known = header + segments.encode(*shape, entries, life)
         page[: len(known)] = known
-        page[len(known) :] = bytes(PAGE - len(known))
-        self.pages.remember(ref, known)
+        page[len(known) :] = _BLANK[len(known) - HEADER_BYTES :]
+        self.pages.remember(ref, bytes(known))
 
     def pieces(self, item: TransferItem, scratch: RunScratch, at: int) -> Pieces:
         """Buffers of one stored block, `form.stride` bytes in all: the landing's own where storage can move
@@ -246,3 +258,8 @@ class Store:
             )
         check_seal(self.cipher.seal_of(header), item.ref, item.identity)
         return header, check_table(page, header, item.ref)
+
+
+def _check_seal(found: int, identity: BlockIdentity) -> None:
+    if found != identity.checksum:
+        raise CoreError(Reason.CHECKSUM_MISMATCH, f"block {identity.logical:#x} changed since it was sealed")

@@ -87,7 +87,7 @@ class NvmeTier(Tier):
         self.measured.seek_bytes = self.options.seek_bytes
         self.persistent = self.capability.persistence in PERSISTENT
         self.path = store_path(folder, file_key)
-        self._form = BlockFormat.of(layout, self.capability.checksum)
+        self._form = BlockFormat.of(layout, self.capability.checksum, self.options.whole_bytes)
         self._block = self._form.stride
         self._health = TierHealth(self)
         extent = max(GROW_BLOCKS, EXTENT_BYTES // self._block) if self.persistent else GROW_BLOCKS
@@ -324,11 +324,11 @@ class NvmeTier(Tier):
     def _write_now(self, item: TransferItem) -> int:
         """Durable when it returns, for a block that is to be."""
         ref, identity = item.ref, item.identity
-        self._store.check_source(item)
+        found = self._store.check_source(item)
         group = self.commit.stamp() if identity.durable else 0
         try:
             with self._store.guard.holding([ref.slot]):
-                pieces = self._store.encode(item, self._store.scratch(), 0, group)
+                pieces = self._store.encode(item, found, self._store.scratch(), 0, group)
                 if identity.durable:
                     self.slots.mark(ref.slot, identity.chunk_digest, identity.namespace)
                 try:

@@ -99,8 +99,7 @@ class WriteJob(Job):
                 if self._batch.is_done(index):
                     raise CoreError(Reason.DEADLINE, "the deadline came before the block was written")
                 store.slots.check(item.ref, SlotState.RESERVED)
-                store.check_source(item)
-                buffers[index] = store.encode(item, scratch, place, group)
+                buffers[index] = store.encode(item, store.check_source(item), scratch, place, group)
             except CoreError as error:
                 self._batch.over(index, error)
                 continue
