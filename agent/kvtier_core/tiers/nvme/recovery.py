@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,10 +19,10 @@ from kvtier_core.checksums import checksum
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.tiers.block import (
     HEADER_BYTES,
-    BlockFlag,
     BlockFormat,
     BlockHeader,
     HeaderState,
+    known_header,
     page_state,
     table_of,
 )
@@ -130,13 +130,15 @@ class Scanner:
 
     def scan(self, slots: int, threads: int) -> Iterator[Scanned]:
         """In order of slots. Only a bounded window of them is in memory at once."""
-        starts = range(0, slots, self._step)
         window = 4 * max(1, threads)
+        parts: deque[Future[list[Scanned]]] = deque()
         with ThreadPoolExecutor(max(1, threads), thread_name_prefix="kvtier-recovery") as pool:
-            for at in range(0, len(starts), window):
-                parts = pool.map(lambda first: self._part(first, slots), starts[at : at + window])
-                for part in parts:
-                    yield from part
+            for first in range(0, slots, self._step):
+                parts.append(pool.submit(self._part, first, slots))
+                if len(parts) > window:
+                    yield from parts.popleft().result()
+            while parts:
+                yield from parts.popleft().result()
 
     def _part(self, first: int, slots: int) -> list[Scanned]:
         count = min(self._step, slots - first)
@@ -190,7 +192,7 @@ def classify(
     if header is None:
         reasons = {HeaderState.TORN: DropReason.TORN_HEADER, HeaderState.FOREIGN: DropReason.FOREIGN_VERSION}
         return None, reasons.get(state)
-    if header.flags & BlockFlag.ERASED:
+    if header.erased:
         return header, DropReason.ERASED
     if header.slot != slot:
         return header, DropReason.MISPLACED
@@ -257,14 +259,10 @@ class Findings:
             self._order[header.key] = order
             if loser is None:
                 return
-            _, old = page_state(loser)
-            assert old is not None
-            slot, header = old.slot, old
+            header = known_header(loser)
+            slot = header.slot
         self.drop(slot, DropReason.SUPERSEDED, header.key)
         self.remnants.append((slot, header.key, header.namespace))
 
     def headers(self) -> Iterator[BlockHeader]:
-        for page in self.kept.values():
-            _, header = page_state(page)
-            assert header is not None
-            yield header
+        return map(known_header, self.kept.values())
