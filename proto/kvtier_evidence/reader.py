@@ -17,7 +17,7 @@ from typing import Final
 from kvtier_evidence import metrics
 from kvtier_evidence.delta import Delta
 from kvtier_evidence.external import ExternalReading
-from kvtier_evidence.metrics import METRICS, Kind
+from kvtier_evidence.metrics import METRICS, Arm, Kind
 from kvtier_evidence.verdicts import Reason
 from kvtier_evidence.window import WindowCounts, WindowKey
 
@@ -51,7 +51,7 @@ class WindowEvidence:
     key: WindowKey
     merged: WindowCounts
     agents: Mapping[str, WindowCounts]
-    """Per agent, without the histograms of two-arm metrics."""
+    """Per agent, of each only what `_for_one_agent` leaves."""
     complete: bool
     """Every agent was read in this window, to one common cohort."""
     error: Reason | None = None
@@ -236,12 +236,17 @@ def _requests(counts: WindowCounts) -> int:
     )
 
 
+_HARM_OF_ONE: Final = (Kind.QUANTILE, Kind.MEAN)
+
+
 def _for_one_agent(counts: WindowCounts) -> WindowCounts:
-    """What the judge needs of a single agent: one-arm metrics, events, the split."""
+    """What the judge needs of a single agent: the candidate's arm of what may show harm in one, both arms of
+    the units measured, the split. It is kept for each agent of each window."""
     kept = {
         key: c
         for key, c in counts.metrics.items()
-        if key[0] in METRICS and METRICS[key[0]].kind is not Kind.RATIO
+        if key[0] == metrics.MEASURED
+        or (key[0] in METRICS and METRICS[key[0]].kind in _HARM_OF_ONE and key[1] == Arm.CANDIDATE)
     }
     return WindowCounts(
         metrics=kept,

@@ -123,7 +123,7 @@ class Gatherer:
         kept.memory.held -= {one.node for one in state.vanished}
         subject = Subject(key, rollout, pair.cache_key, cache)
         members = self._members(cache)
-        compiled = await self._compile(key, cache, rollout, kept)
+        compiled = await self._compile(key, cache, rollout, kept, beginning=state.stage is Stage.OFF)
         ref = compiled.view.ref or state.candidate
         exact = None if ref is None else ref.kind is CandidateClass.EXACT
         spec, spec_error = await self._spec(key, rollout, kept, exact, run)
@@ -180,8 +180,15 @@ class Gatherer:
         return self._deps.fleet.members(cache["metadata"]["namespace"], cache["spec"]["poolRef"]["name"])
 
     async def _compile(
-        self, key: ObjectKey, cache: JsonObject | None, rollout: JsonObject, kept: Kept
+        self,
+        key: ObjectKey,
+        cache: JsonObject | None,
+        rollout: JsonObject,
+        kept: Kept,
+        *,
+        beginning: bool,
     ) -> Compiled:
+        """beginning: with the manifest itself, which nobody asks for later; only its bytes are kept then."""
         candidate = (rollout.get("spec") or {}).get("candidate")
         if cache is None or not candidate:
             return Compiled(CandidateView())
@@ -197,13 +204,14 @@ class Gatherer:
         # Compiling is milliseconds of validation; its inputs are these versions and nothing else.
         sources = [cache, rollout, *([selector] if selector else []), *present.values()]
         versions = (
+            beginning,
             baseline,
             running is None,
             *((obj["metadata"]["uid"], obj["metadata"].get("generation")) for obj in sources),
         )
         if kept.compiled is None or kept.compiled[0] != versions:
             fresh = compile_candidate(candidate, Sources(cache, baseline, running, name, selector, present))
-            kept.compiled = versions, fresh
+            kept.compiled = versions, fresh if beginning else replace(fresh, manifest=None)
         compiled = kept.compiled[1]
         digest = compiled.view.ref.digest if compiled.view.ref else ""
         return replace(compiled, view=replace(compiled.view, prior_shares=spent_shares(cache, digest)))

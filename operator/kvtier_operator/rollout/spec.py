@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from typing import Any
 
 from kvtier_crds.quantity import QuantityError, parse_decimal, parse_duration, parse_fraction
@@ -120,7 +121,20 @@ class RolloutSpec:
         return found
 
     def gates_of(self, step: Step) -> tuple[GateSpec, ...]:
-        """The gates of one step, built-in ones included."""
+        """The gates of one step, built-in ones included. Those of the last step that was asked for are kept:
+        a look asks five times for the same."""
+        known = self._resolved.get(step)
+        if known is not None:
+            return known
+        self._resolved.clear()
+        self._resolved[step] = self._resolve(step)
+        return self._resolved[step]
+
+    @cached_property
+    def _resolved(self) -> dict[Step, tuple[GateSpec, ...]]:
+        return {}
+
+    def _resolve(self, step: Step) -> tuple[GateSpec, ...]:
         return resolve(
             self.gates,
             EvidenceStage(step.stage),
@@ -129,7 +143,7 @@ class RolloutSpec:
             design_effect=self.design_effect,
         )
 
-    @property
+    @cached_property
     def cells(self) -> int:
         """Cells of the false-rollback budget over the whole ladder."""
         return planned_cells(

@@ -138,7 +138,7 @@ def settings() -> kopf.OperatorSettings:
     made.watching.server_timeout = 300
     made.watching.client_timeout = 330
     made.watching.connect_timeout = 10
-    made.watching.chunk_size = 500
+    made.watching.chunk_size = 100
     made.networking.request_timeout = 30
     made.networking.connect_timeout = 10
     made.networking.error_backoffs = Backoffs()

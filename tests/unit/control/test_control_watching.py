@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -132,6 +134,20 @@ def test_what_nobody_reads_is_not_kept() -> None:
     assert store.list_all(Kind.KV_CACHE) == [version(1, spec={"a": 1}, status={"b": 2})]
     assert store.list_all(Kind.NODE) == [{**node, "status": {"conditions": ready}}]
     assert "managedFields" in managed["metadata"], "it is the watch's own object"
+
+
+def test_names_and_short_values_of_all_objects_are_held_once() -> None:
+    store = WatchStore()
+    deps = WatchDeps(store, lambda _: None, None, FakeClock())
+    for name in ("a", "b"):
+        text = json.dumps(version(1, spec={"tierClassName": "cpu dram", "rows": [{"text": "x" * 99}]}))
+        obj = json.loads(text)
+        obj["metadata"]["name"] = name
+        accept(deps, Kind.KV_CACHE, False, obj)
+    first, second = (obj["spec"] for obj in store.list_all(Kind.KV_CACHE))
+    assert first == second == {"tierClassName": "cpu dram", "rows": [{"text": "x" * 99}]}
+    assert [id(key) for key in first] == [id(key) for key in second]
+    assert first["tierClassName"] is second["tierClassName"]
 
 
 async def test_a_relist_keeps_no_more_than_a_watch() -> None:
@@ -383,11 +399,18 @@ class Lister:
         self.found = found or {}
         self.asked: list[tuple[Kind, str]] = []
 
-    async def list_all(self, kind: Kind, namespace: str = "", label_selector: str = "") -> list[JsonObject]:
+    async def list_all(
+        self,
+        kind: Kind,
+        namespace: str = "",
+        label_selector: str = "",
+        *,
+        each: Callable[[JsonObject], JsonObject],
+    ) -> list[JsonObject]:
         self.asked.append((kind, label_selector))
         if kind in self.broken:
             raise ApiError(500, "InternalError", "no")
-        return self.found.get(kind, [])
+        return [each(obj) for obj in self.found.get(kind, [])]
 
 
 async def test_a_kind_that_cannot_be_listed_keeps_what_it_had() -> None:
