@@ -32,7 +32,7 @@ EXACT_NEW_TOKENS = 16
 REAL_NEEDS = (
     "what real rollouts need: a p99 gate of 1 % needs 527 to 792 requests per window at any limit before it "
     "can pass, a p99 latency ratio of 1.05 about 18,000 candidate requests (see docs/guides); "
-    "this demo declares quantile 75 and wide limits so that 30 requests decide"
+    "this demo declares quantile 60 and wide limits so that some 50 requests of an arm decide"
 )
 
 

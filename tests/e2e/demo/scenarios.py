@@ -190,8 +190,10 @@ def ruinous_rollout(demo: Demo, name: str, selector: str) -> bool:
         f"{rollback.get('fromStage')}; requests that it answered: {approximate}, "
         f"that the approved candidate answered before: {others}",
     )
+    # What has ended otherwise returns no more: then the condition is looked at once.
+    patience = "--timeout=60s" if done["status"]["phase"] == "RolledBack" else "--timeout=1s"
     waited = demo.stack.cluster.kubectl(
-        *("wait", f"kvrollout/{name}", "-n", SERVING, "--for=condition=BaselineRestored", "--timeout=60s"),
+        *("wait", f"kvrollout/{name}", "-n", SERVING, "--for=condition=BaselineRestored", patience),
         check=False,
         timeout=90,
     )

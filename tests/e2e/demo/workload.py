@@ -31,6 +31,10 @@ from tests.e2e.demo.tasks import Task, make_tasks
 from tests.engine.smollm2 import load_smollm2
 
 TENANTS = ("alpha", "beta", "gamma", "delta")
+# Requests of one window at full speed, of each engine: what a step of the demo's rollouts takes, and some.
+# Others come too, but leave the processors to whoever else has work.
+ENOUGH = 70
+PACE_SECONDS = 0.5
 
 
 def tell(event: str, **facts: Any) -> None:
@@ -166,6 +170,7 @@ class Workload:
         self.served = 0
         self.paused = options.paused
         self.probed: set[str] = set()
+        self.window, self.served_in_window = "", 0
         self.commands: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=1000)
 
     def read_commands(self) -> None:
@@ -177,7 +182,7 @@ class Workload:
         threading.Thread(target=self.read_commands, daemon=True).start()
         while True:
             try:
-                command = self.commands.get(timeout=0.2) if self.paused else self.commands.get_nowait()
+                command = self._next_command()
             except queue.Empty:
                 command = None
             if command is not None:
@@ -185,8 +190,16 @@ class Workload:
                     return
                 self.obey(command)
             elif not self.paused:
-                self.probe_if_new()
+                self.look_and_probe()
                 self.serve_one()
+
+    def _next_command(self) -> dict[str, Any]:
+        """Raises queue.Empty when it is time for another request."""
+        if self.paused:
+            return self.commands.get(timeout=0.2)
+        if not self.window or self.served_in_window >= ENOUGH:
+            return self.commands.get(timeout=PACE_SECONDS)
+        return self.commands.get_nowait()
 
     def obey(self, command: dict[str, Any]) -> None:
         match command["do"]:
@@ -210,6 +223,7 @@ class Workload:
         task = self.tasks[self.served % len(self.tasks)]
         tenant = TENANTS[self.rng.randrange(len(TENANTS))]
         self.served += 1
+        self.served_in_window += 1
         try:
             answer, cache = self.engine.generate(node, task.prompt, self.options.new_tokens, tenant=tenant)
         except KvtierError as error:
@@ -236,10 +250,14 @@ class Workload:
 
     # --- probes ------------------------------------------------------------
 
-    def probe_if_new(self) -> None:
-        """Score this engine's part of the probe set on both arms, once per (candidate, attempt)."""
+    def look_and_probe(self) -> None:
+        """Which window it is now; scores this engine's part of the probe set on both arms, once per
+        (candidate, attempt)."""
         node = self.nodes[0]
         about = self.engine.clients[node].describe_cache(self.engine.namespace, self.engine.cache)
+        window = str(about.window) if about.candidate_digest else ""
+        if window != self.window:
+            self.window, self.served_in_window = window, 0
         if not about.candidate_digest:
             return
         key = f"{about.candidate_digest}/{about.window.rollout_uid}/{about.attempt}"
