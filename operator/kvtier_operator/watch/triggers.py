@@ -100,7 +100,8 @@ def affected(
         case Kind.KV_CACHE:
             if before is not None and after is not None and _no_news(key, before, after, store):
                 keys.discard(key)
-            keys |= _rollouts_of(store, key.namespace, key.name)
+            if before is None or after is None or _for_its_rollouts(before) != _for_its_rollouts(after):
+                keys |= _rollouts_of(store, key.namespace, key.name)
         case Kind.KV_ROLLOUT:
             cache = _cache_name(obj.get("spec") or {})
             keys |= _rollouts_of(store, key.namespace, cache)
@@ -161,6 +162,14 @@ def _for_a_cache(cache: JsonObject) -> tuple[object, ...]:
     facts = ("uid", "generation", "deletionTimestamp", "finalizers", "labels")
     told = bool(status.get("fence")), bool(status.get("conditions")), status.get("baseline")
     return *told, status.get("approved"), cache.get("spec"), *(metadata.get(name) for name in facts)
+
+
+def _for_its_rollouts(cache: JsonObject) -> tuple[object, ...]:
+    """What rollouts go by, and what one of them may wait for: that the baseline is on every node. Bytes,
+    plans and texts are not."""
+    status = cache.get("status") or {}
+    ready = (condition_of(cache, "Ready") or {}).get("status")
+    return *_for_a_cache(cache), _fence(cache), status.get("digestBudget"), status.get("servingNodes"), ready
 
 
 def _fence(cache: JsonObject) -> object:

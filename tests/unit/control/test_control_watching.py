@@ -262,6 +262,30 @@ def test_a_cache_is_not_woken_by_what_it_wrote_nor_by_the_number_of_the_rollout_
     assert affected(CACHE, before, after, bench.store) == {ROLLOUT} | ({CACHE} if wakes else set())
 
 
+@pytest.mark.parametrize(
+    "changed, wakes",
+    [
+        pytest.param({"observedGeneration": 9}, False, id="has-seen-an-edit"),
+        pytest.param({"ledger": [{"tierClassName": "cpu-dram", "used": 7}]}, False, id="bytes"),
+        pytest.param({"servingNodes": 2}, True, id="serves-on-another-node"),
+        pytest.param({"conditions": [{"type": "Ready", "status": "False"}]}, True, id="ready-no-more"),
+        pytest.param(
+            {"conditions": [{"type": "Ready", "status": "True", "message": "x"}]}, False, id="a-text"
+        ),
+        pytest.param({"digestBudget": [{"digest": "d", "attempts": 2}]}, True, id="a-share-was-spent"),
+        pytest.param({"fence": 5}, True, id="the-number"),
+    ],
+)
+def test_a_rollout_is_woken_by_what_it_goes_by_of_its_cache(
+    bench: Bench, changed: JsonObject, wakes: bool
+) -> None:
+    bench.store.put(ROLLOUT, (bench.store.get(ROLLOUT) or {}) | {"status": OWNING})
+    told = {"fence": 4, "baseline": {"digest": "d"}, "conditions": [{"type": "Ready", "status": "True"}]}
+    before = (bench.store.get(CACHE) or {}) | {"status": told | {"servingNodes": 1}}
+    after = before | {"status": before["status"] | changed}
+    assert (ROLLOUT in affected(CACHE, before, after, bench.store)) is wakes
+
+
 def test_a_return_wakes_its_cache_when_it_ends(bench: Bench) -> None:
     base = bench.store.get(ROLLOUT)
     assert base is not None
