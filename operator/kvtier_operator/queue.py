@@ -24,6 +24,9 @@ class Added(StrEnum):
     REFUSED = "refused"  # the queue is full; the caller must arrange a relist
 
 
+EVENT_LEAD_SECONDS = 5.0
+
+
 @dataclass(frozen=True)
 class Backoff:
     """Delay after the n-th failure in a row: base * 2^(n-1), at most `limit`, times a jitter in [1/2, 1)."""
@@ -57,6 +60,7 @@ class QueueState:
         self._randomness = randomness
         self._settle = settle_seconds
         self._due: dict[ObjectKey, float] = {}
+        self._rank: dict[ObjectKey, float] = {}
         self._order: dict[ObjectKey, int] = {}
         self._heap: list[tuple[float, int, ObjectKey]] = []
         self._sequence = 0
@@ -76,33 +80,36 @@ class QueueState:
         return self._failures.get(key, 0)
 
     def add(self, key: ObjectKey, now: float, after_seconds: float = 0.0) -> Added:
-        """Makes `key` due at `now + after_seconds` at the latest."""
+        """Makes `key` due at `now + after_seconds` at the latest. What is due at once goes before looks that
+        are late by less than `EVENT_LEAD_SECONDS`: somebody waits for it."""
         when = max(now + after_seconds, self._not_before.get(key, 0.0))
+        rank = _rank(when, now)
         if key in self._running:
             again = self._running[key]
             self._running[key] = when if again is None else min(again, when)
             return Added.MERGED
         waiting = self._due.get(key)
         if waiting is not None:
-            if when < waiting:
-                self._schedule(key, when)
+            if when < waiting or rank < self._rank[key]:
+                self._schedule(key, min(when, waiting), min(rank, self._rank[key]))
             return Added.MERGED
         if len(self._due) + len(self._running) >= self._bound:
             return Added.REFUSED
-        self._schedule(key, when)
+        self._schedule(key, when, rank)
         return Added.QUEUED
 
     def take(self, now: float) -> Taken | None:
-        """The key that has been due for longest, now running; None when nothing is due."""
+        """The key that has been due for longest, now running; None when nothing is due. See `add`."""
         while self._heap:
-            when, order, key = self._heap[0]
+            _, order, key = self._heap[0]
             if self._order.get(key) != order:
                 heapq.heappop(self._heap)  # rescheduled since
                 continue
+            when = self._due[key]
             if when > now:
                 return None
             heapq.heappop(self._heap)
-            del self._due[key], self._order[key]
+            del self._due[key], self._rank[key], self._order[key]
             self._running[key] = None
             return Taken(key, now - when)
         return None
@@ -110,9 +117,9 @@ class QueueState:
     def next_due(self) -> float | None:
         """When `take` will have something, if nothing is added."""
         while self._heap:
-            when, order, key = self._heap[0]
+            _, order, key = self._heap[0]
             if self._order.get(key) == order:
-                return when
+                return self._due[key]
             heapq.heappop(self._heap)
         return None
 
@@ -125,7 +132,8 @@ class QueueState:
         if requeue_after_seconds is not None:
             wanted.append(now + max(0.0, requeue_after_seconds))
         if wanted:
-            self._schedule(key, min(wanted))
+            when = min(wanted)
+            self._schedule(key, when, when if again is None else min(when, _rank(again, now)))
 
     def failed(self, key: ObjectKey, now: float, asked_seconds: float = 0.0) -> float:
         """Ends a run that failed; returns the delay in seconds until the next. asked_seconds: how long the
@@ -139,7 +147,7 @@ class QueueState:
         when = now + delay
         if again is not None:
             when = max(min(again, when), floor)
-        self._schedule(key, when)
+        self._schedule(key, when, when)
         return when - now
 
     def forget(self, key: ObjectKey) -> None:
@@ -148,8 +156,13 @@ class QueueState:
             self._failures.pop(key, None)
             self._not_before.pop(key, None)
 
-    def _schedule(self, key: ObjectKey, when: float) -> None:
+    def _schedule(self, key: ObjectKey, when: float, rank: float) -> None:
+        """rank: when it would have to be due to come at its turn; earlier than `when` only if that is now."""
         self._sequence += 1
-        self._due[key] = when
+        self._due[key], self._rank[key] = when, rank
         self._order[key] = self._sequence
-        heapq.heappush(self._heap, (when, self._sequence, key))
+        heapq.heappush(self._heap, (rank, self._sequence, key))
+
+
+def _rank(when: float, now: float) -> float:
+    return when - EVENT_LEAD_SECONDS if when <= now else when

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier_operator.ports import Kind, ObjectKey
-from kvtier_operator.queue import Added, Backoff, QueueState
+from kvtier_operator.queue import EVENT_LEAD_SECONDS, Added, Backoff, QueueState
 
 
 def key(name: str) -> ObjectKey:
@@ -36,6 +36,50 @@ def test_keys_leave_in_the_order_in_which_they_became_due() -> None:
     for name, after in (("late", 5.0), ("first", 0.0), ("second", 0.0)):
         state.add(key(name), 0, after)
     assert [taken(state, 5) for _ in range(3)] == ["first", "second", "late"]
+
+
+@pytest.mark.parametrize(
+    "late, order",
+    [
+        pytest.param(EVENT_LEAD_SECONDS - 0.1, ["event", "look"], id="a-look-that-is-a-little-late"),
+        pytest.param(EVENT_LEAD_SECONDS + 0.1, ["look", "event"], id="a-look-that-is-late"),
+    ],
+)
+def test_an_event_goes_before_looks_that_are_not_very_late(late: float, order: list[str]) -> None:
+    state = queue()
+    state.add(key("look"), 0)
+    state.take(0)
+    state.succeeded(key("look"), 0, requeue_after_seconds=10)
+    now = 10 + late
+    state.add(key("event"), now)
+    assert state.next_due() is not None and state.next_due() <= now  # type: ignore[operator]
+    assert [taken(state, now) for _ in range(3)] == [*order, ""]
+
+
+def test_an_event_brings_a_key_that_is_late_forward_too() -> None:
+    state = queue()
+    for name in ("one", "two"):
+        state.add(key(name), 0)
+        state.take(0)
+        state.succeeded(key(name), 0, requeue_after_seconds=10)
+    state.add(key("two"), 12)
+    found = state.take(12)
+    assert found is not None
+    assert (found.key.name, found.waited_seconds) == ("two", 2.0), "since it was due, not since the event"
+    assert taken(state, 12) == "one"
+
+
+def test_an_event_while_it_runs_goes_before_looks_and_one_that_failed_does_not() -> None:
+    state = queue()
+    for name in ("look", "told", "failed"):
+        state.add(key(name), 0)
+        state.take(0)
+    state.succeeded(key("look"), 0, requeue_after_seconds=10)
+    state.add(key("told"), 11)
+    state.succeeded(key("told"), 12, None)
+    state.add(key("failed"), 9)
+    state.failed(key("failed"), 9)
+    assert [taken(state, 12) for _ in range(4)] == ["told", "failed", "look", ""]
 
 
 def test_a_key_that_keeps_coming_back_does_not_starve_the_others() -> None:
