@@ -125,10 +125,11 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         return answer
 
     async def _open(self, request: attention_pb2.OpenSessionRequest) -> attention_pb2.OpenSessionResponse:
-        node = self._node
+        node, cache = self._node, convert.cache_name(request.cache)
+        await node.arriving.wait(cache)
         if node.draining:
             raise CoreError(Reason.DRAINING, "the agent is draining and takes no session")
-        host = node.host(convert.cache_name(request.cache))
+        host = node.host(cache)
         _check_identity(request, host)
         if request.forced_arm not in convert.ARM_FROM_WIRE:
             raise CoreError(Reason.BAD_ARGUMENT, f"forced_arm {request.forced_arm} is unknown")

@@ -34,7 +34,6 @@ from kvtier_core.prefixes import Prefixes
 from kvtier_core.transactions import MoveReason
 from kvtier_crds.manifest import RuntimeManifest
 
-
 # What a call meets whose blocks are of an engine that was replaced meanwhile.
 _MOVED = frozenset({Reason.NOT_VISIBLE, Reason.CACHE_UNKNOWN})
 
@@ -62,7 +61,9 @@ class BlockSessions:
         """Reads that are not over in time end the prefix before them. May be repeated when its answer was
         lost, also while the first call goes on. Where another engine takes the place of the one whose blocks
         were read, those of that one are read, until the call's deadline."""
-        placed, deadline = self._placed(request), 0.0
+        cache, deadline = convert.cache_name(request.scope.cache), 0.0
+        await self._node.arriving.wait(cache)
+        placed = self._placed(request)
         while True:
             call = placed[0]
             deadline = deadline or call.deadline
@@ -71,6 +72,7 @@ class BlockSessions:
             except CoreError as error:
                 if error.reason not in _MOVED or call.host.clock() >= deadline:
                     raise
+                await self._node.arriving.wait(cache, deadline - call.host.clock())
                 placed = self._placed(request)
                 if placed[0].host is call.host:
                     raise

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from kvtier_agent import idlesessions
 from kvtier_agent.admission_wire import admission_of
+from kvtier_agent.arriving import Arriving
 from kvtier_agent.cachehost import CacheHost, manifest_set_digest_input
 from kvtier_agent.cachesession import CacheName, Session, check_owner
 from kvtier_agent.candidateengines import (
@@ -97,6 +98,7 @@ class Node:
         self._blocks_of = blocks_of
         self._book = FenceBook(state.fences)
         self._locks = KeyedLocks()
+        self.arriving = Arriving()
         self._ends = CacheEnds()
         self._candidates = CandidateEngines(tiers, engine_factory, blocks_of, lambda: clock() / 1e9)
         self._opening = 0
@@ -193,9 +195,8 @@ class Node:
                     host.enforcement.revoke(BASELINE_APPLIED)
                     self.changed.set()
                 await self._in_thread(lambda: self._state.save_manifest(digest, encoded))
-                await self._commit(
-                    record_of(command, CommandKind.APPLY, digest, key_secret, admission, place)
-                )
+                record = record_of(command, CommandKind.APPLY, digest, key_secret, admission, place)
+                await self._commit(record)
             if host is not None and beside:
                 self._candidates.adopt(host, manifest)
             elif host is not None and host.may_become(manifest, key_secret):
@@ -203,15 +204,16 @@ class Node:
                 await self._in_thread(lambda: adopting.adopt(manifest))
                 host.become(manifest)
             elif fresh:
-                await self._end(uid)
-                try:
-                    host = await self._build(command.cache, manifest, None, key_secret, place)
-                except CoreError as error:
-                    self.faults[uid] = f"{error.reason}: {error.message}"
-                    self.changed.set()
-                    raise
+                with self.arriving.expected(command.cache):
+                    await self._end(uid)
+                    try:
+                        host = await self._build(command.cache, manifest, None, key_secret, place)
+                    except CoreError as error:
+                        self.faults[uid] = f"{error.reason}: {error.message}"
+                        self.changed.set()
+                        raise
+                    self.caches[uid] = host
             assert host is not None
-            self.caches[uid] = host
             self.faults.pop(uid, None)
             await self._in_thread(partial(host.admit, admission))
             host.name = command.cache
@@ -461,8 +463,7 @@ class Node:
     async def _end(self, uid: str) -> int:
         """Ends the cache's engine and its sessions with it. Raises DEADLINE while a running call goes on, of
         the engine or on its blocks; no engine may be built over the same tiers before they have ended."""
-        host = self.caches.pop(uid, None)
-        ended = 0
+        host, ended = self.caches.pop(uid, None), 0
         if host is not None:
             ended = len(host.sessions)
             host.sessions.clear()
@@ -477,10 +478,10 @@ class Node:
         return ended
 
     async def _proof(self, host: CacheHost, nonce: bytes) -> ProofFacts:
-        running = await self._in_thread(host.runner.engine.live_manifest)
-        digests = running.digest(), candidate_digest(host)
+        running = (await self._in_thread(host.runner.engine.live_manifest)).digest()
         highest = self._book.highest(host.name.uid)
-        return proof_facts(*digests, host.enforcement.in_flight, highest, nonce, self.boot_id)
+        in_flight = host.enforcement.in_flight
+        return proof_facts(running, candidate_digest(host), in_flight, highest, nonce, self.boot_id)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)

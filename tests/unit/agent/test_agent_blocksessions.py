@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.v1 import blocks_pb2
 from kvtier_agent import blocksessions
+from kvtier_agent.arriving import Arriving
 from kvtier_agent.blockcalls import BlockCalls
 from kvtier_agent.blocksessions import BlockSessions
 from kvtier_agent.engine_port import EngineRunner
@@ -89,7 +90,7 @@ async def test_what_a_call_holds_stays_until_its_step_is_over_though_its_caller_
             return call, session, SimpleNamespace(start=start)
 
     monkeypatch.setattr(blocksessions, "_keys", lambda *_: np.zeros((1, 32), dtype=np.uint8))
-    sessions = Given(cast(Node, SimpleNamespace(boot_id="b")), cast(BlockCalls, None))
+    sessions = Given(cast(Node, SimpleNamespace(boot_id="b", arriving=Arriving())), cast(BlockCalls, None))
     request = blocks_pb2.StartSessionRequest(span=blocks_pb2.BlockSpan(tokens=b"\0" * 4))
     task = asyncio.ensure_future(sessions.start(request))
     assert await asyncio.to_thread(entered.wait, WAIT_SECONDS)
@@ -108,7 +109,8 @@ class Moving(BlockSessions):
     """A session whose engine is replaced after `at` is asked: then it is given the blocks of `then`."""
 
     def __init__(self, at: Host, then: Host, start: Callable[..., int]) -> None:
-        super().__init__(cast(Node, SimpleNamespace(boot_id="b")), cast(BlockCalls, None))
+        node = SimpleNamespace(boot_id="b", arriving=Arriving())
+        super().__init__(cast(Node, node), cast(BlockCalls, None))
         self.hosts = [at, then]
         self.asked: list[Host] = []
         self.start_session = start
