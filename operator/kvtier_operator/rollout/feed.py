@@ -14,6 +14,7 @@ from typing import Protocol
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
+from kvtier.v1 import evidence_pb2 as wire
 from kvtier_evidence.collector import cohort_seconds
 from kvtier_evidence.design import Estimate
 from kvtier_evidence.external import ExternalReading
@@ -98,8 +99,11 @@ class EvidenceFeed:
         opened = self._opened(reading.key, spec)
         reader = opened.reader
         expected = [node.name for node in reading.nodes]
+        window = key_message(reading.key)
         for _ in range(READ_ROUNDS):
-            answers = await asyncio.gather(*(self._read(reader, reading, node) for node in reading.nodes))
+            answers = await asyncio.gather(
+                *(self._read(reader, reading, window, node) for node in reading.nodes)
+            )
             if Applied.REBUILD not in answers:
                 break
         interval = tick_seconds(spec)
@@ -167,13 +171,15 @@ class EvidenceFeed:
         self._open[key.rollout_uid] = fresh
         return fresh
 
-    async def _read(self, reader: WindowReader, reading: Reading, node: AgentTarget) -> Applied | None:
+    async def _read(
+        self, reader: WindowReader, reading: Reading, window: wire.WindowKey, node: AgentTarget
+    ) -> Applied | None:
         """None when the agent could not be read: the reader sees by the clock that it was not."""
         position = reader.position(node.name)
         request = control.ReadEvidenceRequest(
             cache=reading.cache,
             fence=reading.fence,
-            window=key_message(reading.key),
+            window=window,
             epoch=position.epoch,
             ack_seq=position.ack_seq,
         )
@@ -213,8 +219,7 @@ def effects_of(
 
 def thresholds_of(spec: RolloutSpec, closing: WindowCounts) -> tuple[tuple[str, str], ...]:
     """What this window says to the next of any step: (gate, baseline's quantile as printed), sorted."""
-    gates = {gate.name: gate for step in spec.ladder for gate in spec.gates_of(step)}
-    found = pair_thresholds(list(gates.values()), closing)
+    found = pair_thresholds(spec.ratio_gates, closing)
     return tuple(sorted((name, f"{value:.9g}") for name, value in found.items()))
 
 

@@ -48,7 +48,7 @@ from kvtier_operator.rollout.observe import (
     unasked,
 )
 from kvtier_operator.rollout.pairs import Pair
-from kvtier_operator.rollout.probereads import ProbeReads
+from kvtier_operator.rollout.probereads import SHARED_SECONDS, ProbeReads
 from kvtier_operator.rollout.probing import Probing
 from kvtier_operator.rollout.rivals import busy_with, rivals, superseded_by
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
@@ -126,7 +126,7 @@ class Gatherer:
         compiled = await self._compile(key, cache, rollout, kept, beginning=state.stage is Stage.OFF)
         ref = compiled.view.ref or state.candidate
         exact = None if ref is None else ref.kind is CandidateClass.EXACT
-        spec, spec_error = await self._spec(key, rollout, kept, exact, run)
+        spec, spec_error = await self._spec(key, rollout, kept, exact, run, state)
         pool = await self._pool(members, cache, subject.uid, state, spec, kept, run)
         now, steady = self._deps.clock.now().timestamp(), self._deps.clock.monotonic()
         kept.waits = {since: kept.waits.get(since, steady) for since in _waits(state)}
@@ -160,14 +160,22 @@ class Gatherer:
         return Facts(subject, state, spec, compiled, pool, inputs)
 
     async def _spec(
-        self, key: ObjectKey, rollout: JsonObject, kept: Kept, exact: bool | None, run: Run
+        self,
+        key: ObjectKey,
+        rollout: JsonObject,
+        kept: Kept,
+        exact: bool | None,
+        run: Run,
+        state: RolloutState,
     ) -> tuple[RolloutSpec | None, str]:
+        before = kept.parsed[1][0] if kept.parsed is not None else None
+        max_age = max(SHARED_SECONDS, self._max_age(state, before) / 2)
         raw = rollout.get("spec") or {}
         probes: dict[str, ProbeSet] = {}
         for name in probe_names(raw.get("gates") or []):
             if name not in run.probes:
                 where = ObjectKey(Kind.CONFIG_MAP, key.namespace, name)
-                run.probes[name] = await self._probes.get(where, rollout["metadata"]["uid"])
+                run.probes[name] = await self._probes.get(where, rollout["metadata"]["uid"], max_age)
             probes[name] = run.probes[name]
         version = rollout["metadata"].get("generation"), tuple(sorted(probes.items())), exact
         if kept.parsed is None or kept.parsed[0] != version:

@@ -37,11 +37,11 @@ class ProbeReads:
         self._clock = clock
         self._known: OrderedDict[ObjectKey, _Reading] = OrderedDict()
 
-    async def get(self, where: ObjectKey, reader: str) -> ProbeSet:
-        """reader: uid of the rollout that looks."""
+    async def get(self, where: ObjectKey, reader: str, max_age: float = SHARED_SECONDS) -> ProbeSet:
+        """reader: uid of the rollout that looks. max_age: seconds that what others were shown may be old."""
         started = self._clock.monotonic()
         known = self._known.get(where)
-        if known is not None and started - known.at <= SHARED_SECONDS and reader not in known.readers:
+        if known is not None and started - known.at <= max_age and reader not in known.readers:
             known.readers.add(reader)
             return known.found
         try:

@@ -18,6 +18,7 @@ from typing import Any
 from kvtier_crds.quantity import QuantityError, parse_decimal, parse_duration, parse_fraction
 from kvtier_evidence.gatespec import GateDeclaration, GateSpec, planned_cells, resolve
 from kvtier_evidence.limits import LimitError
+from kvtier_evidence.metrics import Kind
 from kvtier_evidence.metrics import Stage as EvidenceStage
 from kvtier_operator.rollout.gateset import ProbeSet, declarations, gates_digest
 from kvtier_operator.rollout.vocabulary import STAGE_ORDER, OnInsufficient, OnLeaseExpired, Stage, Verb
@@ -142,6 +143,12 @@ class RolloutSpec:
             min_samples=step.min_samples,
             design_effect=self.design_effect,
         )
+
+    @cached_property
+    def ratio_gates(self) -> tuple[GateSpec, ...]:
+        """Gates that compare two arms, of any step; by name the last step's."""
+        found = {gate.name: gate for step in self.ladder for gate in self._resolve(step)}
+        return tuple(gate for gate in found.values() if gate.metric.kind is Kind.RATIO)
 
     @cached_property
     def cells(self) -> int:

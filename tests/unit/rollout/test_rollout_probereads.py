@@ -62,6 +62,15 @@ async def test_a_reading_is_shared_for_a_moment_only() -> None:
     assert await rig.size("b") == 3
 
 
+async def test_who_may_be_shown_an_older_reading_is() -> None:
+    rig = Rig()
+    await rig.size("a")
+    rig.api.prompts = 3
+    rig.clock.seconds += 2 * SHARED_SECONDS
+    assert (await rig.reads.get(GOLDEN, "b", 3 * SHARED_SECONDS)).size == 2
+    assert (await rig.reads.get(GOLDEN, "b", 3 * SHARED_SECONDS)).size == 3, "but nobody twice"
+
+
 async def test_a_plan_is_parsed_once_while_its_text_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     parsed: list[Any] = []
