@@ -175,6 +175,8 @@ class LeaseRenewer:
     async def _renew_some(self, target: AgentTarget, batch: list[HeldLease]) -> None:
         now = self._deps.clock.monotonic()
         fresh = [lease for lease in batch if now - lease.read_at <= lease.deadline]
+        # What was read too long ago is read again, and not first when its lease has nearly ended.
+        self._soon(lease for lease in batch if now - lease.read_at > lease.deadline)
         if not fresh:
             return
         request = control.RenewRequest(boot_id=target.boot_id, items=[lease.item for lease in fresh])
@@ -231,7 +233,7 @@ class LeaseRenewer:
         self._due[uid] = now + ttl * share * jitter
 
     def _soon(self, leases: Iterable[HeldLease]) -> None:
-        """An agent was not reached: try again well before its lease ends."""
+        """Not renewed, but not refused either: tried again well before the lease ends."""
         now = self._deps.clock.monotonic()
         for lease in leases:
             uid = lease.item.fence.rollout_uid

@@ -146,3 +146,36 @@ async def test_leases_of_a_namespace_come_to_be_renewed_together() -> None:
     assert sizes[0] in (1, 2)
     assert set(sizes[-4:]) == {2}
     assert held(world) == ["node-0", "node-1"]
+
+
+async def test_what_was_read_too_long_ago_is_not_renewed_by_it_and_read_again_soon() -> None:
+    world = await granted()
+    renewer = LeaseRenewer(world.deps)
+    await renewer.tick()
+    asked: list[float] = []
+    list_of = world.deps.api.get
+
+    async def slow(key: ObjectKey) -> JsonObject:
+        answer = await list_of(key)
+        if key == world.cache_key:
+            asked.append(world.clock.seconds)
+            world.clock.seconds += 2.0
+        return answer
+
+    world.deps.api.get = slow  # type: ignore[method-assign]
+    world.clock.seconds += 3.5
+    calls: list[int] = []
+    renew = world.deps.agents.renew
+
+    async def counted(node: Any, request: Any, **options: Any) -> Any:
+        calls.append(len(request.items))
+        return await renew(node, request, **options)
+
+    world.deps.agents.renew = counted  # type: ignore[method-assign]
+    wait = await renewer.tick()
+    assert (len(asked), calls) == (1, [])
+    world.deps.api.get = list_of  # type: ignore[method-assign]
+    world.clock.seconds += wait + 0.5
+    await renewer.tick()
+    assert calls == [1, 1]
+    assert held(world) == ["node-0", "node-1"]
