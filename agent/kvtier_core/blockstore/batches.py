@@ -25,6 +25,9 @@ BATCH_FROM = 3
 """Blocks from which a call of machine code costs less than the plain steps."""
 
 
+_PUBLISHED = (Word.LINES, Word.SLOTS, Word.GENERATIONS, Word.SUMS)
+
+
 class Batches:
     """Stores into one tier."""
 
@@ -146,9 +149,8 @@ class Batches:
         inputs = (array("q", lines), array("q", numbers), array("q", generations), array("Q", sums))
         out, words = array("q", bytes(8 * count)), self._words
         words[Word.FIRST], words[Word.COUNT], words[Word.TXN] = 0, count, txn
-        words[Word.LINES], words[Word.SLOTS], words[Word.GENERATIONS], words[Word.SUMS] = (
-            each.buffer_info()[0] for each in inputs
-        )
+        for word, each in zip(_PUBLISHED, inputs, strict=True):
+            words[word] = each.buffer_info()[0]
         words[Word.OUT] = out.buffer_info()[0]
         with self._slots.lock:
             done = (code.publish if count < UNLOCKED_FROM else code.publish_long)(self._table)

@@ -6,6 +6,7 @@ comes about.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -34,6 +35,15 @@ class Stored(NamedTuple):
     message: str = ""
     durable: bool = False
     checksum: int = 0
+
+
+_REST = Stored(PutOutcome.STORED)[2:]
+
+
+def all_stored(generations: Iterable[int]) -> list[Stored]:
+    """STORED, each at its replica generation; half of what the calls of the class would take."""
+    done, (reason, message, durable, checksum), make = PutOutcome.STORED, _REST, tuple.__new__
+    return [make(Stored, (done, each, reason, message, durable, checksum)) for each in generations]
 
 
 def compared(there: Stored, found: int) -> Stored:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 
 from kvtier_core.blockstore.batches import BATCH_FROM, Batches
-from kvtier_core.blockstore.outcomes import PutOutcome, Stored, compared
+from kvtier_core.blockstore.outcomes import PutOutcome, Stored, all_stored, compared
 from kvtier_core.blockstore.parts import Parts
 from kvtier_core.blockstore.reservation import Held, Reservation
 from kvtier_core.checksums import digests
@@ -186,7 +186,9 @@ class Writes:
                 and paid == absent
                 and self.forbidden.isdisjoint(keys)
             ):
-                fresh = [key for key, line in zip(keys, found, strict=True) if line == NO_LINE]
+                fresh = keys
+                if absent < len(keys):
+                    fresh = [key for key, line in zip(keys, found, strict=True) if line == NO_LINE]
                 lines, places, spare = batches.begin(fresh, namespace, facts)
                 paid -= len(lines)
                 if len(lines) == len(keys):
@@ -337,7 +339,7 @@ class Writes:
             ):
                 generations = self._batches.publish(held.keys, held.lines, held.slots, held.claim, sums)
                 done = len(generations)
-                held.ended[:done] = [Stored(PutOutcome.STORED, each) for each in generations]
+                held.ended[:done] = all_stored(generations)
                 if self._published is not None:
                     for line in held.lines[:done]:
                         self._published(line)
