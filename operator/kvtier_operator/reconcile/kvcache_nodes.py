@@ -19,9 +19,11 @@ from kvtier_operator.reconcile.kvcache_predicted import node_plan
 
 PROOF_SECONDS = 300.0
 REBOOTED = "BOOT_ID_MISMATCH"
-NOT_RECENT = -1.0
 RECENT_SECONDS = 2.0
 """How old an answer may be that somebody else got, of an agent that was told nothing of this cache since."""
+BEAT_SECONDS = 45.0
+"""A look that comes so long after the last one comes by itself; one that comes sooner has a reason, which may
+be younger than any answer."""
 FENCE_REASONS = ("FENCE_STALE", "FENCE_CONFLICT")
 
 
@@ -59,8 +61,10 @@ class CacheNodes:
     def __init__(self, deps: Deps) -> None:
         self._deps = deps
         self._proved: dict[tuple[str, str], _Proved] = {}
+        self._looked: dict[str, float] = {}
 
     def forget(self, uid: str) -> None:
+        self._looked.pop(uid, None)
         self._proved = {key: value for key, value in self._proved.items() if key[0] != uid}
 
     async def converge(
@@ -68,8 +72,13 @@ class CacheNodes:
     ) -> list[NodeResult]:
         """One result for each node, all at once. With `baseline` None nodes are only looked at. `rollout`:
         one is unfinished, so a candidate may be held and the current fence is not ours to use up."""
+        now = self._deps.clock.monotonic()
+        recent = now - self._looked.get(uid, now) >= BEAT_SECONDS
+        self._looked[uid] = now
         return list(
-            await asyncio.gather(*(self._node(view, baseline, uid, rollout=rollout) for view in views))
+            await asyncio.gather(
+                *(self._node(view, baseline, uid, rollout=rollout, recent=recent) for view in views)
+            )
         )
 
     async def highest_fence(self, views: Sequence[NodeView], uid: str) -> int:
@@ -84,14 +93,18 @@ class CacheNodes:
         uid: str,
         *,
         rollout: bool,
-        max_age: float = RECENT_SECONDS,
+        recent: bool,
     ) -> NodeResult:
+        """recent: what it told somebody else a moment ago will do."""
         name = view.target.name
         if not view.live:
             self._proved.pop((uid, name), None)
             return NodeResult(NodeFinding(name, Standing.LOST))
         try:
-            state = await state_of(self._deps.agents, view.target, uid, max_age)
+            if recent:
+                state = await state_of(self._deps.agents, view.target, uid, RECENT_SECONDS)
+            else:
+                state = await self._deps.agents.get_state(view.target)
         except (AgentError, AgentUnreachable) as error:
             return NodeResult(NodeFinding(name, Standing.UNREACHABLE, _short(error)))
         held = _held(state, uid)
@@ -104,9 +117,9 @@ class CacheNodes:
         try:
             finding = await self._prove(target, held, baseline, rollout=rollout)
         except AgentError as error:
-            if error.reason == REBOOTED and max_age > NOT_RECENT:
+            if error.reason == REBOOTED and recent:
                 # What it said was of the life before.
-                return await self._node(view, baseline, uid, rollout=rollout, max_age=NOT_RECENT)
+                return await self._node(view, baseline, uid, rollout=rollout, recent=False)
             self._proved.pop((uid, name), None)
             return NodeResult(
                 NodeFinding(name, Standing.REFUSED, _short(error)),

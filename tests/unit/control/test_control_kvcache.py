@@ -445,3 +445,21 @@ async def test_an_agent_that_has_restarted_since_it_was_asked_for_another_is_ask
     await reconciler.reconcile(KEY)
     assert sorted(bench.agents.calls) == ["GetState", "Prove", "Prove"]
     assert conditions(bench.api.objects[KEY])["BaselineVerified"] == ("True", "Proved")
+
+
+@pytest.mark.parametrize(
+    "after, asked", [pytest.param(50.0, 0, id="by-itself"), pytest.param(5.0, 2, id="for-a-reason")]
+)
+async def test_only_a_look_that_comes_by_itself_takes_what_an_agent_told_another(
+    after: float, asked: int
+) -> None:
+    bench = bench_with()
+    agents = RecentAgents(bench.agents, bench.clock)
+    reconciler = KVCacheReconciler(replace(bench.deps, agents=agents))
+    await settle(bench, reconciler)
+    bench.clock.advance(after)
+    for view in bench.deps.fleet.members("serving", "default"):
+        await agents.recent_state(view.target, "another", 0.0)
+    bench.agents.calls.clear()
+    await reconciler.reconcile(KEY)
+    assert bench.agents.calls == ["GetState"] * asked
