@@ -1,0 +1,17 @@
+"""One thread for each test: a command that sets another number would set it for all that follow, and threads
+that outnumber free processors wait for each other by computing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
