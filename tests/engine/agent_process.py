@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -261,6 +262,14 @@ class Agent:
         """SIGKILL, as a crash."""
         self.process.kill()
         self.process.wait(60)
+
+
+def until(found: Callable[[], bool], seconds: float = 200.0) -> None:
+    """Waits for a condition of another process; fails at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.02)
 
 
 def detail_of(error: grpc.RpcError) -> common_pb2.ErrorDetail:

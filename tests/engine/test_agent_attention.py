@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.engine.agent_process import (
     detail_of,
     quest_candidate,
     running_agent,
+    until,
 )
 from tests.engine.attention_driver import CALL_SECONDS, Driver, Engine, named, wire_geometry
 
@@ -322,14 +322,6 @@ def test_support_digest_is_not_the_hash_of_nothing(engine: Engine, manifest: Run
     assert answer.receipt.support_digest
     assert answer.receipt.support_digest != f"sha256:{hashlib.sha256(b'').hexdigest()}"
     session.close()
-
-
-def until(found: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Waits for a condition of another process; fails at the deadline."""
-    deadline = time.monotonic() + seconds
-    while not found():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager

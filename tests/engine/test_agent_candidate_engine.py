@@ -3,8 +3,6 @@ the middle of a step with its rows, and becomes the baseline, also over a restar
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -12,7 +10,7 @@ import pytest
 
 from kvtier.v1 import attention_pb2, common_pb2
 from kvtier_core.tiers.nvme.verify import SUFFIX
-from tests.engine.agent_process import Agent, baseline_manifest, detail_of, running_agent
+from tests.engine.agent_process import Agent, baseline_manifest, detail_of, running_agent, until
 from tests.engine.attention_driver import Driver, Engine
 
 pytestmark = pytest.mark.timeout(600)
@@ -23,14 +21,6 @@ CANDIDATE = baseline_manifest(budgets={"gpu-sim": 1 << 20, "dram": 1 << 20, "nvm
 PROMPT = 1400
 # No lease ends while a busy machine takes its time.
 HOUR_MS = 3_600_000
-
-
-def until(found: Callable[[], bool], seconds: float = 200.0) -> None:
-    """Waits for a condition of another process; fails at the deadline."""
-    deadline = time.monotonic() + seconds
-    while not found():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.02)
 
 
 def outputs(session: Driver, tokens: int) -> list[bytes]:

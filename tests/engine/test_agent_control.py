@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.engine.agent_process import (
     detail_of,
     quest_candidate,
     running_agent,
+    until,
 )
 from tests.engine.attention_driver import Driver, Engine
 
@@ -60,14 +60,6 @@ def refusal(call: Callable[[], Any]) -> common_pb2.ErrorDetail:
 
 def reason_of(call: Callable[[], Any]) -> str:
     return common_pb2.Reason.Name(refusal(call).reason)
-
-
-def until(found: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Waits for a condition of another process; fails at the deadline."""
-    deadline = time.monotonic() + seconds
-    while not found():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.02)
 
 
 def candidate_session(engine: Engine, manifest: RuntimeManifest, tokens: int = 700) -> Driver:
