@@ -32,12 +32,13 @@ class KeptStates:
     that comes has come, and `output`. Calls that share a room must not overlap."""
 
     __slots__ = (
+        "_addresses",
         "_at",
         "_attend",
         "_begin",
-        "_coming",
         "_compiled",
         "_end",
+        "_first_job",
         "_fold",
         "_jobs",
         "_kept",
@@ -79,8 +80,8 @@ class KeptStates:
         jobs = np.zeros((at, len(Job)), np.int64)
         jobs[: len(own)] = np.concatenate([*(run.jobs for run in runs), open_run.jobs])
         jobs[:, Job.FIRST], jobs[:, Job.COUNT] = np.arange(at), 1
-        self._coming, self._jobs = jobs[len(own) :], jobs
-        self._coming[:, Job.VISIBLE] = open_run.rows
+        jobs[len(own) :, Job.VISIBLE] = open_run.rows
+        self._jobs, self._first_job = jobs, int(jobs.ctypes.data)
         self._seen = jobs[:, Job.VISIBLE].copy()
         # Place 0 is the total's.
         work = Work(jobs, np.zeros(at, np.int64), np.array(own + coming, np.int64), self._seen)
@@ -105,6 +106,7 @@ class KeptStates:
         self._fold[FoldWord.M], self._fold[FoldWord.L], self._fold[FoldWord.U] = room.m, room.l, room.u
         self._fold[FoldWord.M_OF], self._fold[FoldWord.L_OF] = room.m + 4 * heads, room.l + 4 * heads
         self._fold[FoldWord.U_OF] = room.u + 4 * heads * width
+        self._addresses = tuple(int(one.ctypes.data) for one in (self._begin, self._fold, self._end))
         # What the addresses stand for.
         self._kept = tuple(runs), open_run, work, factors
 
@@ -114,20 +116,21 @@ class KeptStates:
         q = q.contiguous()
         own = self._own
         self._jobs[own - 1, Job.VISIBLE] = self._seen[own - 1] = visible
-        self._queries[:] = q.data_ptr()
-        self._compiled.decode_begin(self._begin.ctypes.data)
-        self._attend[Word.JOBS], self._attend[Word.JOB_COUNT] = self._jobs.ctypes.data, own
+        self._queries.fill(q.data_ptr())
+        begin, _, _ = self._addresses
+        self._compiled.decode_begin(begin)
+        self._attend[Word.JOBS], self._attend[Word.JOB_COUNT] = self._first_job, own
         self._compiled.attend_words(self._at)
 
     def take(self, first: int, chunks: Sequence[ChunkRun]) -> None:
         """Attends those that came, runs of one chunk: [first, first + n) of all that come, all of whose rows
         are seen. Their memory may be another's afterwards."""
-        jobs = self._coming[first : first + len(chunks)]
-        for at, run in enumerate(chunks):
-            job, had = jobs[at], first + self._own + at
-            job[:] = run.jobs[0]
-            job[Job.FIRST] = had
-        self._attend[Word.JOBS], self._attend[Word.JOB_COUNT] = jobs.ctypes.data, len(chunks)
+        jobs, at = self._jobs, self._own + first
+        for number, run in enumerate(chunks, at):
+            jobs[number] = run.jobs[0]
+            jobs[number, Job.FIRST] = number
+        self._attend[Word.JOBS] = self._first_job + at * jobs.strides[0]
+        self._attend[Word.JOB_COUNT] = len(chunks)
         self._compiled.attend_words(self._at)
 
     def states(self, first: int, last: int) -> tuple[Floats, Floats, Floats]:
@@ -143,7 +146,8 @@ class KeptStates:
         """[1, Hq, d]: all states merged in ascending order, and divided."""
         room = self._room
         out = torch.empty((1, room.query_heads, room.head_dim), dtype=torch.float32)
-        self._compiled.fold_words(self._fold.ctypes.data)
+        _, fold, end = self._addresses
+        self._compiled.fold_words(fold)
         self._end[BatchWord.OUT] = out.data_ptr()
-        self._compiled.decode_end(self._end.ctypes.data)
+        self._compiled.decode_end(end)
         return out
