@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -200,12 +201,21 @@ class CoreEngine:
         self._evidence.bind(session_id, layer, layer_weights(weights))
 
     def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
-        return answered(self._engine.step(self._request(frame), step_mode(mode)))
+        return self._answered(frame, self._engine.step(self._request(frame), step_mode(mode)))
 
     def step_many(self, frames: Sequence[tuple[FrameInput, FrameMode]]) -> Sequence[FrameResult | CoreError]:
         requests = [self._request(frame) for frame, _ in frames]
         answers = self._engine.step_many(requests, [step_mode(mode) for _, mode in frames])
-        return [one if isinstance(one, CoreError) else answered(one) for one in answers]
+        return [
+            one if isinstance(one, CoreError) else self._answered(frame, one)
+            for (frame, _), one in zip(frames, answers, strict=True)
+        ]
+
+    def _answered(self, frame: FrameInput, answer: StepAnswer) -> FrameResult:
+        result = answered(answer)
+        if frame.promise_later and self._engine.owes_promise(frame.session_id):
+            result.afterwards = partial(self._engine.keep_promise, frame.session_id, frame.generation)
+        return result
 
     def _request(self, frame: FrameInput) -> StepRequest:
         request = step_request(frame, self._geometry)
@@ -303,6 +313,7 @@ def step_request(frame: FrameInput, geometry: Geometry) -> StepRequest:
         deadline=frame.deadline,
         position_epoch=frame.position_epoch,
         next_layer_follows=frame.next_layer_follows,
+        promise_later=frame.promise_later,
     )
 
 

@@ -67,7 +67,7 @@ class SessionHandle:
 class FrameInput:
     """One layer of one step: float32 k, v [rows, kvHeads, headDim] and q [queries, queryHeads, headDim].
     `deadline`: seconds on time.monotonic, the engine's clock; None: none. `position_epoch`: 0 is not
-    stated."""
+    stated. promise_later: what `next_layer_follows` begins may wait for the result's `afterwards`."""
 
     session_id: str
     generation: int
@@ -83,6 +83,7 @@ class FrameInput:
     position_epoch: int = 0
     next_layer_follows: bool = False
     evidence: RowEvidence | None = None
+    promise_later: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,15 @@ class FrameComparison:
 @dataclass(slots=True)
 class FrameResult:
     """`out`: float32 bytes [queries, queryHeads, headDim]. `from_candidate`: whose answer `out` is. refused:
-    what the candidate's own engine refused, where the baseline answers in its place; told once a session."""
+    what the candidate's own engine refused, where the baseline answers in its place; told once a session.
+    afterwards: to be called when the answer has left; raises nothing but defects."""
 
     out: bytes
     receipt: FrameReceipt | StepReceipt
     comparison: FrameComparison | None
     from_candidate: bool
     refused: CoreError | None = None
+    afterwards: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ from kvtier_crds.manifest import Fallback, RuntimeManifest
 
 STAGING_BUFFERS = WINDOW
 MAX_SESSIONS = 1 << 27
+PROMISE_WAIT_SECONDS = 0.05
 
 
 class CacheEngine:
@@ -341,20 +342,35 @@ class CacheEngine:
                 context.forget_views()
         frame = self._resident.prepare(context, request)
         if frame is not None and frame.layer.streamed is None:
-            self._follow(request)
+            self._runner.promise_next(context, request)
         return frame
-
-    def _follow(self, request: StepRequest) -> None:
-        if request.next_layer_follows:
-            self._runner.promise_next(self._contexts[request.session_id], request)
 
     def _streamed(self, frame: ResidentFrame, mode: StepMode) -> StepAnswer:
         """A frame on the short way with chunks on storage; another plan's when that fails."""
-        request = frame.request
-        answer = self._resident.stream(frame, lambda: self._follow(request))
+        request, context = frame.request, self._contexts[frame.request.session_id]
+        answer = self._resident.stream(frame, lambda: self._runner.promise_next(context, request, True))
         if isinstance(answer, Tried):
             return self._general(request, mode, answer)
+        self._runner.promise_next(context, request)
         return in_candidates_name(answer, mode)
+
+    def owes_promise(self, session_id: str) -> bool:
+        """Whether `keep_promise` has something to begin."""
+        context = self._contexts.get(session_id)
+        return context is not None and context.due is not None
+
+    def keep_promise(self, session_id: str, generation: int) -> None:
+        """Begins what the last frame of a session promised for later; nothing where that is over, or frames
+        of others hold the engine for long: a promise that is not kept changes no answer."""
+        if not self._lock.acquire(timeout=PROMISE_WAIT_SECONDS):
+            return
+        try:
+            context = self._contexts.get(session_id)
+            if context is not None and context.session.generation == generation and not self._stopped:
+                with torch.inference_mode():
+                    self._runner.keep_promise(context)
+        finally:
+            self._lock.release()
 
     def _prepared_exactly(self, request: StepRequest, mode: StepMode) -> ResidentFrame | None:
         """As `_prepared`, of a frame that the baseline answers."""

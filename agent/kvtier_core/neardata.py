@@ -31,7 +31,7 @@ from kvtier_core.receiptcheck.states import (
     ranges_digest,
     states_checksum,
 )
-from kvtier_core.tiers.base import Tier, tensor_bytes
+from kvtier_core.tiers.base import Tier
 from kvtier_crds.manifest import NUMERICS_VERSION
 from kvtier_kernels.state import AttentionState
 
@@ -167,7 +167,7 @@ def reduction_of(
         value_dim=width,
         first_query_position=query.first_position,
         queries=queries,
-        query_sha256=hashlib.sha256(tensor_bytes(query.q)).digest(),
+        query_sha256=hashlib.sha256(np.ascontiguousarray(query.q.numpy()).data).digest(),
         mask_sha256=source.visibility_policy_manifest_sha256,
         position_epoch=append.session.position_epoch,
         score_scale=query.frame.scale,

@@ -219,21 +219,40 @@ class StepRunner:
         assert chosen.selection is not None
         return None, self._selecting.attend(chosen.selection, append, query, visible)
 
-    def promise_next(self, context: StepContext, request: StepRequest) -> None:
-        """What a frame on the short way promised. A layer that was in place when it was last attended has
-        nothing to bring."""
-        layer, session = request.layer + 1, context.session
+    def promise_next(self, context: StepContext, request: StepRequest, waits: bool = False) -> None:
+        """What a frame on the short way promised, now or when its answer has left. A layer that was in place
+        when it was last attended has nothing to bring. waits: the frame itself waits for storage, which is
+        better asked for both at once."""
+        context.due = None
+        if not request.next_layer_follows:
+            return
+        layer = request.layer + 1
+        if request.promise_later and not waits:
+            known = context.resident[layer] if layer < len(context.resident) else None
+            if known is None or not known.resident:
+                context.due = request.step, layer
+        else:
+            self._promise(context, request.step, layer)
+
+    def keep_promise(self, context: StepContext) -> None:
+        """What is due, if that layer still comes next."""
+        due, context.due = context.due, None
+        if due is not None and due == (context.session.step, context.session.layer + 1):
+            self._promise(context, *due)
+
+    def _promise(self, context: StepContext, step: int, layer: int) -> None:
+        session = context.session
         if layer >= len(context.resident):
             return
         known = context.resident[layer]
         if known is None or (
             known.streamed is not None and not known.stamp.holds(session.layers[layer].lines)
         ):
-            self._plans.promise(session, request.step, layer)
+            self._plans.promise(session, step, layer)
         elif known.streamed is not None:
-            self._plans.promise_kept(session.session_id, request.step, layer, known.streamed)
+            self._plans.promise_kept(session.session_id, step, layer, known.streamed)
         elif not known.resident:
-            self._plans.promise(session, request.step, layer)
+            self._plans.promise(session, step, layer)
 
     def _exact(
         self,

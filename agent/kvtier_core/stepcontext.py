@@ -25,7 +25,8 @@ from kvtier_core.selectors.wanted import wanted_by
 @dataclass(slots=True)
 class StepContext:
     """What a session's steps need besides its rows. indexes: per layer, None where there is none. resident:
-    what frames on the short way keep, per layer. late: for a family that needs surprisals; fixed: for one
+    what frames on the short way keep, per layer. due: step and layer of what is to be promised when an answer
+    has left. late: for a family that needs surprisals; fixed: for one
     whose index takes no rows behind its context. audit: grades some of its selections."""
 
     session: Session
@@ -33,6 +34,7 @@ class StepContext:
     family: SelectorFamily | None
     indexes: list[LayerIndex | None]
     resident: list[ResidentLayer | None] = field(default_factory=list)
+    due: tuple[int, int] | None = None
     late: LateEvidence | None = None
     fixed: FixedContext | None = None
     audit: SessionAudit | None = None

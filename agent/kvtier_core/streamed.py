@@ -135,8 +135,8 @@ class StreamedDecode:
         follow: Callable[[], object],
     ) -> Streamed:
         """Over rows [0, first position + 1) of the append's layer, the query's own row written.
-        promise: blocks of these rows that are on their way already; follow: called once, when this frame's
-        reads have begun, to begin what comes next. Raises what `Attention.exact` does."""
+        promise: blocks of these rows that are on their way already; follow: called once when this frame waits
+        for storage, to begin what comes next behind its reads. Raises what `Attention.exact` does."""
         visible = query.first_position + 1
         layout, states, deadline = self._store.layout, kept.states, query.deadline
         readers = self._store.directory.readers
@@ -152,11 +152,10 @@ class StreamedDecode:
                 promised=() if promise is None else promise.arrivals,
                 meter=None if promise is None else promise.meter,
             ) as stream:
-                follow()
                 tiers = self._store.tiers
                 reduction = reduction_of(kept.groups, append, query, layout, tiers, self._clock, visible)
                 states.begin(query.q, (visible - 1) % layout.chunk_tokens + 1)
-                came = 0
+                came, followed = 0, False
                 for group in kept.groups:
                     if deadline is not None and self._clock() > deadline:
                         raise self._late(group[0], kept)
@@ -167,7 +166,11 @@ class StreamedDecode:
                         continue
                     first, last = came, came + len(group)
                     while came < last:
-                        buffers = stream.some(min(TOGETHER, last - came))
+                        most = min(TOGETHER, last - came)
+                        if not followed and not stream.here(most):
+                            followed = True
+                            follow()
+                        buffers = stream.some(most)
                         states.take(came, [self._run_of(buffer) for buffer in buffers])
                         came += len(buffers)
                     reduction.take(reduction.receipt_of(group, *states.states(first, last)))

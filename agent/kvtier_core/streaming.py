@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Self
 
 import torch
@@ -373,6 +373,10 @@ class BlockStream:
                 self._blocks.appendleft(last.block)
             if last is first:
                 return
+
+    def here(self, most: int) -> bool:
+        """Whether `some(most)` would not wait: the next blocks have come, or what ended their reads has."""
+        return all(arrival.over for arrival in islice(self._waiting, most)) and bool(self._waiting)
 
     def next(self) -> StagingBuffer:
         """The next block; see `some`."""

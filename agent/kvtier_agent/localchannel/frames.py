@@ -222,6 +222,7 @@ class FrameServer:
             deadline=deadline,
             position_epoch=record.position_epoch,
             next_layer_follows=record.next_layer_follows,
+            promise_later=True,
             evidence=None if record.evidence is None else _evidence(turn, record.evidence, tensors),
         )
         return FrameWork(session, frame, record.queries)
@@ -237,17 +238,28 @@ class FrameServer:
         return packed_answer(self._packer, record.sequence, record.step, record.layer, len(out), turn.answer)
 
     def observe(self, turn: Turn, received_at: float, started_ns: int) -> None:
-        """After the answer has left: gives the frame's place back and measures."""
+        """After the answer has left: gives the frame's place back, begins what was promised, and measures."""
         if turn.entered:
             turn.entered = False
             self._desk.frames.leave()
         code, arm = "OK", ServedArm.BASELINE
         if turn.answer is not None:
+            _go_on(turn.answer)
             arm = turn.answer.arm
             self._desk.observe(turn.attachment.session, turn.record.step, turn.answer, started_ns)
         elif turn.refused is not None:
             code = turn.refused.reason.name
         self._desk.metrics.frame_seconds[arm.value, code].observe(time.monotonic() - received_at)
+
+
+def _go_on(answer: FrameAnswer) -> None:
+    """Whatever goes wrong with a promise costs no answer."""
+    afterwards = answer.result.afterwards
+    if afterwards is not None:
+        try:
+            afterwards()
+        except Exception:
+            log.exception("a promise failed")
 
 
 def _evidence(turn: Turn, given: EvidenceRecord, tensors: NDArray[np.float32]) -> RowEvidence:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvtier.local import memory
 from kvtier.local.frames import tag
 from kvtier.v1 import common_pb2
 from kvtier_agent.config import Limits
+from kvtier_agent.engine_port import FrameInput, FrameMode, FrameResult
 from kvtier_agent.evidence_port import EvidencePort
 from kvtier_core.errors import CoreError, Reason
 from tests.engine.raw_channel import RING, Ended, RawChannel, floats, record
@@ -83,6 +85,34 @@ def test_a_promise_and_a_position_epoch_reach_the_engine(rig: ChannelRig) -> Non
         channel.ask(channel.frame())
     seen = [(frame.next_layer_follows, frame.position_epoch) for frame in rig.engine.frames]
     assert seen == [(True, 3), (False, 0)]
+
+
+@pytest.mark.parametrize("defect", [False, True], ids=["begins", "fails"])
+def test_what_was_promised_begins_when_the_answer_has_left_and_costs_none(
+    rig: ChannelRig, monkeypatch: pytest.MonkeyPatch, defect: bool
+) -> None:
+    step, answered, begun = rig.engine.step, threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def afterwards() -> None:
+        seen.append(answered.wait(SECONDS))
+        begun.set()
+        if defect:
+            raise ZeroDivisionError
+
+    def promising(frame: FrameInput, mode: FrameMode) -> FrameResult:
+        return replace(step(frame, mode), afterwards=afterwards if frame.next_layer_follows else None)
+
+    monkeypatch.setattr(rig.engine, "step", promising)
+    with rig.channel(rig.opened()) as channel:
+        [answer] = channel.ask(channel.frame(next_layer_follows=True))
+        answered.set()
+        assert not answer.HasField("error")
+        assert begun.wait(SECONDS)
+        assert channel.works()
+    assert seen == [True]
+    assert [frame.promise_later for frame in rig.engine.frames] == [True] * len(rig.engine.frames)
+    rig.settled(lambda: rig.frames.count == 0, "the frames' places")
 
 
 def test_computing_happens_on_the_channels_own_thread(rig: ChannelRig) -> None:

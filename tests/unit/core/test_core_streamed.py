@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -123,6 +124,82 @@ class Flaw(OsFileOps):
                 break
             at -= len(buffer)
         return done
+
+
+def test_what_is_promised_for_later_begins_when_it_is_asked_for(
+    tmp_path: Path, rows: Rows, want: torch.Tensor
+) -> None:
+    with engine(tmp_path, STORED) as built:
+        driver = Driver.open(built, rows)
+        driver.forward(TOKENS)
+        name = driver.handle.session_id, driver.handle.generation
+        for at in range(TOKENS, TOKENS + DECODE):
+            for layer in range(LAYERS):
+                follows = layer + 1 < LAYERS
+                request = driver.request(
+                    layer, at, at + 1, next_layer_follows=follows, promise_later=at % 2 == 0
+                )
+                answer = built.step(request)
+                assert torch.equal(answer.out, want[layer, at : at + 1])
+                built.keep_promise(*name)
+                assert not built.owes_promise(name[0])
+            driver.position, driver.step = at + 1, driver.step + 1
+            assert answer.receipt.promised_bytes == answer.receipt.bytes_by_tier["flash"] > 0
+
+
+def another_step(driver: Driver) -> None:
+    decoded(driver, promise_later=True)
+
+
+def ended(driver: Driver) -> None:
+    driver.close()
+
+
+def stopped(driver: Driver) -> None:
+    driver.engine.stop()
+
+
+def busy(driver: Driver) -> None:
+    """Another thread computes a frame."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with driver.engine._lock:
+            held.set()
+            over.wait(60.0)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60.0)
+    driver.engine.keep_promise(driver.handle.session_id, driver.handle.generation)
+    over.set()
+    thread.join(60.0)
+    driver.close()
+
+
+@pytest.mark.parametrize("what", [another_step, ended, stopped, busy], ids=lambda one: one.__name__)
+def test_what_is_promised_for_later_and_is_over_by_then_is_not_begun(
+    tmp_path: Path, rows: Rows, what: Callable[[Driver], None]
+) -> None:
+    with engine(tmp_path, STORED) as built:
+        driver = Driver.open(built, rows)
+        driver.forward(TOKENS)
+        # What is kept of a layer comes with its first frame, which goes on to the next at once.
+        decoded(driver)
+        at, name = driver.position, driver.handle.session_id
+        built.step(driver.request(0, at, at + 1))
+        built._contexts[name].due = driver.step, 1
+        assert built.owes_promise(name)
+        if what is another_step:
+            built.step(driver.request(1, at, at + 1))
+            driver.position, driver.step = at + 1, driver.step + 1
+        what(driver)
+        begun: list[object] = []
+        built._plans.promise_kept = lambda *given: begun.append(given)  # type: ignore[method-assign]
+        built._plans.promise = begun.append  # type: ignore[method-assign, assignment]
+        built.keep_promise(name, driver.handle.generation)
+        assert begun == []
+        assert not built.owes_promise(name)
 
 
 FAULTS = {
