@@ -22,7 +22,7 @@ from kvtier_operator.rollout.state import RolloutState
 DEAD_SECONDS = 1.0
 RECENT_SECONDS = 0.5
 """How old an answer may be that another rollout got from the same agent: half of the shortest interval."""
-RECENT_SHARE = 1 / 4
+RECENT_SHARE = 0.4
 """Of the interval, at a look at the evidence: what happened in between is seen by the next one at the latest.
 Who is woken in between has a reason, and asks anew."""
 
