@@ -9,7 +9,7 @@ unwanted bytes stay in buffers of their own until nothing can arrive there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
@@ -83,38 +83,40 @@ class Promises:
         """As `begin_blocks`, of what `reads` would stream."""
         known = self._begun(session_id, step, layer)
         if known is not None:
-            return known
-        blocks = (block_of(self._store, read.line) for read in reads if read.path in STREAMED)
-        return self.begin_blocks(session_id, step, layer, blocks)
+            # Said again with each block of a prefill.
+            return len(known.arrivals)
+        blocks = [block_of(self._store, read.line) for read in reads if read.path in STREAMED]
+        return self.begin_blocks(
+            session_id, step, layer, [block for block in blocks if block.identity is not None]
+        )
 
-    def begin_blocks(self, session_id: str, step: int, layer: int, blocks: Iterable[Block]) -> int:
-        """Starts to read sealed chunks of a layer, as many as there are buffers; returns how many. A tier
-        that refuses ends it: the frame will meet the refusal, if it is still one."""
+    def begin_blocks(self, session_id: str, step: int, layer: int, blocks: Sequence[Block]) -> int:
+        """Starts to read sealed chunks of a layer, as many as there are buffers; returns how many have begun.
+        Said again it begins what had no buffer before. A tier that refuses ends it: the frame will meet the
+        refusal, if it is still one."""
         known = self._begun(session_id, step, layer)
-        if known is not None:
-            return known
-        self.forget(session_id)
-        meter = Meter(self._clock)
+        if known is None:
+            self.forget(session_id)
+            known = Promise(step, layer, (), Meter(self._clock))
         arrivals: list[Arrival] = []
         deadline = self._clock() + READ_TIMEOUT_SECONDS
-        for block in blocks:
-            if block.identity is None or self._buffers.available <= self._reserve:
-                continue
+        for block in blocks[len(known.arrivals) :]:
+            if self._buffers.available <= self._reserve:
+                break
             buffer = self._buffers.take()
             if buffer is None:
                 break
-            arrivals.append(Arrival(block, buffer, self._buffers, meter))
+            arrivals.append(Arrival(block, buffer, self._buffers, known.meter))
         arrivals = self._launched(arrivals, deadline)
         if arrivals:
-            self._open[session_id] = Promise(step, layer, tuple(arrivals), meter)
-        return len(arrivals)
-
-    def _begun(self, session_id: str, step: int, layer: int) -> int | None:
-        """How many reads began for a promise that was given before, with each block of a prefill."""
-        known = self._open.get(session_id)
-        if known is None or (known.step, known.layer) != (step, layer):
-            return None
+            known = Promise(step, layer, (*known.arrivals, *arrivals), known.meter)
+            self._open[session_id] = known
         return len(known.arrivals)
+
+    def _begun(self, session_id: str, step: int, layer: int) -> Promise | None:
+        """That promise, when it was given before."""
+        known = self._open.get(session_id)
+        return known if known is not None and (known.step, known.layer) == (step, layer) else None
 
     def _launched(self, arrivals: Sequence[Arrival], deadline: float) -> list[Arrival]:
         """Those whose reads began."""

@@ -135,7 +135,7 @@ class StreamedDecode:
         follow: Callable[[], object],
     ) -> Streamed:
         """Over rows [0, first position + 1) of the append's layer, the query's own row written.
-        promise: blocks of these rows that are on their way already; follow: called once when this frame waits
+        promise: blocks of these rows that are on their way already; follow: called whenever this frame waits
         for storage, to begin what comes next behind its reads. Raises what `Attention.exact` does."""
         visible = query.first_position + 1
         layout, states, deadline = self._store.layout, kept.states, query.deadline
@@ -155,7 +155,7 @@ class StreamedDecode:
                 tiers = self._store.tiers
                 reduction = reduction_of(kept.groups, append, query, layout, tiers, self._clock, visible)
                 states.begin(query.q, (visible - 1) % layout.chunk_tokens + 1)
-                came, followed = 0, False
+                came = 0
                 for group in kept.groups:
                     if deadline is not None and self._clock() > deadline:
                         raise self._late(group[0], kept)
@@ -167,8 +167,7 @@ class StreamedDecode:
                     first, last = came, came + len(group)
                     while came < last:
                         most = min(TOGETHER, last - came)
-                        if not followed and not stream.here(most):
-                            followed = True
+                        if not stream.here(most):
                             follow()
                         buffers = stream.some(most)
                         states.take(came, [self._run_of(buffer) for buffer in buffers])

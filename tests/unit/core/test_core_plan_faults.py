@@ -17,7 +17,7 @@ from kvtier_core.placements.preference import PlacementPreference, PlanKind
 from kvtier_core.planner import PlanTerms
 from kvtier_core.planning.facts import Rates
 from kvtier_core.stepplans import WINDOW, Planned
-from tests.unit.core.rowsdouble import CPU, GPU, LAYOUT, NVME, World, by_kept, world
+from tests.unit.core.rowsdouble import CPU, GPU, LAYOUT, NVME, SCALE, World, by_kept, world
 from tests.unit.core.tierdoubles import Read
 
 WHERE = [NVME, CPU, NVME, GPU]
@@ -259,6 +259,23 @@ def layers(made: World) -> None:
     made.append.session.layers.append(type(first)(first.open_tier, first.frontier, list(first.lines)))
 
 
+def test_a_promise_that_is_given_again_goes_on_where_buffers_were_missing(want: torch.Tensor) -> None:
+    with opened([NVME] * 3 + [GPU]) as made, torch.inference_mode():
+        plans, storage = made.plans, made.store.storage
+        kept = plans.streamed.keep(plans.of_decode(made.append, made.visible), SCALE)
+        assert kept is not None
+        plans.buffers.limit = WINDOW + 2
+        for _ in range(2):
+            assert plans.promise_kept("r1", 0, 0, kept) == 2 == len(storage.reads)
+        plans.buffers.limit = WINDOW + 4
+        for _ in range(2):
+            assert plans.promise_kept("r1", 0, 0, kept) == 3 == len(storage.reads)
+        planned = by_kept(made)
+        assert planned.attended.promised_bytes == 3 * LAYOUT.payload_bytes
+        assert torch.equal(planned.attended.out, want)
+        assert plans.buffers.available == plans.buffers.limit
+
+
 @both_ways
 @pytest.mark.parametrize("promised", [Reason.CHECKSUM_MISMATCH, Reason.TRANSFER_FAILED, None], ids=str)
 def test_a_promise_that_fails_costs_its_own_time_only(
@@ -313,7 +330,7 @@ def test_what_follows_begins_behind_the_reads_of_a_kept_plan(want: torch.Tensor)
             made.plans.promise(session, 0, 1)
 
         first = by_kept(made, follow=follow)
-        assert begun == [3]
+        assert begun[0] == 3
         assert len(storage.reads) == 6
         for read in storage.reads[3:]:
             read.end()

@@ -195,7 +195,7 @@ def test_what_is_promised_for_later_and_is_over_by_then_is_not_begun(
             driver.position, driver.step = at + 1, driver.step + 1
         what(driver)
         begun: list[object] = []
-        built._plans.promise_kept = lambda *given: begun.append(given)  # type: ignore[method-assign]
+        built._plans.promise_kept = lambda *given: begun.append(given)  # type: ignore[method-assign, assignment]
         built._plans.promise = begun.append  # type: ignore[method-assign, assignment]
         built.keep_promise(name, driver.handle.generation)
         assert begun == []
