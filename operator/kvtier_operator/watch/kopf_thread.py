@@ -143,6 +143,8 @@ def settings() -> kopf.OperatorSettings:
     made.networking.connect_timeout = 10
     made.networking.error_backoffs = Backoffs()
     made.queueing.exit_timeout = 1.0
+    # For so long kopf keeps the last event of an object, whole, after it was handled.
+    made.queueing.idle_timeout = 0.5
     for kind, selector in SELECTORS.items():
         resource = RESOURCES[kind]
         made.watching.label_selectors[resource.group, resource.plural] = selector
