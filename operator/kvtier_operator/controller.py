@@ -1,6 +1,6 @@
-"""Runs one reconciler over one queue: a few workers, a deadline for each run, a span and a measurement.
+"""Runs one reconciler over one queue: a few runs at once, a deadline for each, a span and a measurement.
 
-Lives in the operator's own event loop. Workers stand still while this process does not lead. This module
+Lives in the operator's own event loop. It stands still while this process does not lead. This module
 must not know any kind.
 """
 
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 from kvtier_operator.ports import (
@@ -90,6 +91,7 @@ class Controller:
         self._changed = asyncio.Event()
         self._leading = asyncio.Event()
         self._in_flight: set[asyncio.Task[Result]] = set()
+        self._unbegun: set[ObjectKey] = set()
 
     @property
     def idle(self) -> bool:
@@ -117,40 +119,37 @@ class Controller:
             task.cancel()
 
     async def run(self) -> None:
-        """Until cancelled. A worker that raises (a defect) ends all of them, so that it is seen."""
+        """Until cancelled. A run that raises (a defect) ends all of them, so that it is seen. One loop hands
+        out the keys: of many workers that wait, each change would wake all."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._limits.workers):
-                group.create_task(self._work())
+            while True:
+                await self._leading.wait()
+                full = len(self._in_flight) >= self._limits.workers
+                taken = None if full else self._state.take(self._clock.monotonic())
+                if taken is None:
+                    await self._wait_for_work(full=full)
+                    continue
+                self._metrics.queue_depth(self._kind, len(self._state))
+                self._metrics.queue_wait(self._kind, taken.waited_seconds)
+                self._unbegun.add(taken.key)
+                task = group.create_task(self._run_once(taken.key))
+                self._in_flight.add(task)
+                task.add_done_callback(partial(self._ended, taken.key))
 
-    async def _work(self) -> None:
-        while True:
-            await self._leading.wait()
-            taken = self._state.take(self._clock.monotonic())
-            if taken is None:
-                await self._wait_for_work()
-                continue
-            self._metrics.queue_depth(self._kind, len(self._state))
-            self._metrics.queue_wait(self._kind, taken.waited_seconds)
-            task = asyncio.ensure_future(self._run_once(taken.key))
-            self._in_flight.add(task)
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                # Either stand_by() cancelled the run, or the worker itself is being stopped.
-                current = asyncio.current_task()
-                if current is not None and current.cancelling():
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
-                    raise
-            finally:
-                self._in_flight.discard(task)
+    def _ended(self, key: ObjectKey, task: asyncio.Task[Result]) -> None:
+        """Only now is there room for another."""
+        self._in_flight.discard(task)
+        if key in self._unbegun:
+            # Cancelled before it could note anything.
+            self._unbegun.discard(key)
+            self._state.succeeded(key, self._clock.monotonic(), 0.0)
+        self._changed.set()
 
-    async def _wait_for_work(self) -> None:
+    async def _wait_for_work(self, *, full: bool) -> None:
         due = self._state.next_due()
         self._changed.clear()
         idle = MAX_IDLE_SECONDS
-        if due is not None:
+        if due is not None and not full:
             idle = min(idle, max(0.0, due - self._clock.monotonic()))
         # Not wait_for: in Python 3.11 it may swallow a cancellation that comes with the event.
         with contextlib.suppress(TimeoutError):
@@ -158,6 +157,7 @@ class Controller:
                 await self._changed.wait()
 
     async def _run_once(self, key: ObjectKey) -> Result:
+        self._unbegun.discard(key)
         started = self._clock.monotonic()
         result = Result.CANCELLED
         requeue: float | None = None
@@ -177,7 +177,6 @@ class Controller:
             else:
                 self._state.failed(key, now, asked)
             self._metrics.queue_depth(self._kind, len(self._state))
-            self._changed.set()
         return result
 
     async def _traced(self, key: ObjectKey) -> tuple[Result, float | None, float]:

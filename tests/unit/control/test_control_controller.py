@@ -213,3 +213,55 @@ async def test_a_full_queue_asks_for_a_relist() -> None:
         bench.controller.add(key("a"))
         bench.controller.add(key("b"))
     assert bench.overflows == [True]
+
+
+async def turn_until(reached: Callable[[], bool]) -> None:
+    """Turn by turn of the loop, so that the next line acts right after that."""
+    for _ in range(1_000_000):
+        if reached():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("never")
+
+
+async def test_a_run_that_is_cancelled_before_it_begins_is_not_lost() -> None:
+    """The Lease is lost between handing a key out and its first step."""
+    async with running(workers=1) as bench:
+        bench.controller.add(key("a"))
+        await turn_until(lambda: bool(bench.controller._in_flight))
+        bench.controller.stand_by()
+        assert not bench.reconciler.entered.is_set()
+        await turn_until(lambda: not bench.controller._in_flight)
+        bench.controller.lead()
+        await bench.reconciler.until(1)
+    assert bench.reconciler.ran == ["a"]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_so_many_run_at_once_and_the_rest_as_soon_as_there_is_room(workers: int) -> None:
+    async with running(workers=workers) as bench:
+        bench.reconciler.gate.clear()
+        for number in range(7):
+            bench.controller.add(key(f"k{number}"))
+        await turn_until(lambda: len(bench.reconciler.now) >= workers)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(bench.reconciler.now) == workers
+        bench.reconciler.gate.set()
+        await bench.reconciler.until(7)
+    assert sorted(bench.reconciler.ran) == [f"k{number}" for number in range(7)]
+
+
+async def test_a_defect_ends_all_runs_and_is_seen() -> None:
+    bench = Bench(Limits(workers=2, backoff=QUICK))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    bench.metrics.reconciled = broken  # type: ignore[method-assign]
+    bench.controller.lead()
+    bench.controller.add(key("a"))
+    async with asyncio.timeout(60):
+        with pytest.raises(ExceptionGroup) as caught:
+            await bench.controller.run()
+    assert caught.group_contains(RuntimeError, match="a defect")
