@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvtier_core import assembly
 from kvtier_core.errors import CoreError
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
 from kvtier_core.selectors.lifecycle.memory import IndexMemory
 from kvtier_core.selectors.lifecycle.works import IndexWorks
 from kvtier_core.streaming import BufferPool
-from kvtier_core.tiers.nvme import NvmeTier
+from kvtier_core.tiers.nvme import NvmeOptions, NvmeTier
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_core.tiers.transfer import TransferItem, TransferSink
 from tests.unit.core.builders import CANDIDATE, CHUNK, LAYERS, PAGE, Driver, Rows, cpu, engine, nvme, quest
@@ -43,6 +45,8 @@ class Counted:
             submit(tier, items if ranged else [replace(item, ranges=None) for item in items], deadline, sink)
 
         monkeypatch.setattr(NvmeTier, "submit_read", ask)
+        # So small blocks are otherwise read whole.
+        monkeypatch.setattr(assembly, "NvmeOptions", partial(NvmeOptions, whole_bytes=0))
 
     @property
     def bytes(self) -> int:
