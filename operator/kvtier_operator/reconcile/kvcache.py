@@ -91,6 +91,7 @@ class KVCacheReconciler:
         self._revisions: dict[str, bytes] = {}
         self._labelled: dict[str, str] = {}
         self._removal_fence: dict[str, int] = {}
+        self._overtaken: dict[str, int] = {}
 
     async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
         cache = self._deps.store.get(key)
@@ -110,7 +111,10 @@ class KVCacheReconciler:
         except RevisionDamaged as error:
             damaged = str(error)
         rollout = self._owned_by_rollout(cache)
+        fence = adopted.fence if adopted is not None else 0
         results = await self._converge(key, cache, adopted, views, feasible, rollout=rollout)
+        if self._overtakes(cache, results, fence, rollout=rollout):
+            return Requeue(RETRY_SECONDS, "agents are told again under the number that has just been taken")
         findings = Findings(
             cache=cache,
             missing=resolved.missing,
@@ -274,6 +278,16 @@ class KVCacheReconciler:
             await self._advance_fence(key, cache, highest + 1)
         return results
 
+    def _overtakes(self, cache: JsonObject, results: list[NodeResult], fence: int, *, rollout: bool) -> bool:
+        """Whether agents refused only the number, and a higher one was taken: an edit of what they are told
+        of a cache has none of its own. Nobody need hear of it, unless it happens twice for one edit."""
+        generation = int(cache["metadata"].get("generation") or 1)
+        if rollout or not fence or not any(result.fence_refused for result in results):
+            return False
+        again = self._overtaken.get(_uid(cache)) == generation
+        self._overtaken[_uid(cache)] = generation
+        return not again
+
     async def _advance_fence(self, key: ObjectKey, cache: JsonObject, to: int) -> int:
         before = (cache.get("status") or {}).get("fence")
         await self._deps.api.compare_and_swap(
@@ -394,6 +408,7 @@ class KVCacheReconciler:
         self._removal_fence.pop(uid, None)
         self._ledger_written.pop(uid, None)
         self._labelled.pop(uid, None)
+        self._overtaken.pop(uid, None)
         return Done()
 
     def _removal_grace(self, cache: JsonObject) -> timedelta:

@@ -324,6 +324,37 @@ async def test_an_edit_of_admission_reaches_every_agent_under_a_fence_of_its_own
     assert {held[UID][1] for held in bench.agents.caches.values()} == {cache["status"]["baseline"]["digest"]}
 
 
+async def test_a_number_that_an_edit_of_admission_lacks_is_no_problem_of_any_agent() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    bench.api.events.clear()
+    bench.api.writes.clear()
+    cache["spec"]["admission"] = {"queue": 9}
+    cache["metadata"]["generation"] = 2
+    bench.api.catch_up()
+    cache = await settle(bench, reconciler)
+    assert [reason for reason, _ in bench.api.events] == []
+    assert len(bench.api.writes) == 2, "the number, and that the edit was seen"
+    assert cache["status"]["observedGeneration"] == 2
+    assert {one.queue for one in bench.agents.admissions.values()} == {9}
+
+
+async def test_a_number_that_is_refused_again_is_told() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+
+    async def refused(node: AgentTarget, request: object, **_: object) -> control.ApplyBaselineResponse:
+        raise AgentError(node.name, "FENCE_CONFLICT", "used", 0.0, {"highest_fence": "1"})
+
+    bench.agents.apply_baseline = refused  # type: ignore[assignment, method-assign]
+    cache["spec"]["admission"] = {"queue": 9}
+    bench.api.catch_up()
+    cache = await settle(bench, reconciler)
+    assert conditions(cache)["Ready"] == ("False", "BaselineNotProved")
+
+
 async def test_a_rollouts_fence_is_not_spent_on_an_edit_of_admission() -> None:
     bench = bench_with()
     reconciler = KVCacheReconciler(bench.deps)
