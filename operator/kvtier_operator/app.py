@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 # longer than a third of a common lease.
 DEFAULT_LIMITS = {
     Kind.KV_CACHE: Limits(workers=16),
-    Kind.KV_ROLLOUT: Limits(workers=32, backoff=Backoff(limit_seconds=10.0)),
+    Kind.KV_ROLLOUT: Limits(workers=24, backoff=Backoff(limit_seconds=10.0)),
 }
 WATCH_DOWN_SECONDS = 60.0
 DRAIN_SECONDS = 3.0
