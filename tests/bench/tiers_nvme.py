@@ -280,7 +280,7 @@ def _rows_of(name: str, size: int, ours: list[Spent], raw: list[Spent]) -> Itera
 
 def _restart(folder: Path) -> Iterator[Row]:
     """Headers of blocks that an orderly end and that a kill left, found by the next opening. Files are copied
-    through the page cache, which a store is not written through: a copy is on the disk before it is opened."""
+    through the page cache, which a store is not written through: a copy is on the disk before it opens."""
     for name in ("16k", "128k"):
         layout = SIZES[name]
         tier = _reopened(folder / "ours", layout, RESTART_BLOCKS)
