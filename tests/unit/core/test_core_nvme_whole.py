@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier_core.layout import ChunkLayout
 from kvtier_core.tiers.block import HEADER_BYTES, read_header
 from kvtier_core.tiers.nvme import verify_store
 from kvtier_core.tiers.nvme.crypto import MemoryKeys
@@ -16,7 +17,7 @@ from kvtier_core.tiers.nvme.superblock import SUPERBLOCK_BYTES
 from kvtier_core.tiers.nvme.verify import BlockVerdict
 from kvtier_core.tiers.staging import PAGE
 from tests.unit.core.builders import FakeClock
-from tests.unit.core.nvme_store import FOREVER, Heard, content, open_store, recovered_items, store
+from tests.unit.core.nvme_store import FOREVER, Heard, content, load, open_store, recovered_items, store
 from tests.unit.core.test_core_nvme_ranges import SIZE, WIDE, ranged, read
 
 
@@ -98,3 +99,19 @@ def test_a_batch_of_nothing_is_nothing(tmp_path: Path) -> None:
         submit([], FOREVER, heard)
     assert tier.counts.reads == tier.counts.writes == 0
     tier.close()
+
+
+@pytest.mark.parametrize("kind", ["xxh3", "crc32c"])
+def test_an_encrypted_block_that_is_hashed_in_parts_is_whole(tmp_path: Path, kind: str) -> None:
+    layout = ChunkLayout(2, 256, 80)
+    size = layout.payload_bytes
+    keys = MemoryKeys(random.Random(5).randbytes)
+    tier = open_store(tmp_path, layout=layout, keys=keys, kind=kind, seek_bytes=0)
+    (item,) = store(tier, "a")
+    assert load(tier, [item]) == [content("a", size=size)]
+    last = ranged(item, [(size - 9, size)], size)
+    assert read(tier, [last]) == [None]
+    assert bytes(last.landing.body[-9:]) == content("a", size=size)[-9:]
+    tier.close()
+    report = verify_store(tier.path, keys)
+    assert report.whole and report.counts == {BlockVerdict.GOOD: 1}

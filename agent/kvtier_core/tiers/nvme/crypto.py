@@ -39,6 +39,7 @@ SALT_BYTES = 16
 NONCE_BYTES = 12
 TAG_BYTES = 16
 _CACHED_KEYS = 1024
+_HOT_BYTES = 128 << 10
 _DOMAIN = b"kvtier block encryption v1\0"
 
 
@@ -127,19 +128,21 @@ class BlockCipher:
         target: memoryview, segment: int, before: Running, after: Running,
     ) -> bytes:  # fmt: skip
         """Writes the ciphertext to `target` (len(plain) + TAG_BYTES, the rest scratch) and returns the tags
-        of its segments, one after the other. before, after: are given each segment of the plain payload and
-        of the ciphertext while it is in the caches."""
+        of its segments, one after the other. before, after: are given the plain payload and the ciphertext,
+        part by part, while these are in the caches."""
         reference, salt, nonce = sealed_by
         cipher, bound = self._key(reference, salt, namespace).cipher, associated_data(header)
-        tags = []
-        for at, start in enumerate(range(0, len(plain), segment)):
-            end = min(start + segment, len(plain))
-            # The tag arrives where the next segment's ciphertext will.
-            part = plain[start:end]
+        tags, hot = [], max(segment, _HOT_BYTES // segment * segment)
+        for first in range(0, len(plain), hot):
+            part = plain[first : first + hot]
             before.add(part)
-            cipher.encrypt_into(_nonce(nonce, at), part, bound, target[start : end + TAG_BYTES])
-            after.add(target[start:end])
-            tags.append(bytes(target[end : end + TAG_BYTES]))
+            for start in range(first, first + len(part), segment):
+                end = min(start + segment, len(plain))
+                # The tag arrives where the next segment's ciphertext will.
+                room = target[start : end + TAG_BYTES]
+                cipher.encrypt_into(_nonce(nonce, start // segment), plain[start:end], bound, room)
+                tags.append(bytes(target[end : end + TAG_BYTES]))
+            after.add(target[first : first + len(part)])
         return b"".join(tags)
 
     def decrypt(self, header: BlockHeader, page: memoryview, stored: memoryview, target: memoryview) -> None:
