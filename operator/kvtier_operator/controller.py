@@ -91,7 +91,7 @@ class Controller:
         self._changed = asyncio.Event()
         self._leading = asyncio.Event()
         self._in_flight: set[asyncio.Task[Result]] = set()
-        self._unbegun: set[ObjectKey] = set()
+        self._unbegun: dict[ObjectKey, asyncio.Task[Result]] = {}
 
     @property
     def idle(self) -> bool:
@@ -131,17 +131,16 @@ class Controller:
                     continue
                 self._metrics.queue_depth(self._kind, len(self._state))
                 self._metrics.queue_wait(self._kind, taken.waited_seconds)
-                self._unbegun.add(taken.key)
-                task = group.create_task(self._run_once(taken.key))
+                task = self._unbegun[taken.key] = group.create_task(self._run_once(taken.key))
                 self._in_flight.add(task)
                 task.add_done_callback(partial(self._ended, taken.key))
 
     def _ended(self, key: ObjectKey, task: asyncio.Task[Result]) -> None:
         """Only now is there room for another."""
         self._in_flight.discard(task)
-        if key in self._unbegun:
-            # Cancelled before it could note anything.
-            self._unbegun.discard(key)
+        if self._unbegun.get(key) is task:
+            # Cancelled before it could note anything. Its key may be out again already, for another run.
+            del self._unbegun[key]
             self._state.succeeded(key, self._clock.monotonic(), 0.0)
         self._changed.set()
 
@@ -157,7 +156,7 @@ class Controller:
                 await self._changed.wait()
 
     async def _run_once(self, key: ObjectKey) -> Result:
-        self._unbegun.discard(key)
+        self._unbegun.pop(key, None)
         started = self._clock.monotonic()
         result = Result.CANCELLED
         requeue: float | None = None

@@ -265,3 +265,26 @@ async def test_a_defect_ends_all_runs_and_is_seen() -> None:
         with pytest.raises(ExceptionGroup) as caught:
             await bench.controller.run()
     assert caught.group_contains(RuntimeError, match="a defect")
+
+
+async def test_a_key_that_is_out_again_before_its_last_run_was_cleared_away_is_not_taken_for_that_one() -> (
+    None
+):
+    async with running(workers=2) as bench:
+
+        def again() -> ReconcileOutcome:
+            bench.controller.add(key("a"))
+            bench.controller.add(key("b"))
+            bench.reconciler.gate.clear()
+            return Done()
+
+        bench.reconciler.script = [again]
+        bench.controller.add(key("a"))
+        await bench.reconciler.until(1)
+        await turn_until(lambda: bench.reconciler.now == {"a", "b"})
+        bench.controller.stand_by()
+        await bench.reconciler.until(3)
+        bench.reconciler.gate.set()
+        bench.controller.lead()
+        await bench.reconciler.until(5)
+    assert sorted(bench.reconciler.ran) == ["a", "a", "a", "b", "b"]
