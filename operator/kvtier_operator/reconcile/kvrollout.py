@@ -117,6 +117,12 @@ class KVRolloutReconciler:
             await self._tell_unreadable(rollout, kept, error)
             raise
         plan = next_plan(facts.state, facts.inputs)
+        if run.aged and plan.transition is not None and not _returns(facts.state, plan):
+            # Nothing goes on by what agents told others a while ago: they may have let go since.
+            run.anew, run.pool = True, None
+            run.known = pair if run.live else None
+            run.live = True
+            return None
         if not run.live and not self._quiet(facts, plan, kept, run):
             # Decided once more on what the server says; what agents have answered counts while it agrees.
             run.live = True

@@ -61,12 +61,15 @@ from kvtier_operator.rollout.vocabulary import CandidateClass, Phase, Stage
 class Run:
     """What one call of `reconcile` has learned between its passes. live: the server itself is read, no longer
     the read cache. known: both objects as it has given them since, for the next pass. vouched: the versions
-    that were found in the read cache, while pool and look were taken with them. probes: by ConfigMap."""
+    that were found in the read cache, while pool and look were taken with them. aged: of the pool's answers
+    some may be older than `RECENT_SECONDS`; anew: none may from now on. probes: by ConfigMap."""
 
     live: bool = False
     known: Pair | None = None
     vouched: tuple[str, str] | None = None
     pool: Pool | None = None
+    aged: bool = False
+    anew: bool = False
     look: Look | None = None
     changed: dict[str, AgentView] = field(default_factory=dict)
     tried: set[tuple[str, int, str]] = field(default_factory=set)
@@ -282,8 +285,10 @@ class Gatherer:
             return Pool((), {})
         if run.pool is None:
             if state.phase is Phase.ROLLING_BACK or state.revoking is not None:
-                run.pool = unasked(members, kept.memory)
+                run.pool, run.aged = unasked(members, kept.memory), False
             else:
+                max_age = RECENT_SECONDS if run.anew else self._max_age(state, spec)
+                run.aged = max_age > RECENT_SECONDS
                 run.pool = await self._observer.observe(
                     members,
                     cache_uid=cache["metadata"]["uid"],
@@ -291,7 +296,7 @@ class Gatherer:
                     state=state,
                     max_nodes=spec.blast_radius.max_nodes if spec else 0,
                     memory=kept.memory,
-                    max_age=self._max_age(state, spec),
+                    max_age=max_age,
                 )
         views = tuple(run.changed.get(view.node, view) for view in run.pool.views)
         return Pool(views, run.pool.targets)

@@ -24,7 +24,7 @@ RECENT_SECONDS = 0.5
 """How old an answer may be that another rollout got from the same agent: half of the shortest interval."""
 RECENT_SHARE = 0.4
 """Of the interval, at a look at the evidence: what happened in between is seen by the next one at the latest.
-Who is woken in between has a reason, and asks anew."""
+Who is woken in between has a reason, and asks anew; so does whoever would go on to another step."""
 
 
 @dataclass

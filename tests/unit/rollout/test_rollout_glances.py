@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from kvtier_operator.agents.recent import RecentAgents
 from kvtier_operator.agents.renewal import LeaseRenewer
 from kvtier_operator.lastreads import LastReads
-from kvtier_operator.ports import JsonObject, Kind, ObjectKey
+from kvtier_operator.ports import JsonObject, Kind, ObjectKey, Requeue
+from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
 from kvtier_operator.rollout.pairs import VOUCHED_SECONDS
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import StoreView, World, copied, held
@@ -153,6 +155,30 @@ async def test_a_node_that_joins_is_granted_on_what_the_server_says() -> None:
     await world.run(2)
     assert "node-9" in held(world)
     assert {world.rollout, world.cache_key} <= set(asked)
+
+
+async def test_nothing_goes_on_by_what_an_agent_told_another_before_it_fell_silent() -> None:
+    """At a look what others were told a while ago will do; a step that passes there asks anew."""
+    world = World(leaseTTL="60s")
+    await world.until("Progressing", "Canary")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.run(25)
+    agents = RecentAgents(world.deps.agents, world.clock)
+    object.__setattr__(world.deps, "agents", agents)
+    world.operator = KVRolloutReconciler(world.deps, feed=world.feed)
+    due = await world.pass_()
+    assert isinstance(due, Requeue) and due.after_seconds > 3.0
+    world.clock.seconds += due.after_seconds - 1.0
+    for member in world.deps.fleet.members("serving", "default"):
+        await agents.recent_state(member.target, "another", 0.0)
+    world.sims["node-0"].cut_off = True
+    world.clock.seconds += 1.0
+    world.feed.default = Verdict.PASS
+    looks = world.feed.looks
+    await world.pass_()
+    assert world.feed.looks > looks
+    assert world.where == ("Progressing", "Canary", 0)
+    assert [one["node"] for one in world.status["unreachable"]] == ["node-0"]
 
 
 def read(version: str, uid: str = "u") -> JsonObject:
