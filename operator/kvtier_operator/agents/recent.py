@@ -71,6 +71,7 @@ class RecentAgents:
             if (
                 waiting is None
                 or (waiting.target, waiting.seconds) != (node, deadline_seconds)
+                or self._clock.monotonic() - waiting.sent > max_age_seconds
                 or waiting.sent <= self._told.get((node.name, cache_uid), self._forgotten)
             ):
                 return await self._ask(node, deadline_seconds)

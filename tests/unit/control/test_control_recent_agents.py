@@ -175,6 +175,20 @@ async def test_a_failure_is_that_of_all_who_waited_for_it() -> None:
     assert await rig.look() == 2
 
 
+@pytest.mark.parametrize("passed, answer", [(AGE, 1), (AGE + 0.1, 2)], ids=["in-time", "too-long-ago"])
+async def test_who_asks_waits_for_no_question_that_is_older_than_the_answer_may_be(
+    passed: float, answer: int
+) -> None:
+    rig = Rig()
+    (looking,) = await asking(rig, "other")
+    rig.clock.advance(passed)
+    mine = asyncio.create_task(rig.look("mine"))
+    await asyncio.sleep(0)
+    assert rig.asked.answer is not None
+    rig.asked.answer.set()
+    assert (await looking, await mine) == (1, answer)
+
+
 async def test_who_has_told_the_agent_something_does_not_wait_for_an_older_question() -> None:
     rig = Rig()
     (looking,) = await asking(rig, "other")
