@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier_operator.kube.resources import key_of
-from kvtier_operator.ports import ApiError, Deps, JsonObject, Kind, ObjectKey
+from kvtier_operator.ports import ApiError, Deps, JsonObject, Kind, NotFound, ObjectKey
 from kvtier_operator.rollout.pairs import cache_key_of
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,11 @@ class LeaseReads:
         found = {}
         for one in seen:
             key = key_of(one)
-            rollout, cache = by_key.get(key), by_key.get(cache_key_of(key, one))
+            cache_key = cache_key_of(key, one)
+            rollout, cache = by_key.get(key), by_key.get(cache_key)
+            for where, there in ((key, rollout), (cache_key, cache)):
+                if there is None:
+                    self._deps.reads.forget(where)
             if rollout is not None and cache is not None:
                 found[key] = BothRead(rollout, cache, at)
         return found
@@ -95,6 +99,10 @@ class LeaseReads:
                     self._deps.api.get(key), self._deps.api.get(cache_key_of(key, seen))
                 )
         except ApiError as error:
+            if isinstance(error, NotFound):
+                # One of the two, nobody says which.
+                self._deps.reads.forget(key)
+                self._deps.reads.forget(cache_key_of(key, seen))
             _log.warning("lease not renewed", extra={"rollout": str(key), "error": str(error)})
             return key, None
         self._note((rollout, cache), at)

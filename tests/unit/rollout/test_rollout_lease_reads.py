@@ -90,6 +90,19 @@ async def test_what_a_list_does_not_hold_any_more_is_not_there() -> None:
     assert [one is None for one in found] == [True, True, *[False] * LIST_FROM]
 
 
+@pytest.mark.parametrize("due", [LIST_FROM, 1], ids=["listed", "one-by-one"])
+async def test_nobody_vouches_for_what_the_server_does_not_have_any_more(due: int) -> None:
+    server = Server(a=LIST_FROM)
+    reads = server.reads()
+    await reads.read(server.due("a", due))
+    cached = server.due("a", due)
+    gone = ObjectKey(Kind.KV_ROLLOUT, "a", "o-0")
+    assert server.noted.vouch(gone, cached[0], 0.0)
+    del server.objects[gone]
+    assert (await reads.read(cached))[0] is None
+    assert not server.noted.vouch(gone, cached[0], 0.0)
+
+
 async def test_a_namespace_that_cannot_be_listed_leaves_the_others_alone() -> None:
     server = Server(a=LIST_FROM, b=LIST_FROM, c=1)
     server.broken = "a"
