@@ -127,11 +127,13 @@ class BlockFile:
 
     def release(self, remove: bool = False) -> None:
         """Gives up descriptor and lock. remove: and the file, before another can take the lock."""
-        if remove:
-            self._files.remove(self.path)
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            self._files.close(fd)
+        try:
+            if remove:
+                self._files.remove(self.path)
+        finally:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                self._files.close(fd)
 
 
 class RunScratch:

@@ -101,7 +101,8 @@ class IoPool:
     @property
     def state(self) -> PoolState:
         with self._lock:
-            busy = bool(self._queue or self._running)
+            # What is queued while all threads have ended never begins.
+            busy = bool(self._running or (self._queue and self._threads))
             return PoolState(len(self._threads), len(self._hung), self._queued_items, busy)
 
     def submit(self, jobs: Sequence[Job], *, inner: bool = False, first: bool = False) -> None:

@@ -476,12 +476,12 @@ class NvmeTier(Tier):
         self._give_back_when_over()
 
     def _give_back_when_over(self) -> None:
-        """Called by whoever closes and by each thread whose call returns behind it: the last one does it."""
+        """Called by whoever closes and by each thread whose call returns behind it: the last one does it.
+        Nobody returns while another is at it: who has closed a store may open it again."""
         with self._closing:
-            if not self._closed or self._pool.state.busy:
-                return
-            self._closed = False
-        self._file.release(remove=not self.persistent)
+            if self._closed and not self._pool.state.busy:
+                self._closed = False
+                self._file.release(remove=not self.persistent)
 
     def _hung_changed(self) -> None:
         self._health.hung_changed()
