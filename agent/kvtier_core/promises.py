@@ -119,15 +119,17 @@ class Promises:
         return known if known is not None and (known.step, known.layer) == (step, layer) else None
 
     def _launched(self, arrivals: Sequence[Arrival], deadline: float) -> list[Arrival]:
-        """Those whose reads began."""
+        """The leading ones whose reads began: where a tier refuses, those behind are left too."""
         begun: list[Arrival] = []
         for group in by_tier(arrivals):
             count = 0
             with contextlib.suppress(CoreError):
                 count, _ = launch(group, deadline, self._executor)
             begun += group[:count]
-            for arrival in group[count:]:
-                self._buffers.give(arrival.buffer)
+            if count < len(group):
+                break
+        for arrival in arrivals[len(begun) :]:
+            self._buffers.give(arrival.buffer)
         return begun
 
     def take(self, session_id: str, step: int, layer: int) -> Promise | None:
