@@ -92,7 +92,7 @@ class BlockSessions:
             keys = await host.run(partial(_keys, call.source, span, call.manifest))
             asked = hashlib.sha256(keys.tobytes()).digest()
             if host is not common.host:
-                await bring([key.tobytes() for key in keys], common, host)
+                await bring([key.tobytes() for key in keys], replace(common, deadline=deadline), host)
             fetch = await host.run(
                 lambda: host.store.fetch(
                     [key.tobytes() for key in keys], namespace=call.caller.namespace, deadline=deadline

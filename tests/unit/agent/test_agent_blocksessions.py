@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import pytest
 from kvtier.v1 import blocks_pb2
 from kvtier_agent import blocksessions
 from kvtier_agent.arriving import Arriving
-from kvtier_agent.blockcalls import BlockCalls
+from kvtier_agent.blockcalls import BlockCalls, Call
 from kvtier_agent.blocksessions import BlockSessions
 from kvtier_agent.engine_port import EngineRunner
 from kvtier_agent.node import Node
@@ -117,7 +118,7 @@ class Moving(BlockSessions):
 
     def _of(self, scope: object, session_id: str, generation: int) -> Any:
         host = self.hosts.pop(0) if len(self.hosts) > 1 else self.hosts[0]
-        caller = SimpleNamespace(namespace=b"n" * 32)
+        caller = SimpleNamespace(namespace=b"n" * 32, source=())
         call = SimpleNamespace(host=host, source=None, manifest=None, caller=caller, deadline=1.0)
         handle = SimpleNamespace(session_id="s", generation=1)
 
@@ -170,6 +171,30 @@ async def test_blocks_that_take_no_calls_any_more_are_left_for_those_in_their_pl
     sessions = Moving(former, adopted, lambda *_: 4)
     assert (await sessions.start(REQUEST)).rows == 4
     assert sessions.asked == [adopted]
+
+
+@pytest.mark.usefixtures("no_keys")
+async def test_blocks_that_are_copied_at_the_second_try_have_until_the_calls_own_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who asks for a call's place again is given time as if it had just come."""
+    hosts, deadlines, given = [Host(Scope([])), Host(Scope([]))], [1.0, 9.0], list[float]()
+
+    class Given(Moving):
+        def _of(self, scope: object, session_id: str, generation: int) -> Any:
+            call, session, prefixes = super()._of(scope, session_id, generation)
+            return Call(call.host, call.host, call.host, call.caller, deadlines.pop(0)), session, prefixes
+
+    async def brought(keys: object, source: Call, into: object) -> None:
+        given.append(source.deadline)
+
+    monkeypatch.setattr(blocksessions, "bring", brought)
+    monkeypatch.setattr(
+        blocksessions, "call_for", lambda call, _: replace(call, host=cast(Any, hosts.pop(0)))
+    )
+    common = Host(Scope([]))
+    assert (await Given(common, common, telling(Reason.NOT_VISIBLE)).start(REQUEST)).rows == 4
+    assert given == [1.0, 1.0]
 
 
 @pytest.mark.usefixtures("no_keys")
