@@ -90,12 +90,18 @@ def definition(kind: type[Resource]) -> Json:
                     "served": True,
                     "storage": True,
                     "subresources": {"status": {}},
+                    **_selectable(kind),
                     "additionalPrinterColumns": [_column(column.model_dump()) for column in kind.COLUMNS],
                     "schema": {"openAPIV3Schema": _root(kind)},
                 }
             ],
         },
     }
+
+
+def _selectable(kind: type[Resource]) -> Json:
+    paths = [{"jsonPath": f".{path}"} for path in kind.SELECTABLE]
+    return {"selectableFields": paths} if paths else {}
 
 
 def file_name(kind: type[Resource]) -> str:

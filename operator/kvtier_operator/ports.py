@@ -176,8 +176,12 @@ class KubeApi(Protocol):
     async def get(self, key: ObjectKey) -> JsonObject:
         """Reads from the server, never from the cache. Raises NotFound."""
 
-    async def list_all(self, kind: Kind, namespace: str = "", label_selector: str = "") -> list[JsonObject]:
-        """All pages. An empty namespace lists the whole cluster."""
+    async def list_all(
+        self, kind: Kind, namespace: str = "", label_selector: str = "", field_selector: str = ""
+    ) -> list[JsonObject]:
+        """All pages. An empty namespace lists the whole cluster. field_selector: by a field that the kind's
+        definition calls selectable; ApiError with status 400 where a definition of an earlier version does
+        not."""
 
     async def apply(
         self, manifest: JsonObject, *, manager: str = FIELD_MANAGER, force: bool = True

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 
 from kvtier_operator.clock import SystemClock
@@ -32,6 +33,7 @@ from tests.cluster.operator_harness import SYSTEM, apply, install, kv_cache, tie
 
 pytestmark = pytest.mark.timeout(600)
 NAMESPACE = "op-api"
+EXAMPLE = Path(__file__).parents[2] / "crds" / "examples" / "62-kvrollout-admission.yaml"
 KEY = ObjectKey(Kind.KV_CACHE, NAMESPACE, "subject")
 
 
@@ -81,6 +83,19 @@ async def test_compare_and_swap_on_a_status_that_does_not_exist_yet(kubeconfig: 
         with pytest.raises(Conflict) as failed:
             await api.compare_and_swap(KEY, ops)
         assert failed.value.status == 422
+
+
+async def test_rollouts_are_listed_by_the_cache_that_they_are_of(
+    control_plane: Cluster, kubeconfig: Path
+) -> None:
+    for name, cache in (("one", "chat"), ("two", "code"), ("three", "chat")):
+        rollout = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+        rollout["metadata"] = {"name": name, "namespace": NAMESPACE}
+        rollout["spec"]["cacheRef"] = {"name": cache}
+        apply(control_plane, rollout)
+    async with client(kubeconfig) as api:
+        found = await api.list_all(Kind.KV_ROLLOUT, NAMESPACE, field_selector="spec.cacheRef.name=chat")
+    assert sorted(obj["metadata"]["name"] for obj in found) == ["one", "three"]
 
 
 async def test_of_many_swaps_of_one_fence_exactly_one_wins(kubeconfig: Path, uid: str) -> None:

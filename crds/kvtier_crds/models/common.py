@@ -259,6 +259,8 @@ class Resource(Struct):
     SHORT: ClassVar[str]
     SCOPE: ClassVar[Scope]
     COLUMNS: ClassVar[tuple[Column, ...]]
+    SELECTABLE: ClassVar[tuple[str, ...]] = ()
+    """Paths that lists and watches may be narrowed by, as `--field-selector` names them."""
     ROOT_RULES: ClassVar[tuple[Json, ...]] = ()
 
     api_version: str = API_VERSION

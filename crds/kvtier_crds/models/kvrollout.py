@@ -300,6 +300,7 @@ class KVRollout(Resource):
     PLURAL: ClassVar[str] = "kvrollouts"
     SHORT: ClassVar[str] = "kvr"
     SCOPE: ClassVar[Scope] = Scope.NAMESPACED
+    SELECTABLE: ClassVar[tuple[str, ...]] = ("spec.cacheRef.name",)
     COLUMNS: ClassVar[tuple[Column, ...]] = (
         Column(name="Stage", path=".status.stage"),
         Column(name="Step", path=".status.step", type="integer"),

@@ -98,6 +98,7 @@ class KubeClient:
         kind: Kind,
         namespace: str = "",
         label_selector: str = "",
+        field_selector: str = "",
         *,
         each: Callable[[JsonObject], JsonObject] = lambda obj: obj,
     ) -> list[JsonObject]:
@@ -107,6 +108,8 @@ class KubeClient:
         query: list[tuple[str, str]] = [("limit", str(LIST_PAGE))]
         if label_selector:
             query.append(("labelSelector", label_selector))
+        if field_selector:
+            query.append(("fieldSelector", field_selector))
         resume = ""
         while True:
             page = await self._request(

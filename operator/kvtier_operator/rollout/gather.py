@@ -50,7 +50,7 @@ from kvtier_operator.rollout.observe import (
 from kvtier_operator.rollout.pairs import Pair
 from kvtier_operator.rollout.probereads import SHARED_SECONDS, ProbeReads
 from kvtier_operator.rollout.probing import Probing
-from kvtier_operator.rollout.rivals import busy_with, rivals, superseded_by
+from kvtier_operator.rollout.rivals import busy_with, rivals, rivals_now, superseded_by
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp, read_holders
@@ -354,7 +354,7 @@ class Gatherer:
         if state.phase is Phase.COMPLETED and inputs.cache is not None:
             starting = inputs.cache.fence != state.fence or not is_mine(inputs.cache, inputs)
         if starting:
-            others = rivals(rollout, await self._deps.api.list_all(Kind.KV_ROLLOUT, namespace))
+            others = await rivals_now(self._deps.api, rollout)
         approved = inputs.cache.approved if inputs.cache is not None else None
         owner = _owner(approved.rollout_uid, (rollout, *others)) if approved is not None else None
         told = (owner or {}).get("status") or {}

@@ -1,13 +1,15 @@
 """Whose turn it is when several rollouts name one cache: one at a time, the begun one first, then the oldest.
 
-Pure over objects. It must not look at anything but their metadata, spec and status.
+Pure over objects, but for the question who they are now. It must not look at anything but their metadata,
+spec and status.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from http import HTTPStatus
 
-from kvtier_operator.ports import JsonObject
+from kvtier_operator.ports import ApiError, JsonObject, Kind, KubeApi
 from kvtier_operator.rollout.vocabulary import FINISHED, Phase, Stage
 
 
@@ -16,6 +18,19 @@ def rivals(rollout: JsonObject, others: Iterable[JsonObject]) -> list[JsonObject
     mine = rollout["metadata"]["uid"]
     cache = _cache(rollout)
     return [other for other in others if _cache(other) == cache and other["metadata"]["uid"] != mine]
+
+
+async def rivals_now(api: KubeApi, rollout: JsonObject) -> list[JsonObject]:
+    """As the server says. It is asked for those of one cache: a namespace may hold a thousand."""
+    namespace, cache = rollout["metadata"]["namespace"], _cache(rollout)
+    try:
+        found = await api.list_all(Kind.KV_ROLLOUT, namespace, field_selector=f"spec.cacheRef.name={cache}")
+    except ApiError as error:
+        if error.status != HTTPStatus.BAD_REQUEST:
+            raise
+        # The definition is of a version that cannot select by it.
+        found = await api.list_all(Kind.KV_ROLLOUT, namespace)
+    return rivals(rollout, found)
 
 
 def busy_with(rollout: JsonObject, others: Iterable[JsonObject]) -> str:

@@ -31,6 +31,7 @@ class Lister(Protocol):
         kind: Kind,
         namespace: str = "",
         label_selector: str = "",
+        field_selector: str = "",
         *,
         each: Callable[[JsonObject], JsonObject],
     ) -> list[JsonObject]: ...

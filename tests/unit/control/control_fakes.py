@@ -36,6 +36,7 @@ from kvtier_operator.ports import (
 )
 from kvtier_operator.store import WatchStore
 from kvtier_operator.telemetry import Telemetry, build_telemetry
+from tests.unit.selecting import selected
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -94,14 +95,15 @@ class FakeApi:
             raise NotFound(404, "NotFound", str(key))
         return copy.deepcopy(self.objects[key])
 
-    async def list_all(self, kind: Kind, namespace: str = "", label_selector: str = "") -> list[JsonObject]:
-        wanted = dict(part.split("=") for part in label_selector.split(",") if part)
+    async def list_all(
+        self, kind: Kind, namespace: str = "", label_selector: str = "", field_selector: str = ""
+    ) -> list[JsonObject]:
         return [
             copy.deepcopy(obj)
             for key, obj in sorted(self.objects.items())
             if key.kind is kind
             and (not namespace or key.namespace == namespace)
-            and wanted.items() <= (obj["metadata"].get("labels") or {}).items()
+            and selected(obj, label_selector, field_selector)
         ]
 
     async def apply(

@@ -428,6 +428,7 @@ class Lister:
         kind: Kind,
         namespace: str = "",
         label_selector: str = "",
+        field_selector: str = "",
         *,
         each: Callable[[JsonObject], JsonObject],
     ) -> list[JsonObject]:

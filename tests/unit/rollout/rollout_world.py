@@ -53,6 +53,7 @@ from kvtier_operator.rollout.moves import current_step
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import DesignEffect, RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
+from tests.unit.selecting import selected
 
 EXAMPLES = Path(__file__).parents[3] / "crds" / "examples"
 EPOCH = 1_800_000_000.0
@@ -150,14 +151,15 @@ class Api:
             raise NotFound(404, "NotFound", str(key))
         return copied(self.objects[key])
 
-    async def list_all(self, kind: Kind, namespace: str = "", label_selector: str = "") -> list[JsonObject]:
-        wanted = dict(part.split("=") for part in label_selector.split(",") if part)
+    async def list_all(
+        self, kind: Kind, namespace: str = "", label_selector: str = "", field_selector: str = ""
+    ) -> list[JsonObject]:
         return [
             copied(obj)
             for key, obj in sorted(self.objects.items())
             if key.kind is kind
             and namespace in ("", key.namespace)
-            and all((obj["metadata"].get("labels") or {}).get(k) == v for k, v in wanted.items())
+            and selected(obj, label_selector, field_selector)
         ]
 
     async def apply(self, manifest: JsonObject, *, manager: str = "", force: bool = True) -> JsonObject:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvtier_operator.rollout.rivals import busy_with, superseded_by
+from kvtier_operator.ports import ApiError, JsonObject, Kind
+from kvtier_operator.rollout.rivals import busy_with, rivals_now, superseded_by
+from tests.unit.selecting import selected
 
 
 def rollout(
@@ -61,3 +63,46 @@ def test_a_completed_one_yields_to_any_that_has_begun() -> None:
     done, younger = rollout("done", 1, "Completed", "Full"), rollout("b", 2, "Progressing", "Shadow")
     assert superseded_by(done, [done, younger], completed=True) == "b"
     assert superseded_by(done, [done, rollout("c", 3, "Pending")], completed=True) == ""
+
+
+class Server:
+    """Lists what it has. refuses: a field selector, with this status."""
+
+    def __init__(self, objects: list[Any], refuses: int = 0) -> None:
+        self._objects, self._refuses = objects, refuses
+        self.asked: list[str] = []
+
+    async def list_all(
+        self, kind: Kind, namespace: str = "", label_selector: str = "", field_selector: str = ""
+    ) -> list[JsonObject]:
+        assert (kind, namespace) == (Kind.KV_ROLLOUT, "serving")
+        self.asked.append(field_selector)
+        if field_selector and self._refuses:
+            raise ApiError(self._refuses, "No", "field label not supported")
+        return [obj for obj in self._objects if selected(obj, label_selector, field_selector)]
+
+
+def in_serving(*arguments: Any, **more: Any) -> Any:
+    made = rollout(*arguments, **more)
+    made["metadata"]["namespace"] = "serving"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("refuses", "asked"),
+    [
+        pytest.param(0, ["spec.cacheRef.name=chat"], id="selected by the server"),
+        pytest.param(400, ["spec.cacheRef.name=chat", ""], id="a definition of an earlier version"),
+    ],
+)
+async def test_the_server_is_asked_for_those_of_one_cache(refuses: int, asked: list[str]) -> None:
+    mine, other = in_serving("me", 5), in_serving("older", 1)
+    server = Server([mine, other, in_serving("elsewhere", 1, cache="other")], refuses)
+    assert await rivals_now(server, mine) == [other]  # type: ignore[arg-type]
+    assert server.asked == asked
+
+
+async def test_a_server_that_fails_is_not_taken_for_one_without_rivals() -> None:
+    mine = in_serving("me", 5)
+    with pytest.raises(ApiError):
+        await rivals_now(Server([mine], 500), mine)  # type: ignore[arg-type]

@@ -172,10 +172,10 @@ async def test_one_that_waits_for_another_does_not_list_all_rollouts_each_time()
     second = world.add_rollout("zebra", candidate={"selectorRef": {"name": "quest-32"}})
     original, lists = world.api.list_all, 0
 
-    async def counted(kind: Kind, namespace: str = "", label_selector: str = "") -> list[JsonObject]:
+    async def counted(kind: Kind, *arguments: str, **more: str) -> list[JsonObject]:
         nonlocal lists
         lists += kind is Kind.KV_ROLLOUT
-        return await original(kind, namespace, label_selector)
+        return await original(kind, *arguments, **more)
 
     world.api.list_all = counted  # type: ignore[method-assign]
     await world.run(30, keys=[world.rollout, second])
