@@ -313,21 +313,26 @@ _Ordered = tuple[list[Deletion], blocks_pb2.DeleteBlocksResponse]
 
 
 async def _delete_copies(call: Call, delete: Callable[[BlockStore], _Ordered]) -> list[Deletion]:
-    """Of what sessions of a candidate's engine start from; once the call's store has none of it any more, so
-    that a copy that is on its way is either here already or finds the count moved. Those of an engine that
-    was adopted meanwhile are the cache's now."""
+    """Of what sessions of another engine start from, a candidate's or a former baseline's; once the call's
+    store has none of it any more, so that a copy that is on its way is either here already or finds the count
+    moved. Those of an engine that was adopted meanwhile are the cache's now."""
     cache, orders = call.cache, list[Deletion]()
     cache.deletions += 1
-    for host in (cache.blocks, cache.blocks_beside):
-        if host is None or host is call.host:
+    for host in cache.all_blocks:
+        if host is call.host:
             continue
+        ordered = partial(delete, host.store)
         try:
-            orders += (await host.run(partial(delete, host.store)))[0]
-            host.store.parts.wake()
+            orders += (await host.run(ordered))[0]
         except CoreError as error:
-            # One that has ended has nothing that anybody could start from.
             if error.reason is not Reason.CACHE_UNKNOWN:
                 raise
+            if host is not cache.blocks_former:
+                # One that has ended has nothing that anybody could start from.
+                continue
+            # It takes no more calls, but its store goes on with the sessions that stay in its engine.
+            orders += (await asyncio.to_thread(ordered))[0]
+        host.store.parts.wake()
     return orders
 
 

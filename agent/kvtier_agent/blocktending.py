@@ -20,8 +20,8 @@ _CANDIDATES_FAILED = "INTERNAL: the block store of a candidate failed: "
 async def tend_blocks(node: Node) -> None:
     """Ends pins whose time is over. A store that failed is a fault of its cache: nothing moves on."""
     for uid, host in list(node.caches.items()):
-        for blocks in (host.blocks, host.blocks_beside):
-            if blocks is not None and not blocks.failure:
+        for blocks in host.all_blocks:
+            if not blocks.failure:
                 await blocks.tend()
         fault, told = _fault(host), node.faults.get(uid, "")
         if fault == told or (told and not told.startswith(_CANDIDATES_FAILED)):

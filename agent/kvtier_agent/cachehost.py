@@ -65,6 +65,8 @@ class CacheHost:
         self._admitted = blocks
         # Of a candidate's engine: what its own sessions share.
         self.blocks_beside: BlockHost | None = None
+        # Of a replaced baseline until its engine has ended: sessions that stay there start from them.
+        self.blocks_former: BlockHost | None = None
         # How often blocks were deleted: what is copied meanwhile may be of them.
         self.deletions = 0
         self.key_secret = key_secret
@@ -74,6 +76,12 @@ class CacheHost:
         self._closed: OrderedDict[str, Session] = OrderedDict()
         self._clock = clock
         self.frames = CacheFrames(runner, enforcement, evidence, clock, manifest.model.geometry.layers)
+
+    @property
+    def all_blocks(self) -> list[BlockHost]:
+        """Wherever a block of this cache may lie; the cache's own first."""
+        every = (self.blocks, self.blocks_beside, self.blocks_former)
+        return [each for each in every if each is not None]
 
     def admit(self, terms: AdmissionTerms) -> None:
         """What transfers of its blocks may take from now on, where the manifest has no bounds of its own; for

@@ -75,6 +75,7 @@ def candidate_digest(host: CacheHost) -> str:
 class _Ending:
     """A second engine that nobody reaches any more, while it goes on."""
 
+    host: CacheHost
     place: str
     manifest: RuntimeManifest
     end: BlockingEnd
@@ -96,7 +97,6 @@ class CandidateEngines:
         self._kept_until: dict[str, float] = {}
         self._factory = factory
         self._blocks_of = blocks_of
-        self._former_blocks: dict[str, BlockHost] = {}
         self._building: dict[str, RuntimeManifest] = {}
         self._ending: dict[str, _Ending] = {}
 
@@ -122,6 +122,7 @@ class CandidateEngines:
         try:
             # What an engine left there that did not end in order is nobody's.
             await asyncio.to_thread(self._tiers.clear, uid, place)
+            host.blocks_former = None
             built = await asyncio.to_thread(self._factory, candidate, tiers, host.key_secret)
             if (runs := built.live_manifest().digest()) != digest:
                 await asyncio.to_thread(built.close)
@@ -191,8 +192,7 @@ class CandidateEngines:
         # The new store may have other bounds, whatever those of the former one were. Sessions live on as long
         # as they were promised, also until the terms are told.
         host.admission = replace(UNDECLARED, sessions=host.admission.sessions)
-        if former is not None:
-            self._former_blocks[host.name.uid] = former
+        host.blocks_former = former
 
     async def tend(self, host: CacheHost, hold: Callable[[str], AbstractAsyncContextManager[None]]) -> None:
         """Closes the second engine once nobody needs it: its sessions are brought home first, which may take
@@ -226,7 +226,8 @@ class CandidateEngines:
         if engines.beside is None:
             return True
         await asyncio.to_thread(engines.settle, time.monotonic() + seconds)
-        if not await self._blocks_ended(uid, seconds):
+        former = host.blocks_former
+        if former is not None and not await former.close(seconds, removed=False):
             return False
         beside = engines.beside
         if beside is None or engines.seated_in(beside):
@@ -235,20 +236,20 @@ class CandidateEngines:
         beside.ending = True
         if not await self._beside_ended(host, seconds):
             return False
-        if not await asyncio.to_thread(self._taken_out, engines, uid):
+        if not await asyncio.to_thread(self._taken_out, host):
             return False
         if not await self.ended(uid, seconds):
             log.warning("cache %s: a second engine does not end; no other is built until it has", uid)
             return False
         return True
 
-    def _taken_out(self, engines: PairedEngine, uid: str) -> bool:
+    def _taken_out(self, host: CacheHost) -> bool:
         """Whether it is; for a thread. What is taken out is known to be ending, whoever waits for it."""
-        slot = engines.detach()
+        uid, slot = host.name.uid, paired(host).detach()
         if slot is None:
             return False
         end = BlockingEnd(slot.engine.close, f"close-second-{uid}")
-        self._ending[uid] = _Ending(slot.place, slot.engine.live_manifest(), end)
+        self._ending[uid] = _Ending(host, slot.place, slot.engine.live_manifest(), end)
         self._kept_until.pop(uid, None)
         return True
 
@@ -266,15 +267,13 @@ class CandidateEngines:
             raise
         await asyncio.to_thread(self._tiers.clear, uid, ending.place)
         self._ending.pop(uid, None)
+        # No other engine was built meanwhile, so these are of the one that has ended.
+        ending.host.blocks_former = None
         return True
 
     def ends(self) -> dict[str, BlockingEnd]:
         """Those that go on, by what they are called."""
         return {f"second engine of cache {uid}": one.end for uid, one in self._ending.items()}
-
-    def former_blocks(self, uid: str) -> BlockHost | None:
-        """Blocks of a baseline that was replaced, for its caller to end."""
-        return self._former_blocks.pop(uid, None)
 
     @staticmethod
     async def _beside_ended(host: CacheHost, seconds: float) -> bool:
@@ -284,13 +283,6 @@ class CandidateEngines:
             if not await beside.close(seconds, removed=False):
                 return False
             host.blocks_beside = None
-        return True
-
-    async def _blocks_ended(self, uid: str, seconds: float) -> bool:
-        former = self._former_blocks.get(uid)
-        if former is not None and not await former.close(seconds, removed=False):
-            return False
-        self._former_blocks.pop(uid, None)
         return True
 
 

@@ -148,7 +148,7 @@ class Node:
         what goes on may write to them until the process ends.
         """
         for uid, host in self.caches.items():
-            self._ends.begin(uid, host, self._candidates.former_blocks(uid))
+            self._ends.begin(uid, host)
         threads = {"control threads": self._pool, "report threads": self._report_pool}
         others = {
             name: BlockingEnd(partial(pool.shutdown, wait=True, cancel_futures=True), f"close {name}")
@@ -467,7 +467,7 @@ class Node:
         if host is not None:
             ended = len(host.sessions)
             host.sessions.clear()
-            self._ends.begin(uid, host, self._candidates.former_blocks(uid))
+            self._ends.begin(uid, host)
         endless = await self._ends.end(uid, self.limits.control_deadline_seconds)
         if not endless and not await self._candidates.ended(uid, CLOSE_SECONDS):
             endless = f"a second engine of cache {uid} does not end"

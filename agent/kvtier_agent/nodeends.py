@@ -28,11 +28,10 @@ class CacheEnds:
         self._runners: dict[str, EngineRunner] = {}
         self._blocks: dict[str, list[BlockHost]] = {}
 
-    def begin(self, uid: str, host: CacheHost, former: BlockHost | None = None) -> None:
-        """From here on it is to end; `end` and `close` wait for it. former: blocks of a baseline before."""
+    def begin(self, uid: str, host: CacheHost) -> None:
+        """From here on it is to end; `end` and `close` wait for it."""
         self._runners[uid] = host.runner
-        blocks = [each for each in (host.blocks, host.blocks_beside, former) if each is not None]
-        if blocks:
+        if blocks := host.all_blocks:
             self._blocks[uid] = blocks
 
     async def end(self, uid: str, seconds: float) -> str:

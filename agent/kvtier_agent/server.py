@@ -198,9 +198,7 @@ class AgentServer:
         )
 
     def _block_hosts(self) -> list[BlockHost]:
-        hosts = list(self.node.caches.values())
-        both = [each for host in hosts for each in (host.blocks, host.blocks_beside)]
-        return [each for each in both if each is not None]
+        return [each for host in list(self.node.caches.values()) for each in host.all_blocks]
 
     async def _housekeeping(self) -> None:
         """Expires idle sessions and late pins and refreshes gauges, once a second."""

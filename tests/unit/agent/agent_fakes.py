@@ -7,7 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.candidateengines import BlocksOf
 from kvtier_agent.commands import Command
 from kvtier_agent.config import Limits, TierConfig
@@ -289,3 +292,12 @@ def frame(session_id: str, step: int, layer: int = 0) -> FrameInput:
     """Of a session that a FakeEngine opened: its generation is its number."""
     number = session_id.rpartition("-")[2]
     return FrameInput(session_id, int(number), step, layer, 0, b"", b"", 0, b"", 0)
+
+
+class CacheBlocks(SimpleNamespace):
+    """As much of a CacheHost as concerns its blocks."""
+
+    all_blocks = CacheHost.all_blocks
+
+    def __init__(self, blocks: Any = None, beside: Any = None, former: Any = None, **more: Any) -> None:
+        super().__init__(blocks=blocks, blocks_beside=beside, blocks_former=former, deletions=0, **more)

@@ -20,6 +20,7 @@ from kvtier_agent.blocksbeside import COPIED_AT_ONCE, bring
 from kvtier_agent.blocksessions import BlockSessions
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 from kvtier_core.errors import CoreError, Reason
+from tests.unit.agent.agent_fakes import CacheBlocks
 
 KEYS = [bytes([n % 256, n // 256]) * 16 for n in range(2 * COPIED_AT_ONCE + 3)]
 
@@ -197,7 +198,7 @@ async def test_a_deletion_is_of_both_engines_and_counts_once_the_baseline_has_no
 ) -> None:
     """A copy that was read before the baseline's deletion and arrives after the other's must see that the
     count has moved since it was read."""
-    cache = SimpleNamespace(blocks=Store(KEYS), blocks_beside=Store(KEYS), deletions=0)
+    cache = CacheBlocks(Store(KEYS), Store(KEYS))
     counts: list[int] = []
     for store in (cache.blocks, cache.blocks_beside):
         store.on_delete = lambda: counts.append(cache.deletions)
@@ -211,7 +212,7 @@ async def test_a_deletion_reaches_the_blocks_of_an_engine_that_is_adopted_meanwh
     deleted: list[Store],
 ) -> None:
     first, second = Store(KEYS), Store(KEYS)
-    cache = SimpleNamespace(blocks=first, blocks_beside=second, deletions=0)
+    cache = CacheBlocks(first, second)
 
     def adopted() -> None:
         cache.blocks, cache.blocks_beside = second, None
@@ -219,6 +220,22 @@ async def test_a_deletion_reaches_the_blocks_of_an_engine_that_is_adopted_meanwh
     first.on_delete = adopted
     await Calls(cache).delete(WHOLE)
     assert deleted == [first, second] and not second.held
+
+
+@pytest.mark.parametrize("takes_calls", [True, False], ids=["takes calls", "takes none any more"])
+async def test_a_deletion_reaches_the_blocks_of_a_former_baseline(
+    deleted: list[Store], takes_calls: bool
+) -> None:
+    """Sessions that stay in its engine start from them."""
+    cache = CacheBlocks(Store(KEYS), former=Store(KEYS))
+
+    async def refuse(function: Callable[[], Any]) -> Any:
+        raise CoreError(Reason.CACHE_UNKNOWN, "its threads have ended")
+
+    if not takes_calls:
+        cache.blocks_former.run = refuse
+    await Calls(cache).delete(WHOLE)
+    assert deleted == [cache.blocks, cache.blocks_former] and not cache.blocks_former.held
 
 
 @pytest.mark.parametrize(
@@ -231,7 +248,7 @@ async def test_a_deletion_reaches_the_blocks_of_an_engine_that_is_adopted_meanwh
 async def test_a_deletion_does_not_fail_for_an_engine_that_has_ended(
     deleted: list[Store], reason: Reason, passes: bool
 ) -> None:
-    cache = SimpleNamespace(blocks=Store(KEYS), blocks_beside=Store(KEYS), deletions=0)
+    cache = CacheBlocks(Store(KEYS), Store(KEYS))
 
     def refuse() -> None:
         raise CoreError(reason, "no threads")

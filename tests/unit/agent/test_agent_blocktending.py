@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from kvtier_agent.blocktending import tend_blocks
+from tests.unit.agent.agent_fakes import CacheBlocks
 
 
 class Blocks:
@@ -21,7 +22,7 @@ class Blocks:
 
 
 def node_of(blocks: Blocks | None, beside: Blocks | None, fault: str = "") -> Any:
-    host = SimpleNamespace(blocks=blocks, blocks_beside=beside)
+    host = CacheBlocks(blocks, beside)
     faults = {"uid": fault} if fault else {}
     return cast(Any, SimpleNamespace(caches={"uid": host}, faults=faults, changed=asyncio.Event()))
 

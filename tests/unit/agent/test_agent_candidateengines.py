@@ -139,6 +139,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self.ends = self.closed = False
+        self.store = SimpleNamespace(admit=lambda _terms: None)
         self.given: list[tuple[float, bool]] = []
 
     async def close(self, seconds: float, *, removed: bool = True) -> bool:
@@ -333,10 +334,10 @@ async def test_one_that_is_taken_out_while_the_agent_stops_ends_with_the_node(
         *(threading.Event() for _ in range(3)),
     )
 
-    def slow(engines: PairedEngine, uid: str) -> bool:
+    def slow(host: CacheHost) -> bool:
         entered.set()
         assert go_on.wait(WAIT_SECONDS)
-        done = take_out(engines, uid)
+        done = take_out(host)
         taken.set()
         return done
 
@@ -401,6 +402,32 @@ async def test_an_adopted_one_is_the_baseline_also_after_a_restart(bench: Bench,
     await granted(again, baseline_manifest())
     assert paired(host).beside is not None and paired(host).beside.place == ""
     await again.close()
+
+
+async def test_blocks_of_a_former_baseline_are_known_until_its_engine_has_ended(tmp_path: Path) -> None:
+    """A deletion must reach them as long as a session may start from them."""
+    made: list[Blocks] = []
+
+    def blocks_of(engine: object) -> BlockHost:
+        made.append(Blocks())
+        return cast(BlockHost, made[-1])
+
+    bench = Bench(tmp_path, blocks_of=blocks_of)
+    await bench.apply()
+    await granted(bench)
+    host = bench.node.caches["cache-uid-1"]
+    bench.baseline = OTHER
+    await bench.apply()
+    known: list[object] = [host.blocks, host.blocks_former, host.blocks_beside]
+    assert known == [made[1], made[0], None]
+    await bench.node.tend_candidates()
+    assert made[0].closed and not bench.engines[0].closed and host.blocks_former is not None
+    made[0].ends = True
+    await bench.node.tend_candidates()
+    known = [host.blocks, host.blocks_former]
+    assert bench.engines[0].closed and known == [made[1], None]
+    made[1].ends = True
+    await bench.close()
 
 
 @pytest.mark.parametrize("again_under", ["the same fence", "a higher fence"])

@@ -8,7 +8,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -37,7 +36,7 @@ from kvtier_crds.manifest import RuntimeManifest
 from tests.cluster.kvtier_localplane.pki import CertificateAuthority
 from tests.engine.agent_process import CACHE, agent_arguments, baseline_manifest, default_tiers
 from tests.ports import free_port
-from tests.unit.agent.agent_fakes import Bench, FakeEngine
+from tests.unit.agent.agent_fakes import Bench, CacheBlocks, FakeEngine
 
 
 class Hung:
@@ -162,7 +161,7 @@ async def test_blocks_and_engine_of_a_cache_share_one_deadline(way: str) -> None
     clock = [100.0]
     blocks, runner = Ending(clock, 4.75), Ending(clock, 1.0)
     ends = CacheEnds(lambda: clock[0])
-    ends.begin("u", SimpleNamespace(blocks=blocks, blocks_beside=None, runner=runner))  # type: ignore[arg-type]
+    ends.begin("u", CacheBlocks(blocks, runner=runner))  # type: ignore[arg-type]
     if way == "close":
         assert await ends.close({}, 5.0) == ["engine of cache u"]
     else:
