@@ -98,7 +98,7 @@ class BlockHost:
             future = self._pool.submit(function)
         except RuntimeError as error:
             self._done(None)
-            raise _removed() from error
+            raise self._over() from error
         future.add_done_callback(self._done)
         return future
 
@@ -136,7 +136,7 @@ class BlockHost:
         cache is being removed, DRAINING when there will be no more turns."""
         while not done():
             if self._removed:
-                raise _removed()
+                raise self._over()
             self._check_moving()
             left = deadline - self.clock()
             if left <= 0:
@@ -170,7 +170,11 @@ class BlockHost:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise _removed()
+            raise self._over()
+
+    def _over(self) -> CoreError:
+        what = "the cache was removed" if self._removed else "an engine that was replaced had these blocks"
+        return CoreError(Reason.CACHE_UNKNOWN, what)
 
     async def tend(self) -> None:
         """Ends pins whose time is over; call it now and then."""
@@ -219,10 +223,6 @@ class Strand:
             self._host.give_back(function)
         else:
             last.add_done_callback(lambda _: self._host.give_back(function))
-
-
-def _removed() -> CoreError:
-    return CoreError(Reason.CACHE_UNKNOWN, "the cache was removed")
 
 
 class _Shared(Protocol):
