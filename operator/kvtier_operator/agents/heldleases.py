@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 MAX_READS = 16
 LIST_FROM = 8
+SLOW_SECONDS = 60.0
+"""For so long a namespace is not listed whose lists came too late."""
 LIST_SHARE = 1 / 4
 """Of all objects of a kind in the namespace: below, most of a list would be read for nothing."""
 
@@ -40,30 +42,49 @@ class LeaseReads:
     def __init__(self, deps: Deps) -> None:
         self._deps = deps
         self._slots = asyncio.Semaphore(MAX_READS)
+        self._slow: dict[str, float] = {}
 
-    async def read(self, seen: Sequence[JsonObject]) -> list[BothRead | None]:
-        """In the order of `seen`, rollouts of the read cache; None where the server gave no answer."""
+    def groups(self, seen: Sequence[JsonObject]) -> list[list[JsonObject]]:
+        """What one read is for, so that nobody waits for the reads of others: a namespace that is listed, or
+        as many as are read at a time."""
+        by_space: dict[str, list[JsonObject]] = defaultdict(list)
+        for rollout in seen:
+            by_space[rollout["metadata"]["namespace"]].append(rollout)
+        groups: list[list[JsonObject]] = []
+        for namespace, rollouts in by_space.items():
+            size = len(rollouts) if self._worth_listing(namespace, len(rollouts)) else MAX_READS
+            groups += [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
+        return groups
+
+    async def read(self, seen: Sequence[JsonObject], within: float = float("inf")) -> list[BothRead | None]:
+        """In the order of `seen`, rollouts of the read cache; None where the server gave no answer. within:
+        seconds that an answer is good for; where lists take longer, objects are read one by one next time."""
         by_space: dict[str, list[JsonObject]] = defaultdict(list)
         for rollout in seen:
             by_space[rollout["metadata"]["namespace"]].append(rollout)
         found: dict[ObjectKey, BothRead] = {}
-        parts = await asyncio.gather(*(self._space(name, group) for name, group in by_space.items()))
+        parts = await asyncio.gather(*(self._space(name, group, within) for name, group in by_space.items()))
         for part in parts:
             found |= part
         return [found.get(key_of(rollout)) for rollout in seen]
 
-    async def _space(self, namespace: str, seen: list[JsonObject]) -> dict[ObjectKey, BothRead]:
+    async def _space(
+        self, namespace: str, seen: list[JsonObject], within: float
+    ) -> dict[ObjectKey, BothRead]:
         if self._worth_listing(namespace, len(seen)):
-            return await self._listed(namespace, seen)
+            return await self._listed(namespace, seen, within)
         pairs = await asyncio.gather(*(self._one(rollout) for rollout in seen))
         return {key: both for key, both in pairs if both is not None}
 
     def _worth_listing(self, namespace: str, due: int) -> bool:
         store = self._deps.store
         all_of_them = max(len(store.list_all(kind, namespace)) for kind in (Kind.KV_ROLLOUT, Kind.KV_CACHE))
-        return due >= LIST_FROM and due >= all_of_them * LIST_SHARE
+        quick = self._deps.clock.monotonic() >= self._slow.get(namespace, 0.0)
+        return quick and due >= LIST_FROM and due >= all_of_them * LIST_SHARE
 
-    async def _listed(self, namespace: str, seen: list[JsonObject]) -> dict[ObjectKey, BothRead]:
+    async def _listed(
+        self, namespace: str, seen: list[JsonObject], within: float
+    ) -> dict[ObjectKey, BothRead]:
         api = self._deps.api
         try:
             async with self._slots:
@@ -75,6 +96,10 @@ class LeaseReads:
             told = {"namespace": namespace, "rollouts": len(seen), "error": str(error)}
             _log.warning("leases not renewed", extra=told)
             return {}
+        now = self._deps.clock.monotonic()
+        self._slow = {name: until for name, until in self._slow.items() if until > now}
+        if now - at > within:
+            self._slow[namespace] = now + SLOW_SECONDS
         self._note(rollouts, at)
         self._note(caches, at)
         by_key = {key_of(obj): obj for obj in (*rollouts, *caches)}

@@ -60,7 +60,7 @@ class HeldLease:
 
     @property
     def deadline(self) -> float:
-        return max(MIN_DEADLINE, self.ttl * LATE_SHARE)
+        return _late_by(self.ttl)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class LeaseRenewer:
         self._due = {uid: due for uid, due in self._due.items() if uid in uids}
         ready = self._ready(rollouts, now)
         if ready:
-            await self._renew([lease for lease in await self._read(ready) if lease is not None])
+            await asyncio.gather(*(self._renew_group(group) for group in self._reads.groups(ready)))
         shortest = min((self._glances[uid].ttl for uid in self._due), default=DEFAULT_LEASE_TTL)
         together = min(MAX_BATCH, max(MIN_BATCH, shortest * BATCH_SHARE))
         waits = [due - self._deps.clock.monotonic() for due in self._due.values()]
@@ -130,9 +130,11 @@ class LeaseRenewer:
                 ready.append(obj)
         return ready
 
-    async def _read(self, ready: list[JsonObject]) -> list[HeldLease | None]:
-        both = await self._reads.read(ready)
-        return [self._lease(obj, one) for obj, one in zip(ready, both, strict=True)]
+    async def _renew_group(self, ready: list[JsonObject]) -> None:
+        within = min(_late_by(self._glances[obj["metadata"]["uid"]].ttl) for obj in ready)
+        both = await self._reads.read(ready, within)
+        leases = [self._lease(obj, one) for obj, one in zip(ready, both, strict=True)]
+        await self._renew([lease for lease in leases if lease is not None])
 
     def _lease(self, seen: JsonObject, both: BothRead | None) -> HeldLease | None:
         """The lease, if the server says now that both fences agree."""
@@ -242,6 +244,11 @@ class LeaseRenewer:
     def _wake(self, leases: Iterable[HeldLease]) -> None:
         for lease in leases:
             self._deps.wake(lease.key)
+
+
+def _late_by(ttl: float) -> float:
+    """Seconds after which what was read renews nothing any more."""
+    return max(MIN_DEADLINE, ttl * LATE_SHARE)
 
 
 def _ttl(rollout: JsonObject) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.v1 import control_pb2 as control
 from kvtier_operator.agents import renewal
-from kvtier_operator.agents.heldleases import LIST_FROM, LeaseReads
+from kvtier_operator.agents.heldleases import LIST_FROM, MAX_READS, SLOW_SECONDS, LeaseReads
 from kvtier_operator.agents.renewal import LeaseRenewer
 from kvtier_operator.lastreads import LastReads
 from kvtier_operator.ports import AgentTarget, ApiError, JsonObject, Kind, NotFound, ObjectKey
@@ -34,6 +34,7 @@ class Server:
         }
         self.asked: list[str] = []
         self.broken = ""
+        self.takes = 0.0
         self.api = SimpleNamespace(get=self._get, list_all=self._list)
 
     def list_all(self, kind: Kind, namespace: str = "") -> list[JsonObject]:
@@ -47,13 +48,15 @@ class Server:
 
     async def _list(self, kind: Kind, namespace: str = "") -> list[JsonObject]:
         self.asked.append("list")
+        self.clock.seconds += self.takes
         if namespace == self.broken:
             raise ApiError(500, "InternalError", "not now")
         return self.list_all(kind, namespace)
 
     def reads(self) -> LeaseReads:
         self.noted = LastReads()
-        deps: Any = SimpleNamespace(api=self.api, store=self, clock=Clock(), reads=self.noted)
+        self.clock = Clock()
+        deps: Any = SimpleNamespace(api=self.api, store=self, clock=self.clock, reads=self.noted)
         return LeaseReads(deps)
 
     def due(self, space: str, count: int) -> list[JsonObject]:
@@ -109,6 +112,34 @@ async def test_a_namespace_that_cannot_be_listed_leaves_the_others_alone() -> No
     due = [*server.due("a", LIST_FROM), *server.due("b", LIST_FROM), *server.due("c", 1)]
     found = await server.reads().read(due)
     assert [one is None for one in found] == [*[True] * LIST_FROM, *[False] * (LIST_FROM + 1)]
+
+
+@pytest.mark.parametrize(
+    ("due", "sizes"),
+    [
+        pytest.param(MAX_READS + 3, [MAX_READS + 3], id="listed"),
+        pytest.param(LIST_FROM - 1, [LIST_FROM - 1], id="few"),
+    ],
+)
+def test_a_namespace_is_one_group_where_it_is_one_read(due: int, sizes: list[int]) -> None:
+    server = Server(a=due)
+    assert [len(group) for group in server.reads().groups(server.due("a", due))] == sizes
+
+
+async def test_where_lists_come_too_late_objects_are_read_one_by_one_for_a_while() -> None:
+    """Else no lease of the namespace would be renewed until all have ended."""
+    due = 2 * MAX_READS + 1
+    server = Server(a=due, b=LIST_FROM)
+    reads, server.takes = server.reads(), 1.0
+    all_due = [*server.due("a", due), *server.due("b", LIST_FROM)]
+    await reads.read(server.due("a", due), within=1.5)
+    groups = reads.groups(all_due)
+    assert [len(group) for group in groups] == [MAX_READS, MAX_READS, 1, LIST_FROM]
+    server.asked.clear()
+    assert all(await reads.read(groups[0], within=1.5))
+    assert server.asked == ["get"] * 2 * MAX_READS
+    server.clock.seconds += SLOW_SECONDS
+    assert [len(group) for group in reads.groups(all_due)] == [due, LIST_FROM]
 
 
 async def granted() -> World:
