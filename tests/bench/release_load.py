@@ -42,6 +42,7 @@ CALM_SECONDS = 15.0
 SAMPLE_SECONDS = 2.0
 PROGRESS_SECONDS = 30.0
 STEPS = 20
+MOST_TOLD = 40
 MIB = 1024 * 1024
 LEASE = "kvtier-operator"
 
@@ -322,12 +323,16 @@ async def idle(load: Load, minutes: float) -> list[Row]:
     """[idle_writes]: nothing is edited, and nobody has anything to say."""
     await calm(load)
     before, began = Counter(load.audit.counts), time.monotonic()
+    statuses = dict(load.tracker.statuses)
     load.measuring = True
     await load.pause(minutes * 60.0)
     load.measuring, minutes = False, max(1 / 60, (time.monotonic() - began) / 60.0)
     written: Counter[Write] = difference(load.audit.counts, before)
     told = by_operator(written, lease=LEASE)
     load.note(f"idle for {minutes:g} min: operator {dict(told)}")
+    if told:
+        for line in load.tracker.changed_since(statuses)[:MOST_TOLD]:
+            load.note(line)
     tens = minutes * 6.0
     return [
         Row("idle_writes.operator", float(sum(told.values())), "writes", goal=0.0, lower_is_better=True),

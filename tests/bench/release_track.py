@@ -6,6 +6,7 @@ Both moments come from the same watch, so the time that it takes to deliver is i
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tests.bench.release_api import Json
@@ -28,6 +29,16 @@ class Tracker:
     last_change: float = 0.0
     _generations: dict[Key, int] = field(default_factory=dict)
     _open: dict[Key, dict[int, float]] = field(default_factory=dict)
+
+    def changed_since(self, before: Mapping[Key, Json]) -> list[str]:
+        """A line for each object whose status is another: its stage, and which fields differ."""
+        lines = []
+        for key, status in sorted(self.statuses.items()):
+            old = before.get(key, {})
+            fields = sorted(name for name in old.keys() | status.keys() if old.get(name) != status.get(name))
+            if fields:
+                lines.append(f"{'/'.join(key)} in {status.get('stage', '-')}: {', '.join(fields)}")
+        return lines
 
     def feed(self, plural: str, kind: str, obj: Json, now: float) -> None:
         """One event of a watch."""

@@ -192,3 +192,18 @@ def test_the_committed_limits_follow_from_their_means() -> None:
             assert name.startswith(HELD)
             assert row["limit"] == pytest.approx(row["mean"] * FACTOR, abs=1e-6)
     assert limits_of([]) == {}
+
+
+def test_what_was_written_between_two_moments_is_told_by_its_fields() -> None:
+    tracker = Tracker()
+    for name, gate in (("a", 1), ("b", 1)):
+        status = {"stage": "Canary", "gates": gate}
+        tracker.feed("kvrollouts", "ADDED", {"metadata": metadata(name), "status": status}, 0.0)
+    before = dict(tracker.statuses)
+    later = {"stage": "Canary", "gates": 2, "conditions": []}
+    tracker.feed("kvrollouts", "MODIFIED", {"metadata": metadata("b"), "status": later}, 1.0)
+    assert tracker.changed_since(before) == ["kvrollouts/ns/b in Canary: conditions, gates"]
+
+
+def metadata(name: str) -> dict[str, str]:
+    return {"namespace": "ns", "name": name, "uid": name}
