@@ -185,10 +185,10 @@ async def test_a_refusal_of_the_api_server_does_not_stop_the_rollout(monkeypatch
     world = world_with()
     listing = world.api.list_all
 
-    async def refuse(kind: Kind, namespace: str = "", label_selector: str = "") -> list[JsonObject]:
+    async def refuse(kind: Kind, *arguments: str, **more: str) -> list[JsonObject]:
         if kind is Kind.JOB:
             raise Forbidden(403, "Forbidden", "jobs.batch is forbidden")
-        return await listing(kind, namespace, label_selector)
+        return await listing(kind, *arguments, **more)
 
     monkeypatch.setattr(world.api, "list_all", refuse)
     hold(world)
