@@ -148,8 +148,8 @@ class Blocks:
         return self.ends
 
 
-async def test_one_whose_blocks_have_begun_to_end_is_not_used_again(tmp_path: Path) -> None:
-    """Calls on them may outlast one attempt to end them; they refuse new ones from its beginning on."""
+async def with_blocks(tmp_path: Path) -> tuple[Bench, list[Blocks]]:
+    """A cache at its baseline, and the blocks of each engine in the order in which they were made."""
     made: list[Blocks] = []
 
     def blocks_of(engine: object) -> BlockHost:
@@ -158,6 +158,12 @@ async def test_one_whose_blocks_have_begun_to_end_is_not_used_again(tmp_path: Pa
 
     bench = Bench(tmp_path, blocks_of=blocks_of)
     await bench.apply()
+    return bench, made
+
+
+async def test_one_whose_blocks_have_begun_to_end_is_not_used_again(tmp_path: Path) -> None:
+    """Calls on them may outlast one attempt to end them; they refuse new ones from its beginning on."""
+    bench, made = await with_blocks(tmp_path)
     second = await granted(bench)
     host = bench.node.caches["cache-uid-1"]
     await bench.node.revoke(bench.command(), "IntentAbort", b"nonce")
@@ -406,14 +412,7 @@ async def test_an_adopted_one_is_the_baseline_also_after_a_restart(bench: Bench,
 
 async def test_blocks_of_a_former_baseline_are_known_until_its_engine_has_ended(tmp_path: Path) -> None:
     """A deletion must reach them as long as a session may start from them."""
-    made: list[Blocks] = []
-
-    def blocks_of(engine: object) -> BlockHost:
-        made.append(Blocks())
-        return cast(BlockHost, made[-1])
-
-    bench = Bench(tmp_path, blocks_of=blocks_of)
-    await bench.apply()
+    bench, made = await with_blocks(tmp_path)
     await granted(bench)
     host = bench.node.caches["cache-uid-1"]
     bench.baseline = OTHER
