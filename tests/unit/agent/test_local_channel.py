@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
@@ -401,7 +402,9 @@ def test_a_candidates_session_is_answered_counted_and_compared_as_over_grpc(rig:
                 assert answer.receipt.arm == 2
     assert any(mode.compare for mode in rig.engine.modes)
     assert rig.host.enforcement.in_flight == 0
-    # Evidence lives on the event loop; what a channel's thread sees is told there, before its answer leaves.
+    # Evidence lives on the event loop; what a channel's thread sees is posted there before its answer leaves,
+    # so the loop has told it when it comes to what was asked of it afterwards.
+    rig.run(asyncio.sleep(0))
     names = [name for name, _ in told.calls]
     assert names.count("step_error") == len(told.errors) > 0
     assert "assigned" in names
