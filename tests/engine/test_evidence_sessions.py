@@ -225,7 +225,7 @@ def test_a_ragged_batch_tells_each_session_of_its_own_sequence(
         told: dict[int, list[StepReceipt]] = {}
 
         def approximate(generated: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            """An index is made beside the steps: they go on until each session has had one of the last layer."""
+            """An index is made beside the steps: they go on until both have had one of the last layer."""
             for at, session in enumerate(cache.sessions):
                 told.setdefault(at, []).extend(session.take_receipts())
             ready = generated.shape[1] >= PROMPT + 60 and all(
