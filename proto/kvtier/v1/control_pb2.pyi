@@ -480,3 +480,23 @@ class ReadEvidenceResponse(_message.Message):
     settled_cohort: int
     assigned_units: int
     def __init__(self, epoch: _Optional[str] = ..., from_seq: _Optional[int] = ..., to_seq: _Optional[int] = ..., full: _Optional[bool] = ..., increments: _Optional[_Union[_evidence_pb2.WindowCounts, _Mapping]] = ..., total_units: _Optional[int] = ..., settled_cohort: _Optional[int] = ..., assigned_units: _Optional[int] = ...) -> None: ...
+
+class ReadEvidenceManyRequest(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[ReadEvidenceRequest]
+    def __init__(self, items: _Optional[_Iterable[_Union[ReadEvidenceRequest, _Mapping]]] = ...) -> None: ...
+
+class ReadEvidenceManyResponse(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[ReadEvidenceResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[ReadEvidenceResult, _Mapping]]] = ...) -> None: ...
+
+class ReadEvidenceResult(_message.Message):
+    __slots__ = ("evidence", "error")
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    evidence: ReadEvidenceResponse
+    error: _common_pb2.ErrorDetail
+    def __init__(self, evidence: _Optional[_Union[ReadEvidenceResponse, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...

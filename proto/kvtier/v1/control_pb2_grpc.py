@@ -74,6 +74,11 @@ class ControlStub:
                 request_serializer=kvtier_dot_v1_dot_control__pb2.ReadEvidenceRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_control__pb2.ReadEvidenceResponse.FromString,
                 _registered_method=True)
+        self.ReadEvidenceMany = channel.unary_unary(
+                '/kvtier.v1.Control/ReadEvidenceMany',
+                request_serializer=kvtier_dot_v1_dot_control__pb2.ReadEvidenceManyRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_control__pb2.ReadEvidenceManyResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -135,6 +140,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadEvidenceMany(self, request, context):
+        """The same for many windows, each as if it were asked for alone. Per-item results.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -177,6 +189,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ReadEvidence,
                     request_deserializer=kvtier_dot_v1_dot_control__pb2.ReadEvidenceRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_control__pb2.ReadEvidenceResponse.SerializeToString,
+            ),
+            'ReadEvidenceMany': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadEvidenceMany,
+                    request_deserializer=kvtier_dot_v1_dot_control__pb2.ReadEvidenceManyRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_control__pb2.ReadEvidenceManyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -395,6 +412,33 @@ class Control:
             '/kvtier.v1.Control/ReadEvidence',
             kvtier_dot_v1_dot_control__pb2.ReadEvidenceRequest.SerializeToString,
             kvtier_dot_v1_dot_control__pb2.ReadEvidenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadEvidenceMany(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Control/ReadEvidenceMany',
+            kvtier_dot_v1_dot_control__pb2.ReadEvidenceManyRequest.SerializeToString,
+            kvtier_dot_v1_dot_control__pb2.ReadEvidenceManyResponse.FromString,
             options,
             channel_credentials,
             insecure,
