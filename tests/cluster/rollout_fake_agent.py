@@ -139,14 +139,30 @@ class RolloutControl(FakeControl):
 
     async def ReadEvidence(self, request: control.ReadEvidenceRequest, context: Any) -> Any:
         async def run() -> control.ReadEvidenceResponse:
-            window = self.state.windows.get(window_of(request.window))
-            if window is None or self.state.harm.silent:
-                raise Refusal("WINDOW_UNKNOWN", "no such window")
-            spoiled = self.state.harm.here(window_of(request.window))
-            delta = window.read(request.epoch, request.ack_seq, spoiled=spoiled, clock=time.monotonic)
-            return delta_message(delta)
+            return self._evidence(request)
 
         return await self._answer("ReadEvidence", context, run)
+
+    async def ReadEvidenceMany(self, request: control.ReadEvidenceManyRequest, context: Any) -> Any:
+        async def run() -> control.ReadEvidenceManyResponse:
+            answer = control.ReadEvidenceManyResponse()
+            for item in request.items:
+                result = answer.results.add()
+                try:
+                    result.evidence.CopyFrom(self._evidence(item))
+                except Refusal as refusal:
+                    result.error.CopyFrom(refusal.detail)
+            return answer
+
+        return await self._answer("ReadEvidenceMany", context, run)
+
+    def _evidence(self, request: control.ReadEvidenceRequest) -> control.ReadEvidenceResponse:
+        window = self.state.windows.get(window_of(request.window))
+        if window is None or self.state.harm.silent:
+            raise Refusal("WINDOW_UNKNOWN", "no such window")
+        spoiled = self.state.harm.here(window_of(request.window))
+        delta = window.read(request.epoch, request.ack_seq, spoiled=spoiled, clock=time.monotonic)
+        return delta_message(delta)
 
     def _command(self, request: Any, kind: str) -> Judgement:
         """The fence rules of the fake, with the nonce left out of what counts as the same command."""

@@ -376,6 +376,37 @@ def test_shadow_compares_and_the_evidence_is_read_once(
     assert reason_of(lambda: agent.control.ReadEvidence(wrong, timeout=CALL_SECONDS)) == "WINDOW_UNKNOWN"
 
 
+def test_many_reads_of_evidence_are_answered_as_each_is_alone(
+    agent: Agent, engine: Engine, baseline: RuntimeManifest
+) -> None:
+    request = agent.grant(baseline, quest_candidate(baseline))
+    session = candidate_session(engine, baseline, tokens=3)
+    session.close()
+    good = control_pb2.ReadEvidenceRequest(cache=CACHE, fence=request.fence, window=request.window)
+    stranger = common_pb2.CacheRef(namespace="serving", name="no", uid="no")
+    items = [
+        control_pb2.ReadEvidenceRequest(cache=stranger, fence=request.fence, window=request.window),
+        good,
+        control_pb2.ReadEvidenceRequest(cache=CACHE, fence=request.fence, window={"rollout_uid": "other"}),
+        control_pb2.ReadEvidenceRequest(cache=CACHE, fence={"value": 1}, window=request.window),
+        good,
+    ]
+    many = control_pb2.ReadEvidenceManyRequest(items=items)
+    results = agent.control.ReadEvidenceMany(many, timeout=CALL_SECONDS).results
+    told = [common_pb2.Reason.Name(one.error.reason) if one.HasField("error") else "" for one in results]
+    assert told == ["CACHE_UNKNOWN", "", "WINDOW_UNKNOWN", "FENCE_STALE", ""]
+    for item, result in zip(items, results, strict=True):
+        if result.HasField("error"):
+            alone = refusal(lambda item=item: agent.control.ReadEvidence(item, timeout=CALL_SECONDS))
+            assert result.error == alone
+            continue
+        lone = agent.control.ReadEvidence(item, timeout=CALL_SECONDS)
+        for one in (result.evidence, lone):
+            assert (one.epoch, one.full, one.assigned_units) == (agent.boot_id, True, 1)
+    too_many = control_pb2.ReadEvidenceManyRequest(items=[good] * 257)
+    assert reason_of(lambda: agent.control.ReadEvidenceMany(too_many, timeout=CALL_SECONDS)) == "BAD_ARGUMENT"
+
+
 def test_probes_are_served_by_the_arm_they_ask_for_from_shadow_on(
     agent: Agent, engine: Engine, baseline: RuntimeManifest
 ) -> None:

@@ -101,8 +101,15 @@ class CountedControl(ControlService):
         self._count("ReadEvidence")
         return await super().ReadEvidence(request, context)
 
-    def _count(self, verb: str) -> None:
-        self._observed.calls[verb] = self._observed.calls.get(verb, 0) + 1
+    async def ReadEvidenceMany(
+        self, request: control_pb2.ReadEvidenceManyRequest, context: ServicerContext
+    ) -> control_pb2.ReadEvidenceManyResponse:
+        self._count("ReadEvidenceMany")
+        self._count("ReadEvidenceMany.items", len(request.items))
+        return await super().ReadEvidenceMany(request, context)
+
+    def _count(self, verb: str, times: int = 1) -> None:
+        self._observed.calls[verb] = self._observed.calls.get(verb, 0) + times
 
 
 class SimulatedAgent:
