@@ -410,6 +410,15 @@ class Agents(Protocol):
         deadline_seconds: float | None = None,
     ) -> control.ReadEvidenceResponse: ...
 
+    async def read_evidence_many(
+        self,
+        node: AgentTarget,
+        request: control.ReadEvidenceManyRequest,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> control.ReadEvidenceManyResponse:
+        """AgentUnreachable with the code UNIMPLEMENTED: an agent of an earlier version."""
+
     def retain(self, names: Container[str]) -> None:
         """Closes the channels of all agents but these. A call to another one connects anew."""
 

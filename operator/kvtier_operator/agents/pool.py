@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from kvtier.v1 import control_pb2 as control
 from kvtier.v1.control_pb2_grpc import ControlStub
 from kvtier_operator.agents.errors import error_for
+from kvtier_operator.agents.evidencereads import READ_SECONDS
 from kvtier_operator.agents.stamps import Stamps
 from kvtier_operator.ports import (
     AgentError,
@@ -43,7 +44,8 @@ DEADLINES = {
     "Renew": 2.0,
     "Revoke": 5.0,
     "Prove": 5.0,
-    "ReadEvidence": 5.0,
+    "ReadEvidence": READ_SECONDS,
+    "ReadEvidenceMany": READ_SECONDS,
 }
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -161,6 +163,17 @@ class GrpcAgents:
         deadline_seconds: float | None = None,
     ) -> control.ReadEvidenceResponse:
         return await self._call(node, "ReadEvidence", request, control.ReadEvidenceResponse, deadline_seconds)
+
+    async def read_evidence_many(
+        self,
+        node: AgentTarget,
+        request: control.ReadEvidenceManyRequest,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> control.ReadEvidenceManyResponse:
+        return await self._call(
+            node, "ReadEvidenceMany", request, control.ReadEvidenceManyResponse, deadline_seconds
+        )
 
     def retain(self, names: Container[str]) -> None:
         self._stamps.retain(names)

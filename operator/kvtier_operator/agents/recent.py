@@ -1,4 +1,5 @@
 """What agents said a moment ago, for those who look at many caches of one agent: asked once, not once each.
+Reads of evidence, which nobody shares, go together (`evidencereads`).
 
 An answer counts for a cache only while nothing was told to the agent about that cache since it was asked for,
 so nobody sees a time before his own command. It must not know what an answer means.
@@ -12,6 +13,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from kvtier.v1 import control_pb2 as control
+from kvtier_operator.agents.evidencereads import READ_SECONDS, EvidenceReads
 from kvtier_operator.ports import Agents, AgentTarget, Clock
 
 MAX_TOLD = 65_536
@@ -43,6 +45,7 @@ class RecentAgents:
     def __init__(self, agents: Agents, clock: Clock) -> None:
         self._agents = agents
         self._clock = clock
+        self._reads = EvidenceReads(agents, clock)
         self._answers: dict[str, _Answer] = {}
         self._questions: dict[str, _Question] = {}
         self._told: dict[tuple[str, str], float] = {}
@@ -156,14 +159,26 @@ class RecentAgents:
         *,
         deadline_seconds: float | None = None,
     ) -> control.ReadEvidenceResponse:
-        return await self._agents.read_evidence(node, request, deadline_seconds=deadline_seconds)
+        seconds = READ_SECONDS if deadline_seconds is None else deadline_seconds
+        return await self._reads.read(node, request, seconds)
+
+    async def read_evidence_many(
+        self,
+        node: AgentTarget,
+        request: control.ReadEvidenceManyRequest,
+        *,
+        deadline_seconds: float | None = None,
+    ) -> control.ReadEvidenceManyResponse:
+        return await self._agents.read_evidence_many(node, request, deadline_seconds=deadline_seconds)
 
     def retain(self, names: Container[str]) -> None:
         self._agents.retain(names)
+        self._reads.retain(names)
         for name in [name for name in self._answers if name not in names]:
             del self._answers[name]
 
     async def close(self) -> None:
+        await self._reads.close()
         await self._agents.close()
 
     @contextlib.contextmanager

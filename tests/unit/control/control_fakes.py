@@ -317,7 +317,7 @@ class FakeAgents:
     async def grant(self, node: AgentTarget, request: Any, *, deadline_seconds: float | None = None) -> Any:
         raise AssertionError("a KVCache grants nothing")
 
-    renew = revoke = read_evidence = grant
+    renew = revoke = read_evidence = read_evidence_many = grant
 
     def retain(self, names: Container[str]) -> None:
         self.retained = names

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from kvtier.v1 import control_pb2 as control
 from kvtier.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from kvtier_operator.agents import pool
+from kvtier_operator.agents.evidencereads import EvidenceReads
 from kvtier_operator.agents.pool import MAX_CONCURRENT, MAX_PER_NODE, GrpcAgents
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import AgentTarget, AgentTls, AgentUnreachable, NotLeader
@@ -203,6 +204,23 @@ async def test_leadership_that_is_lost_while_the_clock_is_asked_for_renews_nothi
     with pytest.raises(NotLeader):
         await bench.agents.renew(target, control.RenewRequest(boot_id=target.boot_id, items=[RENEWED]))
     assert [list(one.items) for one in bench.wire.requests] == [[]]
+
+
+async def test_leadership_that_is_lost_while_reads_are_gathered_sends_nothing() -> None:
+    bench = Bench()
+
+    class Moment:
+        def monotonic(self) -> float:
+            return 0.0
+
+        async def sleep(self, seconds: float) -> None:
+            bench.leader.holds = False
+
+    reads = EvidenceReads(bench.agents, Moment())  # type: ignore[arg-type]
+    asked = [reads.read(node("a"), control.ReadEvidenceRequest()) for _ in range(2)]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(one) for one in found] == [NotLeader] * 2
+    assert bench.wire.sent == []
 
 
 async def test_channels_of_agents_that_are_gone_are_closed() -> None:

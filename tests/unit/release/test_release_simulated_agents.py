@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from kvtier_crds.models.kvcache import KVCache
 from kvtier_crds.models.kvselector import KVSelector
 from kvtier_crds.models.tierclass import TierClass
 from kvtier_operator.agents import GrpcAgents
+from kvtier_operator.agents.recent import RecentAgents
+from kvtier_operator.clock import SystemClock
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import AgentError, AgentTarget, AgentTls
 from kvtier_operator.proofs import nonce_digest
@@ -192,6 +195,25 @@ async def test_a_candidate_is_granted_read_spoiled_and_revoked_with_proof(rig: R
     assert seen["calls"]["Grant"] == 2
     rig.host.answer({"do": "clear"})
     assert rig.host.answer({"do": "observed"})["revoked"] == {}
+
+
+async def test_what_is_asked_together_is_answered_as_it_is_alone(rig: Rig) -> None:
+    """The production's own client and service on mutual TLS: one call for all, one refusal for each."""
+    await rig.apply("node-a")
+    await rig.grant("node-a")
+    agents, target = RecentAgents(rig.agents, SystemClock()), rig.targets["node-a"]
+    good = control.ReadEvidenceRequest(cache=rig.ref, fence=rig.token(2), window=rig.window())
+    other = control.ReadEvidenceRequest(cache=rig.ref, fence=rig.token(2), window={"rollout_uid": "other"})
+    stale = control.ReadEvidenceRequest(cache=rig.ref, fence=rig.token(1), window=rig.window())
+    alone = await rig.read("node-a")
+    found = await asyncio.gather(
+        *(agents.read_evidence(target, one) for one in (good, other, good, stale)), return_exceptions=True
+    )
+    assert found[0] == found[2] == alone
+    told = [one.reason for one in found if isinstance(one, AgentError)]
+    assert told == ["WINDOW_UNKNOWN", "FENCE_STALE"]
+    calls = rig.host.answer({"do": "observed"})["calls"]
+    assert (calls["ReadEvidence"], calls["ReadEvidenceMany"], calls["ReadEvidenceMany.items"]) == (1, 1, 4)
 
 
 async def test_fences_are_the_productions_own(rig: Rig) -> None:

@@ -434,7 +434,7 @@ class Agents:
     async def apply_baseline(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the KVCache's reconcile applies baselines")
 
-    remove_cache = prove = read_evidence = apply_baseline
+    remove_cache = prove = read_evidence = read_evidence_many = apply_baseline
 
     def retain(self, names: Container[str]) -> None:
         return None
