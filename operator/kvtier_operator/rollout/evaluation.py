@@ -6,9 +6,9 @@ It must not know what follows from a verdict.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
+from kvtier_operator.rollout.beats import BEAT_SLACK, next_beat
 from kvtier_operator.rollout.inputs import GateVerdict, Inputs, Look
 from kvtier_operator.rollout.moves import CARRIED, current_step, tick_seconds
 from kvtier_operator.rollout.spec import RolloutSpec
@@ -84,14 +84,12 @@ def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rollo
     judged = tuple(_gate_status(item, look) for item in look.verdicts)
     gates = (_identity(state, inputs, look), *judged, *carried)
     state = replace(state, gates=gates, carry=look.carry)
-    interval = tick_seconds(spec)
     due = next_due(state, spec, inputs.now)
     if inputs.now < due:
         return state
-    missed = math.floor((inputs.now - due) / interval)
-    schedule = Schedule(
-        due_at=due + (missed + 1) * interval, ran_at=inputs.now, late_by=round(inputs.now - due, 3)
-    )
+    pool = inputs.cache.pool if inputs.cache is not None else ""
+    following = next_beat(pool, tick_seconds(spec), inputs.now)
+    schedule = Schedule(due_at=following, ran_at=inputs.now, late_by=round(inputs.now - due, 3))
     return replace(state, schedule=schedule)
 
 
@@ -99,7 +97,7 @@ def next_due(state: RolloutState, spec: RolloutSpec, now: float) -> float:
     """When evidence is looked at next. A tick that lies further ahead than the grid ever plans was written
     under a clock that has been set back since, or on a node whose clock is ahead; waiting for it would leave
     harm unseen for as long, so it is due now."""
-    if state.schedule is None or state.schedule.due_at > now + tick_seconds(spec):
+    if state.schedule is None or state.schedule.due_at > now + tick_seconds(spec) + BEAT_SLACK:
         return now
     return state.schedule.due_at
 

@@ -417,8 +417,9 @@ def reference(cache: JsonObject) -> common.CacheRef:
 def cache_view(cache: JsonObject | None) -> CacheView | None:
     if cache is None:
         return None
-    status = cache.get("status") or {}
+    status, spec = cache.get("status") or {}, cache.get("spec") or {}
     baseline, approved = status.get("baseline"), status.get("approved")
+    pool = (spec.get("poolRef") or {}).get("name", "")
     return CacheView(
         uid=cache["metadata"]["uid"],
         fence=int(status.get("fence") or 0),
@@ -432,7 +433,8 @@ def cache_view(cache: JsonObject | None) -> CacheView | None:
         if approved
         else None,
         deleting="deletionTimestamp" in cache["metadata"],
-        suspended=bool((cache.get("spec") or {}).get("suspend")),
+        suspended=bool(spec.get("suspend")),
+        pool=f"{cache['metadata']['namespace']}/{pool}",
     )
 
 

@@ -28,12 +28,15 @@ class Approved:
 
 @dataclass(frozen=True)
 class CacheView:
+    """`pool`: namespace and name of the AgentPool whose agents hold it."""
+
     uid: str
     fence: int
     baseline: ManifestRef | None
     approved: Approved | None
     deleting: bool = False
     suspended: bool = False
+    pool: str = ""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class GateStatus:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tick of evidence. A missed one runs once: `due_at` moves to the next grid point after `ran_at`."""
+    """The tick of evidence. A missed one runs once: `due_at` moves to the pool's next beat after `ran_at`."""
 
     due_at: float
     ran_at: float

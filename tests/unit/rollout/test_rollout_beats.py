@@ -1,0 +1,143 @@
+"""Looks of one pool's rollouts fall on the same moments, and none comes later than it would by itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvtier_evidence.carry import Carry
+from kvtier_operator.rollout.beats import next_beat
+from kvtier_operator.rollout.evaluation import next_due, record_look
+from kvtier_operator.rollout.inputs import CacheView, CandidateView, Inputs, Look
+from kvtier_operator.rollout.moves import tick_seconds
+from kvtier_operator.rollout.state import RolloutState, Window
+from kvtier_operator.rollout.status import format_stamp, parse_stamp
+from kvtier_operator.rollout.vocabulary import Phase, Stage, Verdict
+from tests.unit.rollout.machine_world import BASELINE, EPOCH, spec_of
+from tests.unit.rollout.rollout_world import World
+
+SPEC = spec_of("a")
+MOMENTS = st.floats(1.6e9, 4e9)
+LEASES = st.floats(3.0, 90.0)
+POOLS = st.sampled_from(["serving/default", "serving/other", "a/b", ""])
+EXACT = 2e-5
+
+
+@given(POOLS, LEASES, MOMENTS)
+@example("serving/default", 10.0, EPOCH + 10.0 / 3)
+def test_the_next_beat_is_within_an_interval_and_the_following_ones_are_an_interval_apart(
+    pool: str, lease: float, now: float
+) -> None:
+    interval = tick_seconds(replace(SPEC, lease_ttl=lease))
+    beats = [next_beat(pool, interval, now)]
+    for _ in range(3):
+        beats.append(next_beat(pool, interval, beats[-1]))
+    assert 0.0 < beats[0] - now <= interval + EXACT
+    for before, after in pairwise(beats):
+        assert interval - 0.0011 <= after - before <= interval + EXACT
+    assert all(abs(beat * 1000 - round(beat * 1000)) < 1e-3 for beat in beats), "whole milliseconds"
+
+
+@given(POOLS, LEASES, MOMENTS, st.floats(0.0, 100.0))
+def test_whoever_looks_in_between_has_the_same_next_beat(
+    pool: str, lease: float, now: float, later: float
+) -> None:
+    """Rollouts of one pool began at any moments: from their next look on they are together."""
+    interval = tick_seconds(replace(SPEC, lease_ttl=lease))
+    beat, other = next_beat(pool, interval, now), next_beat(pool, interval, now + later)
+    step = math.floor(interval * 1000 + 1e-6) / 1000
+    assert (other - beat) / step == pytest.approx(round((other - beat) / step), abs=1e-3)
+    assert other >= beat
+
+
+@given(POOLS, LEASES, MOMENTS)
+def test_a_beat_that_was_written_down_and_read_again_is_the_same(pool: str, lease: float, now: float) -> None:
+    """Else the next operator would look twice, or not with the others."""
+    interval = tick_seconds(replace(SPEC, lease_ttl=lease))
+    beat = next_beat(pool, interval, now)
+    read = parse_stamp(format_stamp(beat))
+    assert read == pytest.approx(beat, abs=1e-6)
+    assert next_beat(pool, interval, read) == next_beat(pool, interval, beat) > beat + interval / 2
+
+
+def test_beats_are_the_same_for_every_version_and_pools_are_spread() -> None:
+    assert next_beat("serving/default", 10.0, 1_800_000_000.0) == 1_800_000_000.046
+    offsets = [next_beat(f"team-{n % 10}/pool-{n:03d}", 10.0, 1_800_000_000.0) % 10.0 for n in range(400)]
+    per_second = [sum(int(one) == second for one in offsets) for second in range(10)]
+    assert min(per_second) > 20 and max(per_second) < 60, per_second
+
+
+def holding(opened_at: float, phase: Phase = Phase.PROGRESSING) -> RolloutState:
+    window = Window(7, opened_at, SPEC.window_hash)
+    return RolloutState(phase=phase, stage=Stage.SHADOW, attempt=1, fence=7, window=window)
+
+
+def looked(state: RolloutState, now: float, pool: str, spec: object = SPEC) -> RolloutState:
+    """The state after a look that is taken now."""
+    inputs = Inputs(
+        now=now,
+        uid="u",
+        name="quest",
+        generation=1,
+        spec=None,
+        spec_error="",
+        deleting=False,
+        cache=CacheView("c", 7, BASELINE, None, pool=pool),
+        busy_with="",
+        superseded_by="",
+        candidate=CandidateView(),
+        agents=(),
+        look=Look(7, now, (), Carry(), ""),
+    )
+    return record_look(state, inputs, spec)  # type: ignore[arg-type]
+
+
+@given(POOLS, LEASES, st.floats(0.0, 1000.0))
+def test_no_look_comes_later_than_on_a_beat_of_ones_own(pool: str, lease: float, begun: float) -> None:
+    """One's own: an interval after the first look, and so on."""
+    spec = replace(SPEC, lease_ttl=lease)
+    first = EPOCH + begun
+    state, now = holding(first), first
+    for count in range(1, 20):
+        state = looked(state, now, pool, spec)
+        assert state.schedule is not None and state.schedule.ran_at == now
+        assert next_due(state, spec, now) == state.schedule.due_at, "no clock was set back"
+        now = state.schedule.due_at
+        assert now <= first + count * tick_seconds(spec) + EXACT
+
+
+@given(POOLS, st.floats(0.0, 1000.0), st.floats(0.0, 100.0))
+def test_beats_that_were_missed_are_made_up_for_once(pool: str, begun: float, late: float) -> None:
+    state = looked(holding(EPOCH), EPOCH + begun, pool)
+    assert state.schedule is not None
+    due = state.schedule.due_at
+    state = looked(state, due + late, pool)
+    assert state.schedule is not None
+    assert state.schedule.late_by == pytest.approx(late, abs=1e-3)
+    assert due + late < state.schedule.due_at <= due + late + tick_seconds(SPEC) + EXACT
+    before = state.schedule
+    again = looked(state, due + late, pool)
+    assert again.schedule == before, "not a second time"
+
+
+async def test_rollouts_of_a_pool_that_began_at_other_moments_look_together() -> None:
+    """Of two that begin 3.7 s apart, and an operator that goes on with one of them."""
+    due = []
+    for begin in (0.0, 3.7):
+        world = World(leaseTTL="60s")
+        world.clock.seconds += begin
+        world.feed.default = Verdict.INSUFFICIENT
+        await world.until("Progressing", "Shadow")
+        await world.run(25)
+        if begin:
+            world.restart()
+            await world.run(12)
+        schedule = world.operator._kept["uid-quest"].schedule
+        assert schedule is not None
+        due.append(schedule.due_at)
+    assert (due[1] - due[0]) % 10.0 == pytest.approx(0.0, abs=1e-6)
