@@ -13,7 +13,7 @@ from kvtier_operator.rollout.inputs import GateVerdict, Inputs, Look
 from kvtier_operator.rollout.moves import CARRIED, current_step, tick_seconds
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import GateStatus, RolloutState, Schedule
-from kvtier_operator.rollout.vocabulary import Verdict
+from kvtier_operator.rollout.vocabulary import Phase, Verdict
 
 
 def current_look(state: RolloutState, inputs: Inputs) -> Look | None:
@@ -87,10 +87,21 @@ def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rollo
     due = next_due(state, spec, inputs.now)
     if inputs.now < due:
         return state
-    pool = inputs.cache.pool if inputs.cache is not None else ""
-    following = next_beat(pool, tick_seconds(spec), inputs.now)
+    following = _following(state, inputs, spec)
     schedule = Schedule(due_at=following, ran_at=inputs.now, late_by=round(inputs.now - due, 3))
     return replace(state, schedule=schedule)
+
+
+def _following(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> float:
+    """The pool's next beat, or before it the moment at which the step may end: a step of as many intervals
+    as it lasts would else end up to one later, by where its pool's beats lie."""
+    pool = inputs.cache.pool if inputs.cache is not None else ""
+    beat = next_beat(pool, tick_seconds(spec), inputs.now)
+    if state.window is None or state.phase is not Phase.PROGRESSING:
+        return beat
+    least = max(current_step(state, spec).min_seconds, spec.warmup + spec.settle)
+    ended = state.window.opened_at + least
+    return ended if inputs.now < ended < beat else beat
 
 
 def next_due(state: RolloutState, spec: RolloutSpec, now: float) -> float:

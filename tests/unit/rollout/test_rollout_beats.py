@@ -125,6 +125,31 @@ def test_beats_that_were_missed_are_made_up_for_once(pool: str, begun: float, la
     assert again.schedule == before, "not a second time"
 
 
+LEAST = max(SPEC.ladder[0].min_seconds, SPEC.warmup + SPEC.settle)
+
+
+@given(POOLS, LEASES, st.floats(0.0, 1000.0))
+def test_a_step_is_looked_at_as_it_has_lasted(pool: str, lease: float, begun: float) -> None:
+    """On time for a step of any length, wherever the pool's beats lie; once, and then on beats again."""
+    spec = replace(SPEC, lease_ttl=lease)
+    now = opened_at = EPOCH + begun
+    state, ran = holding(opened_at), []
+    for _ in range(8):
+        state = looked(state, now, pool, spec)
+        ran.append(now)
+        now = next_due(state, spec, now)
+    assert sum(one == opened_at + LEAST for one in ran) == 1
+    for before, after in pairwise(ran):
+        assert after == opened_at + LEAST or after == next_beat(pool, tick_seconds(spec), before)
+
+
+@pytest.mark.parametrize("phase", [Phase.PAUSED, Phase.COMPLETED])
+def test_a_step_that_does_not_end_by_itself_is_looked_at_on_beats_alone(phase: Phase) -> None:
+    state = looked(holding(EPOCH, phase), EPOCH, "serving/other")
+    assert state.schedule is not None
+    assert state.schedule.due_at == next_beat("serving/other", tick_seconds(SPEC), EPOCH)
+
+
 async def test_rollouts_of_a_pool_that_began_at_other_moments_look_together() -> None:
     """Of two that begin 3.7 s apart, and an operator that goes on with one of them."""
     due = []
