@@ -15,12 +15,13 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from opentelemetry import trace
-from opentelemetry.context import Context
+from opentelemetry.context import Context, attach, detach
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -31,7 +32,7 @@ _SHUTDOWN_MILLIS = 2000
 
 
 class Telemetry:
-    """Tracing of one process. Without a processor spans are made (for log correlation) and dropped."""
+    """Tracing of one process. Without a processor a call has ids, for its log lines, and no more."""
 
     def __init__(
         self, node: str, pool: str, boot_id: str, version: str, processors: Sequence[SpanProcessor]
@@ -50,11 +51,17 @@ class Telemetry:
             self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("kvtier_agent", version)
         self._propagator = TraceContextTextMapPropagator()
+        self._recording = bool(processors)
+        self._ids = RandomIdGenerator()
 
     @contextmanager
     def rpc(self, method: str, metadata: Mapping[str, str]) -> Iterator[Span]:
         """A server span for one unary call, child of the caller's span. Refusals set the reason attribute;
         only INTERNAL is an error."""
+        if not self._recording:
+            with self._unrecorded(metadata.get("traceparent", "")) as bare:
+                yield bare
+            return
         with self._tracer.start_as_current_span(
             method,
             context=self._context(metadata.get("traceparent", "")),
@@ -77,6 +84,8 @@ class Telemetry:
     ) -> None:
         """A finished compared step, in the request's trace, linked to the rollout's; the tiers' transfers of
         the step are one child span."""
+        if not self._recording:
+            return
         rollout = trace.get_current_span(self._context(rollout_traceparent)).get_span_context()
         links = [Link(rollout, {"kvtier.link": "rollout"})] if rollout.is_valid else []
         span = self._tracer.start_span(
@@ -102,6 +111,19 @@ class Telemetry:
         """Flushes for a short while, then gives up."""
         self._provider.force_flush(_SHUTDOWN_MILLIS)
         self._provider.shutdown()
+
+    @contextmanager
+    def _unrecorded(self, traceparent: str) -> Iterator[Span]:
+        caller = self._context(traceparent)
+        parent = trace.get_current_span(caller).get_span_context()
+        trace_id = parent.trace_id if parent.is_valid else self._ids.generate_trace_id()
+        ids = SpanContext(trace_id, self._ids.generate_span_id(), is_remote=False)
+        span = NonRecordingSpan(ids)
+        token = attach(trace.set_span_in_context(span, caller))
+        try:
+            yield span
+        finally:
+            detach(token)
 
     def _context(self, traceparent: str) -> Context:
         return self._propagator.extract({"traceparent": traceparent}, context=Context())

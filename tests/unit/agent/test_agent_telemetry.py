@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import Any
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import Tracer
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import Span, StatusCode
 from prometheus_client import CollectorRegistry
 
 from kvtier_agent.telemetry import ChildOf, JsonLogFormatter, Metrics, Telemetry, mark_error
@@ -86,6 +89,64 @@ def test_logs_are_json_with_the_current_ids(telemetry: Telemetry) -> None:
     assert (outside["message"], outside["level"]) == ("said this", "warning")
     assert "trace_id" not in outside
     assert inside["trace_id"] == TRACE
+
+
+class TestWithoutAnybodyToSendTo:
+    """A call has ids, for its log lines, and no more."""
+
+    def test_log_lines_of_a_call_carry_its_callers_trace(self) -> None:
+        telemetry = Telemetry("node-a", "serving/pool", "boot", "1", [])
+        record = logging.LogRecord("room", logging.WARNING, "f", 1, "said", (), None)
+        with telemetry.rpc("Control.Grant", {"traceparent": PARENT}) as span:
+            inside = json.loads(JsonLogFormatter().format(record))
+            span.set_attribute("rpc.response.status_code", "OK")
+            mark_error(span, "internal")
+        outside = json.loads(JsonLogFormatter().format(record))
+        assert inside["trace_id"] == TRACE
+        assert inside["span_id"] not in ("b7ad6b7169203331", "0" * 16)
+        assert not span.is_recording()
+        assert "trace_id" not in outside
+
+    @pytest.mark.parametrize("junk", ["", "00-zz", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+    def test_calls_of_nobody_have_traces_of_their_own(self, junk: str) -> None:
+        telemetry = Telemetry("node-a", "serving/pool", "boot", "1", [])
+        seen = set()
+        for _ in range(3):
+            with telemetry.rpc("Control.GetState", {"traceparent": junk}) as span:
+                assert trace.get_current_span() is span and span.get_span_context().is_valid
+                seen.add(span.get_span_context().trace_id)
+        assert len(seen) == 3
+
+    def test_a_call_that_fails_leaves_nothing_behind(self) -> None:
+        telemetry = Telemetry("node-a", "serving/pool", "boot", "1", [])
+        with pytest.raises(ZeroDivisionError), telemetry.rpc("Control.Grant", {}):
+            raise ZeroDivisionError
+        assert not trace.get_current_span().get_span_context().is_valid
+
+    def test_no_span_is_made_of_anything(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[str] = []
+        start = Tracer.start_span
+
+        def counted(tracer: Tracer, name: str, *rest: Any, **options: Any) -> Span:
+            made.append(name)
+            return start(tracer, name, *rest, **options)
+
+        monkeypatch.setattr(Tracer, "start_span", counted)
+        for processors, expected in (([], 0), ([SimpleSpanProcessor(InMemorySpanExporter())], 3)):
+            made.clear()
+            telemetry = Telemetry("node-a", "serving/pool", "boot", "1", processors)
+            with telemetry.rpc("Control.GetState", {"traceparent": PARENT}):
+                pass
+            telemetry.step(
+                session_traceparent=PARENT,
+                rollout_traceparent=ROLLOUT,
+                start_ns=1,
+                attributes={"kvtier.step": 3},
+                bytes_by_tier={"nvme": 4096},
+                stall_seconds=0.5,
+            )
+            telemetry.shutdown()
+            assert len(made) == expected
 
 
 def test_metric_names_carry_units_and_labels_are_closed() -> None:
