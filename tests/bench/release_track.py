@@ -77,7 +77,12 @@ class Tracker:
 def lateness(moments: list[float], interval: float) -> list[float]:
     """How late the reads of one window were, in seconds, by the operator's own rule: they are due on a beat,
     and one that was missed is made up for once. Where the beat lies is not told, only that no read comes
-    before it: it is laid through the read by which all others are late by the least, which is not counted."""
+    before it: it is laid through the read by which all others are late by the least, which is not counted.
+    Nor is the first interval: a window is looked at as it opens, and again as a short step has lasted, and
+    neither is on a beat."""
+    if not moments:
+        return []
+    moments = [moment for moment in moments if moment >= moments[0] + interval - EARLY_SECONDS]
     if len(moments) < 2:
         return []
     phases = sorted((moment - moments[0]) % interval for moment in moments)

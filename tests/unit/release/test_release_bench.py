@@ -48,15 +48,17 @@ def test_a_move_of_a_fence_is_a_transition_and_numbers_are_none() -> None:
     [
         pytest.param([], [], id="never"),
         pytest.param([5.0], [], id="one-says-nothing"),
-        pytest.param([0.0, 10.0, 20.5, 30.0], [0.0, 0.5, 0.0], id="in-time"),
-        pytest.param([0.0, 4.0, 10.0], [0.0], id="an-extra-look"),
+        pytest.param([7.0, 10.0, 20.0], [], id="nor-does-one-on-a-beat"),
+        pytest.param([-3.0, 0.0, 10.0, 20.5, 30.0], [0.5, 0.0], id="in-time"),
+        pytest.param([0.0, 10.0, 20.0, 30.5, 40.0], [0.0, 0.5, 0.0], id="opened-on-a-beat"),
+        pytest.param([-3.0, 0.0, 10.0, 14.0, 20.0], [0.0], id="an-extra-look"),
         pytest.param(
-            [0.0, 10.0, 20.0, 47.0, 50.0, 60.0],
-            [0.0, 0.0, 17.0, 0.0, 0.0],
+            [-3.0, 0.0, 10.0, 20.0, 47.0, 50.0, 60.0],
+            [0.0, 17.0, 0.0, 0.0],
             id="a-missed-beat-is-made-up-for-once",
         ),
-        pytest.param([2.0, 10.0, 20.0, 30.0], [2.0, 0.0, 0.0], id="the-first-was-late"),
-        pytest.param([0.3, 10.0, 20.2, 30.1], [0.3, 0.2, 0.1], id="each-by-another-bit"),
+        pytest.param([-5.0, 12.0, 20.0, 30.0, 40.0], [2.0, 0.0, 0.0], id="the-first-was-late"),
+        pytest.param([-3.0, 0.0, 10.3, 20.0, 30.2, 40.1], [0.3, 0.2, 0.1], id="each-by-another-bit"),
     ],
 )
 def test_lateness_is_measured_against_the_beat(moments: list[float], late: list[float]) -> None:
