@@ -54,7 +54,7 @@ def _rows(name: str, table: Tensor, caches: Sequence[_Cache], threads: int) -> I
     with ExitStack() as stack:
         workers: Executor | None = None
         if threads > 1:
-            workers = stack.enter_context(ThreadPoolExecutor(threads))
+            workers = stack.enter_context(ThreadPoolExecutor(threads - 1))
 
         def ours(cache: _Cache) -> None:
             paged_decode_torch(cache.q, cache.k, cache.v, table, lens, scale=SCALE, workers=workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -80,6 +81,24 @@ def test_any_table_has_the_bits_of_one_chunk_at_a_time(
         for name in ("m", "l", "u"):
             a, e = getattr(got, name)[b : b + 1].contiguous(), getattr(want, name).contiguous()
             assert torch.equal(a.view(torch.int32), e.view(torch.int32)), (b, name)
+
+
+def test_workers_that_never_begin_are_not_waited_for() -> None:
+    q, k, v = inputs(9, 3, 64)
+    table, lens = (
+        torch.arange(PAGES, dtype=torch.int32)[None],
+        torch.tensor([PAGES * PAGE], dtype=torch.int32),
+    )
+    free = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(free.wait, 60)
+        try:
+            got = paged_decode_torch(q[:1], k, v, table, lens, scale=SCALE, split_tokens=SPLIT, workers=pool)
+            assert not busy.done()
+        finally:
+            free.set()
+    want = expected(q[:1], k, v, list(range(PAGES)), PAGES * PAGE)
+    assert torch.equal(got.u, want.u) and torch.equal(got.l, want.l) and torch.equal(got.m, want.m)
 
 
 @pytest.mark.parametrize("layout", ["half precision", "pages apart", "rows apart"])

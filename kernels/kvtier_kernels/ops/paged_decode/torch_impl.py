@@ -7,7 +7,8 @@ pages.
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,7 +93,7 @@ def paged_decode_torch(
 ) -> AttentionState:
     """See the package. Inputs of any float dtype; rows are widened to float32 after the gather.
 
-    workers: threads that attend shares of a request's chunks side by side; the bits are the same."""
+    workers: threads that attend shares of a request's chunks beside the caller's; the bits are the same."""
     _check_shapes(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
     batch, hq, d = q.shape
     page = k_cache.shape[1]
@@ -175,14 +176,30 @@ def _attend(compiled: Library, q: Tensor, chunks: _Chunks, totals: States, worke
         return
     states = no_rows(count, *totals[2].shape[1:])
     share = -(-count // _SHARES)
+    firsts = SimpleQueue[int]()
+    for first in range(0, count, share):
+        firsts.put(first)
 
-    def attend(first: int) -> None:
-        last = min(count, first + share)
-        work = one_each(jobs[first:last], np.arange(first, last))
-        compiled.attend(q, work.jobs, work.queries, work.slots, work.seen, states)
+    def attend() -> None:
+        while True:
+            try:
+                first = firsts.get_nowait()
+            except Empty:
+                return
+            last = min(count, first + share)
+            work = one_each(jobs[first:last], np.arange(first, last))
+            compiled.attend(q, work.jobs, work.queries, work.slots, work.seen, states)
 
-    for _ in workers.map(attend, range(0, count, share)):
-        pass
+    # The caller attends what no worker has begun: waking one may take as long as a share does.
+    beside = [workers.submit(attend) for _ in range(firsts.qsize() - 1)]
+    try:
+        attend()
+    finally:
+        # Nobody may write to these states once they are left.
+        wait([one for one in beside if not one.cancel()])
+    for one in beside:
+        if not one.cancelled():
+            one.result()
     m, l, u = totals
     fold((m[0], l[0], u[0]), states)
 
