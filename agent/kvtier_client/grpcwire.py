@@ -31,6 +31,7 @@ class GrpcWire:
         self.stream = stream
         self.max_frames = MAX_FRAMES if isinstance(stream, AttendManyStream) else 1
         self._shapes: deque[list[torch.Size]] = deque()
+        self.lone = None
 
     @property
     def lost(self) -> bool:

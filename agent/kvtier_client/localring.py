@@ -29,7 +29,7 @@ class StagingRing:
         self.size = size
         self.descriptor, self._mapped = memory.create("kvtier-staging", size, others_read_only=False)
         self._floats: NDArray[np.float32] = np.frombuffer(self._mapped, dtype="<f4")
-        self._address = self._floats.ctypes.data
+        self.address = self._floats.ctypes.data
         self._spans: deque[tuple[int, int]] = deque()
 
     def place(self, size: int) -> int | None:
@@ -58,7 +58,7 @@ class StagingRing:
             raise ValueError(f"{size} bytes at {start} of a ring of {self.size}")
         if tensor.is_contiguous():
             # Views of arrays and tensors cost several times what such a small copy does.
-            ctypes.memmove(self._address + start, tensor.data_ptr(), size)
+            ctypes.memmove(self.address + start, tensor.data_ptr(), size)
         else:
             at = start // FLOAT_BYTES
             place = self._floats[at : at + tensor.numel()].reshape(tuple(tensor.shape))
@@ -90,7 +90,7 @@ class AnswerRing:
         """The descriptor stays the caller's. memory.UnsafeMemoryError, OSError."""
         self._mapped = memory.map_checked(descriptor, size, must_be_read_only=True)
         self._floats: NDArray[np.float32] = np.frombuffer(self._mapped, dtype="<f4")
-        self._size, self._address = size, self._floats.ctypes.data
+        self._size, self.address = size, self._floats.ctypes.data
 
     def copy(self, start: int, shape: torch.Size) -> Tensor:
         """Float32 of that shape, a copy. ValueError beyond the ring."""
@@ -98,7 +98,7 @@ class AnswerRing:
         if not 0 <= start <= self._size - size:
             raise ValueError(f"{size} bytes at {start} of a ring of {self._size}")
         out = torch.empty(shape, dtype=torch.float32)
-        ctypes.memmove(out.data_ptr(), self._address + start, size)
+        ctypes.memmove(out.data_ptr(), self.address + start, size)
         return out
 
     def close(self) -> None:

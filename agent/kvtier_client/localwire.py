@@ -22,10 +22,11 @@ import torch
 
 from kvtier.local import frames as wire
 from kvtier.local import memory
-from kvtier.local.receipts import AnswerRecord, read_answer, unpack_answers, unpack_ended
+from kvtier.local.receipts import AnswerRecord, decode_receipt, read_answer, unpack_answers, unpack_ended
 from kvtier.v1 import attention_pb2
 from kvtier_client.errors import KvtierError, from_detail
 from kvtier_client.localring import FLOAT_BYTES, AnswerRing, StagingRing, ring_bytes
+from kvtier_client.loneframes import LoneFrames
 from kvtier_client.rowevidence import RowEvidence
 from kvtier_client.wire import MAX_OUTSTANDING, Answer, Frame, Sender, WireName
 from kvtier_core.errors import Reason
@@ -39,7 +40,7 @@ _Waiting = tuple[int, int, torch.Size]
 
 
 @dataclass(frozen=True, slots=True)
-class _Attached:
+class Attached:
     index: int
     generation: int
     session_tag: bytes
@@ -63,23 +64,24 @@ class LocalWire:
         self.broken: KvtierError | None = None
         self.lost = False
         self.max_frames = min(wire.MAX_FRAMES, offer.max_frames or wire.MAX_FRAMES)
-        self._attached: dict[Sender, _Attached] = {}
-        self._waiting: deque[list[_Waiting]] = deque()
-        self._sequence = 0
-        self._buffer = bytearray(wire.MAX_ANSWER_BYTES)
-        self._view = memoryview(self._buffer)
-        self._timeout = 0.0
+        self._attached: dict[Sender, Attached] = {}
+        self.waiting: deque[list[_Waiting]] = deque()
+        self.sequence = 0
+        self.buffer = bytearray(wire.MAX_ANSWER_BYTES)
+        self._view = memoryview(self.buffer)
+        self.timeout = 0.0
         self._answers: AnswerRing | None = None
+        self.lone: LoneFrames | None = None
         size = ring_bytes(MAX_OUTSTANDING * wire.aligned(wanted), offer.max_ring_bytes)
         self.max_message_bytes = size
         try:
-            self._ring = StagingRing(size)
+            self.ring = StagingRing(size)
         except OSError as error:
             raise KvtierError(Reason.NO_STAGING, f"no staging ring of {size} bytes: {error}") from None
         try:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
-            self._ring.close()
+            self.ring.close()
             raise KvtierError(Reason.NO_STAGING, f"no socket for a local channel: {error}") from None
         try:
             self._connect(offer.socket)
@@ -87,6 +89,8 @@ class LocalWire:
             self._hello(first, token, size)
             for sender, token in others:
                 self._attach(sender, token)
+            if not others:
+                self.lone = LoneFrames(self, first, self._attached[first])
         except OSError as error:
             failure = self._fail(_gone(f"{offer.socket}: {error}"), lost=True)
             self.close()
@@ -95,24 +99,29 @@ class LocalWire:
             self.close()
             raise
 
+    @property
+    def answers(self) -> AnswerRing:
+        assert self._answers is not None
+        return self._answers
+
     def has_room(self, frames: Sequence[Frame]) -> bool:
-        if len(self._waiting) >= MAX_OUTSTANDING:
+        if len(self.waiting) >= MAX_OUTSTANDING:
             return False
-        return self._ring.place(self._bytes_of(frames)) is not None
+        return self.ring.place(self._bytes_of(frames)) is not None
 
     def send(self, frames: Sequence[Frame]) -> None:
         if self.broken is not None:
             raise self.broken
         size = wire.aligned(frames[0].size) if len(frames) == 1 else self._bytes_of(frames)
-        start = self._ring.place(size)
-        if start is None or len(self._waiting) >= MAX_OUTSTANDING:
-            raise KvtierError(Reason.QUEUE_FULL, f"{len(self._waiting)} messages wait for their answers")
+        start = self.ring.place(size)
+        if start is None or len(self.waiting) >= MAX_OUTSTANDING:
+            raise KvtierError(Reason.QUEUE_FULL, f"{len(self.waiting)} messages wait for their answers")
         records, waiting, offset = [], [], start
         for frame in frames:
-            self._sequence += 1
-            at = self._ring.write(offset, frame.k)
-            at = self._ring.write(at, frame.v)
-            at = self._ring.write(at, frame.q)
+            self.sequence += 1
+            at = self.ring.write(offset, frame.k)
+            at = self.ring.write(at, frame.v)
+            at = self.ring.write(at, frame.q)
             evidence = frame.evidence
             if evidence is not None:
                 at = self._write_evidence(offset, at, evidence)
@@ -129,7 +138,7 @@ class LocalWire:
                     first_query_position=frame.position,
                     committed_frontier=frame.committed,
                     deadline_ms=frame.deadline_ms,
-                    sequence=self._sequence,
+                    sequence=self.sequence,
                     offset=offset,
                     session_tag=attached.session_tag,
                     boot_tag=attached.boot_tag,
@@ -138,28 +147,49 @@ class LocalWire:
                     evidence=None if evidence is None else _record(evidence),
                 )
             )
-            waiting.append((self._sequence, offset, frame.q.shape))
+            waiting.append((self.sequence, offset, frame.q.shape))
             offset = wire.aligned(at)
         try:
-            self._socket.send(wire.pack_frames(records, time.monotonic_ns()))
+            self.socket.send(wire.pack_frames(records, time.monotonic_ns()))
         except wire.MalformedError as error:
             raise KvtierError(Reason.FRAME_INVALID, str(error)) from None
-        except BlockingIOError:
-            raise self._fail(KvtierError(Reason.DEADLINE, "the agent does not read"), lost=False) from None
         except OSError as error:
-            raise self._fail(self._why_gone(error), lost=True) from None
-        self._ring.take(start, size)
-        self._waiting.append(waiting)
+            raise self.not_sent(error) from None
+        self.ring.take(start, size)
+        self.waiting.append(waiting)
 
     def receive(self, timeout: float) -> list[Answer | KvtierError]:
         if self.broken is not None:
             raise self.broken
-        if not self._waiting:
+        if not self.waiting:
             raise KvtierError(Reason.STEP_ORDER, "no frame waits for an answer")
-        if timeout != self._timeout:
-            self._set_timeout(timeout)
-        records = self._read_answers(timeout)
-        waiting = self._waiting.popleft()
+        if timeout != self.timeout:
+            self.set_timeout(timeout)
+        return self.taken(self.received())
+
+    def not_sent(self, error: OSError) -> KvtierError:
+        """What a message that was not sent has broken the wire with."""
+        if isinstance(error, BlockingIOError):
+            return self._fail(KvtierError(Reason.DEADLINE, "the agent does not read"), lost=False)
+        return self._fail(self._why_gone(error), lost=True)
+
+    def received(self) -> int:
+        """Bytes of the message that came, in `buffer`; -1 when none did, and then the wire is broken."""
+        try:
+            return self.socket.recv_into(self.buffer, 0, socket.MSG_TRUNC)
+        except BlockingIOError:
+            message = f"no answer within {self.timeout:.3f} s"
+            self._fail(KvtierError(Reason.DEADLINE, message), lost=False)
+        except OSError as error:
+            self._fail(self._why_gone(error), lost=True)
+        return -1
+
+    def taken(self, size: int) -> list[Answer | KvtierError]:
+        """The answers in a message of that size, to the oldest that waits; as `receive`."""
+        if self.broken is not None:
+            raise self.broken
+        records = self._read_answers(size)
+        waiting = self.waiting.popleft()
         if [record.sequence for record in records] != [sequence for sequence, _, _ in waiting]:
             numbers = [record.sequence for record in records], [sequence for sequence, _, _ in waiting]
             message = "answer {} came where {} was due".format(*numbers)
@@ -169,13 +199,13 @@ class LocalWire:
             for record, (_, offset, shape) in zip(records, waiting, strict=True)
         ]
         # Only now: the outputs were copied from the places that the next frames will take.
-        self._ring.give_back()
+        self.ring.give_back()
         return answers
 
     def close(self) -> None:
         self.broken = self.broken or KvtierError(Reason.SESSION_UNKNOWN, "the channel is closed")
-        self._socket.close()
-        self._ring.close()
+        self.socket.close()
+        self.ring.close()
         if self._answers is not None:
             self._answers.close()
 
@@ -183,12 +213,12 @@ class LocalWire:
         """Behind a frame's tensors, which end at `at`; where the frame ends."""
         place = start + wire.evidence_place(at - start, evidence.hidden_bytes)
         if evidence.hidden is not None:
-            self._ring.write(at, evidence.hidden)
+            self.ring.write(at, evidence.hidden)
         if evidence.surprisal is None:
             return place
         doubles = np.ascontiguousarray(evidence.surprisal, dtype="<f8")
         # The ring knows floats; a copy of bits does not look at them.
-        return self._ring.write(place, torch.from_numpy(doubles.view(np.float32)))
+        return self.ring.write(place, torch.from_numpy(doubles.view(np.float32)))
 
     # --- parts -----------------------------------------------------------------------------------------
 
@@ -203,19 +233,10 @@ class LocalWire:
         if record.out_bytes != due:
             message = f"{record.out_bytes} bytes of output, {due} were due"
             return KvtierError(Reason.FRAME_INVALID, message)
-        assert self._answers is not None
-        out = self._answers.copy(offset, shape)
-        return Answer(record.step, record.layer, out, functools.partial(_receipt, record))
+        out = self.answers.copy(offset, shape)
+        return Answer(record.step, record.layer, out, functools.partial(receipt_of, record.raw))
 
-    def _read_answers(self, timeout: float) -> list[AnswerRecord]:
-        try:
-            size = self._socket.recv_into(self._buffer, 0, socket.MSG_TRUNC)
-        except BlockingIOError:
-            raise self._fail(
-                KvtierError(Reason.DEADLINE, f"no answer within {timeout:.3f} s"), lost=False
-            ) from None
-        except OSError as error:
-            raise self._fail(self._why_gone(error), lost=True) from None
+    def _read_answers(self, size: int) -> list[AnswerRecord]:
         one = read_answer(self._view, size)
         if one is not None:
             return [one]
@@ -223,7 +244,7 @@ class LocalWire:
         if kind is not wire.Kind.ANSWERS:
             raise self._fail(KvtierError(Reason.FRAME_INVALID, f"{kind.name} came for an answer"), lost=False)
         try:
-            return unpack_answers(self._buffer, size, count)
+            return unpack_answers(self.buffer, size, count)
         except wire.MalformedError as error:
             raise self._fail(KvtierError(Reason.FRAME_INVALID, str(error)), lost=False) from None
 
@@ -232,8 +253,8 @@ class LocalWire:
         if size == 0:
             raise self._fail(_gone("the agent closed the channel"), lost=True)
         try:
-            kind, count, _ = wire.read_header(self._buffer, size)
-            ended = unpack_ended(self._buffer, size) if kind is wire.Kind.ENDED else None
+            kind, count, _ = wire.read_header(self.buffer, size)
+            ended = unpack_ended(self.buffer, size) if kind is wire.Kind.ENDED else None
         except wire.MalformedError as error:
             raise self._fail(KvtierError(Reason.FRAME_INVALID, str(error)), lost=False) from None
         if ended is not None:
@@ -243,28 +264,28 @@ class LocalWire:
     def _why_gone(self, error: OSError) -> KvtierError:
         """An agent that ends a channel with messages unread resets it, and still has said why."""
         with contextlib.suppress(OSError, wire.MalformedError):
-            size = self._socket.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
-            if size and wire.read_header(self._buffer, size)[0] is wire.Kind.ENDED:
-                return from_detail(unpack_ended(self._buffer, size))
+            size = self.socket.recv_into(self.buffer, 0, socket.MSG_DONTWAIT)
+            if size and wire.read_header(self.buffer, size)[0] is wire.Kind.ENDED:
+                return from_detail(unpack_ended(self.buffer, size))
         return _gone(str(error))
 
     def _connect(self, path: str) -> None:
         """By way of the folder: a Unix socket's own path may hold about 100 bytes."""
-        self._set_timeout(_SECONDS)
+        self.set_timeout(_SECONDS)
         seconds = struct.pack("@qq", int(_SECONDS), 0)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         folder, _, name = path.rpartition("/")
         descriptor = os.open(folder or "/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._socket.connect(f"/proc/self/fd/{descriptor}/{name}")
+            self.socket.connect(f"/proc/self/fd/{descriptor}/{name}")
         finally:
             os.close(descriptor)
 
     def _hello(self, sender: Sender, token: bytes, size: int) -> None:
         hello = wire.pack_hello(wire.Hello(token, size), time.monotonic_ns())
-        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._ring.descriptor]))]
-        self._socket.sendmsg([hello], passed)
-        self._ring.passed()
+        passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self.ring.descriptor]))]
+        self.socket.sendmsg([hello], passed)
+        self.ring.passed()
         answered, descriptors = self._receive_welcome()
         try:
             if answered.ring_bytes != size or len(descriptors) != 1:
@@ -279,14 +300,14 @@ class LocalWire:
         self._note(sender, answered)
 
     def _attach(self, sender: Sender, token: bytes) -> None:
-        self._socket.send(wire.pack_attach(token, time.monotonic_ns()))
-        size = self._socket.recv_into(self._buffer, 0, socket.MSG_TRUNC)
+        self.socket.send(wire.pack_attach(token, time.monotonic_ns()))
+        size = self.socket.recv_into(self.buffer, 0, socket.MSG_TRUNC)
         kind, _ = self._header(size)
         self._note(sender, self._unpack_attached(kind, wire.Kind.ATTACHED, size))
 
     def _receive_welcome(self) -> tuple[wire.Attached, list[int]]:
         room = socket.CMSG_SPACE(4)
-        size, control, _, _ = self._socket.recvmsg_into([self._buffer], room, socket.MSG_CMSG_CLOEXEC)
+        size, control, _, _ = self.socket.recvmsg_into([self.buffer], room, socket.MSG_CMSG_CLOEXEC)
         descriptors: list[int] = []
         for level, kind, data in control:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -305,22 +326,22 @@ class LocalWire:
         if kind is not due:
             raise KvtierError(Reason.FRAME_INVALID, f"{kind.name} came where {due.name} was due")
         try:
-            return wire.unpack_attached(self._buffer, size)
+            return wire.unpack_attached(self.buffer, size)
         except wire.MalformedError as error:
             raise KvtierError(Reason.FRAME_INVALID, str(error)) from None
 
     def _note(self, sender: Sender, answered: wire.Attached) -> None:
         opened = sender.opened
-        self._attached[sender] = _Attached(
+        self._attached[sender] = Attached(
             answered.attachment, opened.generation, wire.tag(opened.session_id), wire.tag(opened.boot_id)
         )
         self.tokens[opened.session_id] = answered.next_token
 
-    def _set_timeout(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         whole = int(seconds)
         value = struct.pack("@qq", whole, max(1, int((seconds - whole) * 1_000_000)))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._timeout = seconds
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self.timeout = seconds
 
     def _fail(self, error: KvtierError, *, lost: bool) -> KvtierError:
         """An error that the agent typed is its answer: no other connection would get another."""
@@ -339,8 +360,9 @@ def _gone(message: str) -> KvtierError:
     return KvtierError(Reason.DRAINING, message, status=_GONE)
 
 
-def _receipt(record: AnswerRecord) -> attention_pb2.Receipt:
+def receipt_of(record: bytes) -> attention_pb2.Receipt:
+    """The receipt in an answer's record. FRAME_INVALID."""
     try:
-        return record.receipt()
+        return decode_receipt(record)
     except wire.MalformedError as error:
         raise KvtierError(Reason.FRAME_INVALID, str(error)) from None

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvtier_client.errors import KvtierError
 from kvtier_client.grpcwire import GrpcWire
 from kvtier_client.localwire import LocalWire
+from kvtier_client.loneframes import LoneFrames
 from kvtier_client.rowevidence import RowEvidence
 from kvtier_client.stream import AttendManyStream, AttendStream
 from kvtier_client.wire import Answer, Frame, Sender, Wire, WireName
@@ -97,6 +98,11 @@ class Part:
         self.out[lo : lo + frame.q.shape[0]].copy_(answer.out)
 
 
+def deadline_ms_of(seconds: float) -> int:
+    """A deadline as frames state it."""
+    return max(1, int(seconds * 1000))
+
+
 def _of_block(evidence: RowEvidence, lo: int, hi: int) -> RowEvidence | None:
     """What goes with queries [lo, hi): their states, and with the first block the surprisals."""
     hidden = None if evidence.hidden is None else evidence.hidden[lo:hi]
@@ -138,6 +144,11 @@ class AttendPipe:
     def wire(self) -> Wire:
         return self._wire
 
+    @property
+    def lone(self) -> LoneFrames | None:
+        """What carries a session's decode frames, if the wire has a way of their own."""
+        return self._wire.lone
+
     def attend(self, parts: Sequence[Part], seconds: float, grace: float, noted: Noted) -> None:
         """Fills in each part's `out` or its `failure`; one that fails harms no other. seconds: of each frame,
         at the agent; grace: how much longer its answer is waited for. noted: told of each answer. Raises
@@ -145,7 +156,7 @@ class AttendPipe:
         waiting: deque[_Message] = deque()
         self._reconnects_left = RECONNECTS
         timeout = seconds + grace
-        deadline_ms = max(1, int(seconds * 1000))
+        deadline_ms = deadline_ms_of(seconds)
         if len(parts) == 1 and parts[0].q.shape[0] <= parts[0].block:
             messages: Iterable[_Message] = ([(parts[0], parts[0].frame(0, deadline_ms))],)
         else:

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from kvtier.local.frames import VERSION as LOCAL_VERSION
+from kvtier.local.receipts import step_and_layer
 from kvtier.v1 import attention_pb2, common_pb2, evidence_pb2
 from kvtier_client.client import AttentionClient
 from kvtier_client.edits import EditTarget, SessionEdits, fork
 from kvtier_client.errors import KvtierError, from_detail
 from kvtier_client.grpcwire import FRAME_OVERHEAD, MAX_MESSAGE_BYTES
-from kvtier_client.pipe import AttendPipe, Part
+from kvtier_client.localwire import receipt_of
+from kvtier_client.pipe import AttendPipe, Part, deadline_ms_of
 from kvtier_client.rowevidence import LayerGiven, RowEvidence, kinds_of, needs_of, weight_parts
 from kvtier_client.wire import Answer, WireName
 from kvtier_core.errors import Reason
@@ -136,6 +138,7 @@ class AttentionSession(SessionEdits):
             raise KvtierError(Reason.BAD_ARGUMENT, f"a deadline of {deadline_seconds} + {grace_seconds} s")
         self._deadline = deadline_seconds
         self._grace = grace_seconds
+        self._lone_terms = deadline_ms_of(deadline_seconds), deadline_seconds + grace_seconds
         self._clock = clock
         g = request.geometry
         self._opened = opened or client.open_session(
@@ -173,7 +176,9 @@ class AttentionSession(SessionEdits):
         # Grows with each edit; a frame that was sent before one is refused.
         self.position_epoch = 1
         self._closed = False
-        self._receipts: deque[Answer] = deque(maxlen=_MAX_RECEIPTS)
+        # Undecoded: what holds the receipt, or the record that it came in.
+        self._receipts: deque[Answer | bytes] = deque(maxlen=_MAX_RECEIPTS)
+        self._note_receipt = self._receipts.append
         try:
             self.block = self._block_tokens()
             self._pipe: AttendPipe | None = None
@@ -243,6 +248,16 @@ class AttentionSession(SessionEdits):
         `committed` are final. next_layer_follows: a promise that the next layer's rows of these positions
         come next. evidence: what `asked` names. Returns [N, Hq, d]. Raises KvtierError.
         """
+        if evidence is None and self._pipe is not None and self.failure is None and not self._closed:
+            lone = self._pipe.lone
+            if lone is not None:
+                follows, terms, noted = next_layer_follows, self._lone_terms, self._note_receipt
+                out = lone.attend(step, layer, position, q, k, v, committed, follows, *terms, noted)
+                if isinstance(out, Tensor):
+                    return out
+                if out is not None:
+                    self.failure = out
+                    raise out
         part = self.part(step, layer, position, q, k, v, committed, next_layer_follows, evidence)
         return self.attend_part(part)
 
@@ -428,11 +443,14 @@ def note(part: Part, answer: Answer) -> None:
     sender.note(answer)
 
 
-def _step_receipt(answer: Answer) -> StepReceipt:
-    r = answer.receipt()
+def _step_receipt(answer: Answer | bytes) -> StepReceipt:
+    if isinstance(answer, bytes):
+        (step, layer), r = step_and_layer(answer), receipt_of(answer)
+    else:
+        step, layer, r = answer.step, answer.layer, answer.receipt()
     return StepReceipt(
-        step=answer.step,
-        layer=answer.layer,
+        step=step,
+        layer=layer,
         exactness=attention_pb2.ExactnessClass.Name(r.exactness),
         arm="candidate" if r.arm == attention_pb2.ARM_CANDIDATE else "baseline",
         manifest_digest=r.manifest_digest,

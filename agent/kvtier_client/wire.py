@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from kvtier.local.frames import evidence_place
 from kvtier.v1 import attention_pb2
 from kvtier_client.errors import KvtierError
 from kvtier_client.rowevidence import RowEvidence
+
+if TYPE_CHECKING:
+    from kvtier_client.loneframes import LoneFrames
 
 # Messages ahead of their answers.
 MAX_OUTSTANDING = 4
@@ -81,6 +84,10 @@ class Wire(Protocol):
     """
 
     name: WireName
+
+    @property
+    def lone(self) -> LoneFrames | None:
+        """A way of their own for decode frames of the only session."""
 
     @property
     def lost(self) -> bool: ...

@@ -60,6 +60,11 @@ EVIDENCE = struct.Struct("<iIIIq")
 # A whole message of one frame that has neither evidence nor extra bytes: what a token of one sequence sends.
 _ONE = struct.Struct(HEADER.format + FRAME.format.removeprefix("<"))
 
+# Of such a message, what is not the same in every frame of a session that is one query and one row at the
+# ring's first byte: clock, attachment, flags, 0, layer, rows, queries, and the numbers up to the sequence.
+LONE_FRAME = struct.Struct("<qHHIiII8q")
+LONE_AT = HEADER.size - 8
+
 # A frame's flags: the next layer of its step comes next, with rows to the same frontier; it has evidence.
 _FOLLOWS, _EVIDENCE = 1, 2
 
@@ -260,6 +265,11 @@ def _packed_frame(f: FrameRecord, clock_ns: int) -> bytes:
         )
     except struct.error as error:
         raise MalformedError(str(error)) from None
+
+
+def lone_message(session_tag: bytes, boot_tag: bytes) -> bytes:
+    """A message of one frame for `LONE_FRAME` to complete at `LONE_AT`."""
+    return _ONE.pack(MAGIC, VERSION, _FRAMES, _ONE.size, 1, *[0] * 16, session_tag, boot_tag)
 
 
 def read_frame(message: bytes | bytearray | memoryview, size: int) -> tuple[FrameRecord, int] | None:

@@ -281,6 +281,10 @@ def unpack_answers(message: bytes | bytearray | memoryview, size: int, count: in
 _HEAD = struct.Struct("<IiBBBB3q")
 _ONE = struct.Struct(HEADER.format + _HEAD.format.removeprefix("<"))
 _ANSWERS = int(Kind.ANSWERS)
+# Of such a message, what a reader of one awaited answer compares: `LONE_ANSWER_IS`, bytes of the message,
+# records, tail bytes, kind of the tail, sequence, output bytes.
+LONE_ANSWER = struct.Struct("<8sII8xI4xB3xq8xq")
+LONE_ANSWER_IS = struct.pack("<4sHH", MAGIC, VERSION, _ANSWERS)
 
 
 def read_answer(message: memoryview, size: int) -> AnswerRecord | None:
@@ -296,6 +300,12 @@ def read_answer(message: memoryview, size: int) -> AnswerRecord | None:
     if HEADER.size + ANSWER.size + tail != size:
         return None
     return AnswerRecord(sequence, step, layer, out_bytes, None, bytes(message[HEADER.size : size]))
+
+
+def step_and_layer(raw: bytes) -> tuple[int, int]:
+    """Of an answer's record."""
+    _, layer, _, _, _, _, _, step, _ = _HEAD.unpack_from(raw)
+    return step, layer
 
 
 def decode_receipt(raw: bytes) -> attention_pb2.Receipt:

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,18 @@ from hypothesis import strategies as st
 
 from kvtier.local import frames as wire
 from kvtier.local import memory
-from kvtier.local.receipts import AnswerPacker, ReceiptFacts, pack_answers, pack_ended, refusal
+from kvtier.local.receipts import (
+    AnswerPacker,
+    ReceiptFacts,
+    pack_answers,
+    pack_ended,
+    refusal,
+)
 from kvtier.v1 import attention_pb2, common_pb2
 from kvtier_client.errors import KvtierError
 from kvtier_client.localring import StagingRing, ring_bytes
-from kvtier_client.pipe import AttendPipe, Part
+from kvtier_client.localwire import receipt_of
+from kvtier_client.pipe import AttendPipe
 from kvtier_core.errors import Reason
 from tests.unit.agent.local_channel_rig import (
     DIM,
@@ -35,54 +41,15 @@ from tests.unit.agent.local_channel_rig import (
     channel_rig,
     open_descriptors,
 )
+from tests.unit.agent.local_client_rig import WAYS, NoStreams, Sender, Way, ask, ask_alone, one_pipe, part
 
 FACTS = ReceiptFacts(1, 1, "", "", "", 1, 1, (), (), True, 0.0, 0.0, "", 1, 1, "", 0.0, 0.0, 0, 0)
-
-
-@dataclass(eq=False)
-class Sender:
-    opened: attention_pb2.OpenSessionResponse
-    tenant: str = "beta"
-    position_epoch: int = 0
-
-
-class NoStreams:
-    """Counts what would be gRPC streams."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def attend(self) -> Any:
-        self.asked += 1
-        return self
-
-    attend_many = attend
-    lost = False
-    outstanding = 0
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[ChannelRig]:
     with channel_rig(tmp_path) as made:
         yield made
-
-
-def part(sender: Sender, n: int = 1, seed: int = 0, step: int = 0, block: int = 256) -> Part:
-    made = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(n, heads, DIM, generator=made) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    return Part(sender, step, 0, 0, q, k, v, 0, block)
-
-
-def ask(pipe: AttendPipe, *parts: Part, seconds: float = SECONDS) -> None:
-    pipe.attend(parts, seconds, 1.0, lambda part, answer: None)
-
-
-def one_pipe(rig: ChannelRig, message_bytes: int = 1 << 20) -> tuple[Sender, AttendPipe]:
-    sender = Sender(rig.opened())
-    return sender, AttendPipe(NoStreams(), [sender], "local", message_bytes)
 
 
 @pytest.mark.parametrize("n", [1, 3, 256, 257, 1000], ids=str)
@@ -111,11 +78,12 @@ def test_rows_that_are_not_contiguous_travel_as_they_are(rig: ChannelRig) -> Non
     pipe.close()
 
 
-def test_an_output_is_the_callers_own(rig: ChannelRig) -> None:
+@WAYS
+def test_an_output_is_the_callers_own(rig: ChannelRig, way: Way) -> None:
     sender, pipe = one_pipe(rig)
     first, second = part(sender, seed=1), part(sender, seed=2)
-    ask(pipe, first)
-    ask(pipe, second)
+    way(pipe, first)
+    way(pipe, second)
     assert first.out is not None
     assert torch.equal(first.out, first.q)
     first.out += 1
@@ -157,11 +125,12 @@ def test_a_channel_that_is_lost_is_replaced_and_what_was_not_answered_is_asked_a
     pipe.close()
 
 
-def test_an_agent_that_is_gone_is_draining(rig: ChannelRig) -> None:
+@WAYS
+def test_an_agent_that_is_gone_is_draining(rig: ChannelRig, way: Way) -> None:
     sender, pipe = one_pipe(rig)
     rig.run(rig.server.close(SECONDS))
     with pytest.raises(KvtierError) as caught:
-        ask(pipe, part(sender))
+        way(pipe, part(sender))
     assert caught.value.reason is Reason.DRAINING
     pipe.close()
 
@@ -319,16 +288,17 @@ LIES: list[tuple[str, Callable[[wire.FrameRecord], bytes], Reason]] = [
 ]
 
 
+@WAYS
 @pytest.mark.parametrize(("lie", "reason"), [pytest.param(*rest, id=name) for name, *rest in LIES])
 def test_an_answer_that_is_none_is_refused(
-    liar: LyingAgent, lie: Callable[[wire.FrameRecord], bytes], reason: Reason
+    liar: LyingAgent, lie: Callable[[wire.FrameRecord], bytes], reason: Reason, way: Way
 ) -> None:
     sender = liar.offer()
     pipe = AttendPipe(NoStreams(), [sender], "local", 1 << 16)
     liar.lie = lie
     one = part(sender)
     try:
-        ask(pipe, one)
+        way(pipe, one)
         failed = one.failure
     except KvtierError as error:
         failed = error
@@ -337,7 +307,8 @@ def test_an_answer_that_is_none_is_refused(
     pipe.close()
 
 
-def test_a_late_answer_is_a_deadline(liar: LyingAgent) -> None:
+@WAYS
+def test_a_late_answer_is_a_deadline(liar: LyingAgent, way: Way) -> None:
     release = threading.Event()
     sender = liar.offer()
     pipe = AttendPipe(NoStreams(), [sender], "local", 1 << 16)
@@ -347,7 +318,7 @@ def test_a_late_answer_is_a_deadline(liar: LyingAgent) -> None:
 
     liar.lie = hang
     with pytest.raises(KvtierError) as caught:
-        pipe.attend([part(sender)], 0.02, 0.02, lambda part, answer: None)
+        way(pipe, part(sender), seconds=0.02)
     assert caught.value.reason is Reason.DEADLINE
     release.set()
     pipe.close()
@@ -379,9 +350,9 @@ changes = st.lists(st.tuples(st.integers(0, 235), st.integers(0, 255)), max_size
 
 
 @settings(max_examples=60, deadline=None)
-@given(changed=changes)
+@given(changed=changes, alone=st.booleans())
 def test_whatever_an_agent_says_is_an_answer_or_a_typed_failure(
-    tmp_path_factory: pytest.TempPathFactory, changed: list[tuple[int, int]]
+    tmp_path_factory: pytest.TempPathFactory, changed: list[tuple[int, int]], alone: bool
 ) -> None:
     message = bytearray(told(1))
     for at, value in changed:
@@ -393,10 +364,13 @@ def test_whatever_an_agent_says_is_an_answer_or_a_typed_failure(
     one = part(sender)
     seen: list[Any] = []
     try:
-        pipe.attend([one], SECONDS, 1.0, lambda part, answer: seen.append(answer))
+        if alone:
+            ask_alone(pipe, one, noted=seen.append)
+        else:
+            pipe.attend([one], SECONDS, 1.0, lambda part, answer: seen.append(answer))
         assert one.failure is not None or one.out is not None
         for answer in seen:
-            answer.receipt()
+            receipt_of(answer) if isinstance(answer, bytes) else answer.receipt()
     except KvtierError:
         pass
     finally:
