@@ -253,6 +253,16 @@ class Agent:
         proof: control_pb2.Proof = self.control.Prove(request, timeout=CALL_SECONDS).proof
         return proof
 
+    def wait_for_indexes(self, sessions: int = 1) -> None:
+        """Until so many sessions of the candidate have theirs, which are built beside the steps while nobody
+        else needs the processor. To be asked after the first steps, with what the indexes are made of."""
+
+        def ready() -> bool:
+            indexes = [one for cache in self.state().caches for one in cache.indexes if one.of_candidate]
+            return sum(one.ready for one in indexes) >= sessions
+
+        until(ready)
+
     def terminate(self, timeout: float = 90.0) -> int:
         """SIGTERM, and the exit status."""
         self.process.send_signal(signal.SIGTERM)

@@ -81,6 +81,9 @@ def test_a_candidate_revoked_in_the_middle_leaves_exact_steps_over_its_rows(
             token = tiny_model(prompt(), cache=cache).logits[:, -1].argmax(-1, keepdim=True)
             cache.take_receipts()
             seen: list[StepReceipt] = []
+            for _ in range(2):
+                token = decode(tiny_model, cache, token)
+            agent.wait_for_indexes()
             while "APPROXIMATE" not in kinds(seen, LAYERS - 1) or cache.get_seq_length() < PROMPT + 4:
                 assert cache.get_seq_length() < MAX_TOKENS - 10, {one.fallback for one in seen}
                 token = decode(tiny_model, cache, token)
@@ -226,6 +229,8 @@ def test_a_ragged_batch_tells_each_session_of_its_own_sequence(
 
         def approximate(generated: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             """An index is made beside the steps: they go on until both have had one of the last layer."""
+            if generated.shape[1] == PROMPT + 3:
+                agent.wait_for_indexes(2)
             for at, session in enumerate(cache.sessions):
                 told.setdefault(at, []).extend(session.take_receipts())
             ready = generated.shape[1] >= PROMPT + 60 and all(

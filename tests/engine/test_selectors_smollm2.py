@@ -84,7 +84,9 @@ def test_a_session_selects_what_the_family_selects_by_itself(
         ) as cache,
     ):
         assert cache.session.asked == ASKED[family]
-        greedy(model, cache, ids, NEW_TOKENS)
+        begun = greedy(model, cache, ids, 2)
+        agent.wait_for_indexes()
+        greedy(model, cache, torch.tensor([begun.tokens[-1:]]), NEW_TOKENS - 2)
         receipts = cache.take_receipts()
         weights = {layer: attached.evidence.layer_weights(layer) for layer in SELECTING}
     chosen_layers = [one for one in receipts if one.layer in SELECTING and one.step > 1]

@@ -16,7 +16,7 @@ import pytest
 from kvtier.v1 import attention_pb2, common_pb2
 from kvtier.weights import WeightsShape
 from kvtier_crds.manifest import RuntimeManifest, model_fingerprint
-from tests.engine.agent_process import CACHE, Agent, baseline_manifest, detail_of, running_agent
+from tests.engine.agent_process import CACHE, Agent, baseline_manifest, detail_of, running_agent, until
 from tests.engine.attention_driver import CALL_SECONDS, Engine, wire_geometry
 from tests.engine.evidence_replay import candidate, selector
 from tests.engine.wire_drivers import WIRES, Answer, Frame, Opened, connector
@@ -116,14 +116,20 @@ class Rig:
         return self.wire.receive()
 
     def approximate(self, frame: Frame) -> Answer:
-        """A repeat is answered again, so a frame may be asked for until its index is built."""
-        for _ in range(400):
+        """A repeat is answered again, so a frame may be asked for until its index is built, which waits for a
+        processor that nobody else uses."""
+        answers: list[Answer] = []
+
+        def approximate() -> bool:
             [answer] = self.ask(frame)
             assert not answer.HasField("error"), answer.error
-            if answer.receipt.exactness == attention_pb2.APPROXIMATE:
-                return answer
-            assert answer.receipt.fallback in ("DEPENDENCY_UNPUBLISHED", "INDEX_FRONTIER_LAG")
-        raise AssertionError(f"never approximate: {answer.receipt}")
+            answers.append(answer)
+            return answer.receipt.exactness == attention_pb2.APPROXIMATE
+
+        until(approximate)
+        reasons = {answer.receipt.fallback for answer in answers[:-1]}
+        assert reasons <= {"DEPENDENCY_UNPUBLISHED", "INDEX_FRONTIER_LAG"}
+        return answers[-1]
 
     def weights(self, *layers: int, seed: int = 0) -> list[attention_pb2.GiveWeightsRequest]:
         return [part for layer in layers for part in parts_of(self, layer, numbers(seed))]
