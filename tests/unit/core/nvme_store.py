@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,14 @@ class Heard:
 
     def reasons(self) -> list[str | None]:
         return [error.reason.value if (error := self.errors[i]) else None for i in range(self._count)]
+
+
+def says(tier: NvmeTier, words: str) -> None:
+    """Waits for the tier's condition: a thread's hang, and its return, are noted behind what callers hear."""
+    until, turn = time.monotonic() + WAIT_SECONDS, threading.Event()
+    while words not in tier.condition:
+        assert time.monotonic() < until, tier.condition
+        turn.wait(0.002)
 
 
 def open_store(

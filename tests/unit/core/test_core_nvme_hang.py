@@ -29,6 +29,7 @@ from tests.unit.core.nvme_store import (
     load,
     open_store,
     page_aligned,
+    says,
     store,
     write_item,
 )
@@ -63,11 +64,11 @@ def test_a_read_that_hangs_ends_for_its_caller_at_the_deadline(tmp_path: Path) -
     tier.expire()
     assert heard.wait_done().reasons() == ["DEADLINE"]
     assert heard.drained_count == 0, "the device may still write into the landing"
-    assert "1 I/O threads hang" in tier.condition
+    says(tier, "1 I/O threads hang")
     assert load(tier, items[1:]) == [content("b")], "a spare thread took over"
     gate.opened.set()
     heard.wait()
-    assert tier.condition == "Ready"
+    says(tier, "Ready")
     assert load(tier, items) == [content("a"), content("b")]
     tier.close()
 
@@ -106,7 +107,7 @@ def test_threads_are_replaced_up_to_a_bound_and_then_work_is_refused(tmp_path: P
     gate.opened.set()
     for sink in heard:
         sink.wait()
-    assert tier.condition == "Ready"
+    says(tier, "Ready")
     assert load(tier, items) == [content(name) for name in "abc"]
     tier.close()
 
@@ -300,7 +301,7 @@ def test_many_threads_report_each_item_once(tmp_path: Path) -> None:
             assert reason in (None, "DEADLINE"), heard.errors[index]
         for item in items:
             tier.release(item.ref)
-    assert tier.condition == "Ready"
+    says(tier, "Ready")
     tier.close()
 
 

@@ -50,6 +50,7 @@ from tests.unit.core.nvme_store import (
     open_store,
     page_aligned,
     recovered_items,
+    says,
     store,
 )
 
@@ -423,7 +424,7 @@ def test_a_part_that_hangs_ends_at_the_deadline_and_keeps_its_landing_until_it_r
     gate.opened.set()
     heard.wait()
     assert files.calls["read"] - calls <= 3, "of what nobody waits for no new block is begun"
-    assert tier.condition == "Ready"
+    says(tier, "Ready")
     tier.close()
 
 
