@@ -31,7 +31,7 @@ async def fake() -> AsyncIterator[FakePrometheus]:
 
 @pytest.fixture
 async def provider(fake: FakePrometheus) -> AsyncIterator[PrometheusProvider]:
-    one = PrometheusProvider(PrometheusOptions(fake.url, timeout_seconds=2.0, max_bytes=200_000))
+    one = PrometheusProvider(PrometheusOptions(fake.url, timeout_seconds=60.0, max_bytes=200_000))
     yield one
     await one.close()
 
@@ -155,7 +155,7 @@ async def test_nobody_answers_in_time() -> None:
 
 
 async def test_nobody_listens() -> None:
-    one = PrometheusProvider(PrometheusOptions("http://127.0.0.1:9", timeout_seconds=2.0))
+    one = PrometheusProvider(PrometheusOptions("http://127.0.0.1:9", timeout_seconds=60.0))
     with pytest.raises(SourceError, match=r"127\.0\.0\.1"):
         await one.point("x", 1.0)
     await one.close()
