@@ -252,6 +252,7 @@ class CacheEngine:
         them; returns how many. SESSION_UNKNOWN, GENERATION_STALE."""
         with self._lock:
             session, store = session_of(self._sessions, session_id, generation), self._store
+            self._plans.forget(session_id)
             mine = [line for state in session.layers for line in state.lines if line >= 0]
             alone = [line for line in mine if len(store.owners(line)) == 1]
             return store.placement.send_down(alone, most)

@@ -1,9 +1,11 @@
 """Blocks of the next layer on their way while this one is computed, because a client said that it follows.
 
 Why it exists: a client knows that layer i + 1 of the same step comes next, and storage that starts when it is
-asked has lost the time of a layer. A promise changes no answer and no order: what it brings is used if it is
-still the copy that is asked for, and is let go otherwise. It must not know attention. Late, broken or
-unwanted bytes stay in buffers of their own until nothing can arrive there.
+asked has lost the time of a layer. Behind the last layer of a token the first of another one comes, or
+nothing: what is here for that (an early promise) is lent, and goes to whoever is promised something. A
+promise changes no answer and no order: what it brings is used if it is still the copy that is asked for, and
+is let go otherwise. It must not know attention. Late, broken or unwanted bytes stay in buffers of their own
+until nothing can arrive there.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from kvtier_core.streaming import (
 )
 from kvtier_core.tiers.base import BlockIdentity
 
+EARLY_SECONDS = 2.0
+"""For how long what is here for a token that may never come outlives other promises."""
+
 
 class IdentifiedRows(Rows, Protocol):
     """Rows with the identity of each copy."""
@@ -48,12 +53,14 @@ def block_of(store: IdentifiedRows, line: int) -> Block:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What is on its way for one layer of one step of a session. meter: of its transfer."""
+    """What is on its way for one layer of one step of a session. meter: of its transfer. until: on the
+    engine's clock, for a step that nobody has promised; None for one that somebody has."""
 
     step: int
     layer: int
     arrivals: tuple[Arrival, ...]
     meter: Meter
+    until: float | None = None
 
     def leave(self) -> None:
         for arrival in self.arrivals:
@@ -90,17 +97,24 @@ class Promises:
             session_id, step, layer, [block for block in blocks if block.identity is not None]
         )
 
-    def begin_blocks(self, session_id: str, step: int, layer: int, blocks: Sequence[Block]) -> int:
+    def begin_blocks(
+        self, session_id: str, step: int, layer: int, blocks: Sequence[Block], early: bool = False
+    ) -> int:
         """Starts to read sealed chunks of a layer, as many as there are buffers; returns how many have begun.
         Said again it begins what had no buffer before. A tier that refuses ends it: the frame will meet the
-        refusal, if it is still one."""
+        refusal, if it is still one. early: nobody has said that the frame comes. What is here for it goes as
+        soon as a promise of another session wants its buffers, and after EARLY_SECONDS with any promise."""
+        now = self._clock()
+        self._let_go_of_late(now)
         known = self._begun(session_id, step, layer)
         if known is None:
             self.forget(session_id)
-            known = Promise(step, layer, (), Meter(self._clock))
+            known = Promise(step, layer, (), Meter(self._clock), now + EARLY_SECONDS if early else None)
         arrivals: list[Arrival] = []
-        deadline = self._clock() + READ_TIMEOUT_SECONDS
+        deadline = now + READ_TIMEOUT_SECONDS
         for block in blocks[len(known.arrivals) :]:
+            while self._buffers.available <= self._reserve and not early and self._let_go_of_one(session_id):
+                pass
             if self._buffers.available <= self._reserve:
                 break
             buffer = self._buffers.take()
@@ -109,9 +123,22 @@ class Promises:
             arrivals.append(Arrival(block, buffer, self._buffers, known.meter))
         arrivals = self._launched(arrivals, deadline)
         if arrivals:
-            known = Promise(step, layer, (*known.arrivals, *arrivals), known.meter)
+            known = Promise(step, layer, (*known.arrivals, *arrivals), known.meter, known.until)
             self._open[session_id] = known
         return len(known.arrivals)
+
+    def _let_go_of_late(self, now: float) -> None:
+        late = [name for name, one in self._open.items() if one.until is not None and one.until <= now]
+        for name in late:
+            self.forget(name)
+
+    def _let_go_of_one(self, but: str) -> bool:
+        """Of an early promise, the oldest, of another session. Its buffers are free when nothing can arrive
+        there any more."""
+        early = [name for name, one in self._open.items() if one.until is not None and name != but]
+        if early:
+            self.forget(early[0])
+        return bool(early)
 
     def _begun(self, session_id: str, step: int, layer: int) -> Promise | None:
         """That promise, when it was given before."""

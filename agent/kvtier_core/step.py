@@ -221,37 +221,43 @@ class StepRunner:
 
     def promise_next(self, context: StepContext, request: StepRequest, waits: bool = False) -> None:
         """What a frame on the short way promised, now or when its answer has left. A layer that was in place
-        when it was last attended has nothing to bring. waits: the frame itself waits for storage, which is
-        better asked for both at once."""
+        when it was last attended has nothing to bring. Where promises may wait for answers, the last layer's
+        is the first one of another token. waits: the frame itself waits for storage, which is better asked
+        for both at once."""
         context.due = None
+        step, layer = request.step, request.layer + 1
         if not request.next_layer_follows:
-            return
-        layer = request.layer + 1
+            if not request.promise_later or layer < len(context.resident):
+                return
+            step, layer = step + 1, 0
         if request.promise_later and not waits:
             known = context.resident[layer] if layer < len(context.resident) else None
             if known is None or not known.resident:
-                context.due = request.step, layer
+                context.due = step, layer
         else:
-            self._promise(context, request.step, layer)
+            self._promise(context, step, layer)
 
     def keep_promise(self, context: StepContext) -> None:
         """What is due, if that layer still comes next."""
-        due, context.due = context.due, None
-        if due is not None and due == (context.session.step, context.session.layer + 1):
+        session, due = context.session, context.due
+        context.due = None
+        if due is not None and due in ((session.step, session.layer + 1), _next_token(session)):
             self._promise(context, *due)
 
     def _promise(self, context: StepContext, step: int, layer: int) -> None:
+        """Of the next token only what is kept: its rows are those of this one and a row in place."""
         session = context.session
         if layer >= len(context.resident):
             return
         known = context.resident[layer]
-        if known is None or (
-            known.streamed is not None and not known.stamp.holds(session.layers[layer].lines)
-        ):
-            self._plans.promise(session, step, layer)
-        elif known.streamed is not None:
-            self._plans.promise_kept(session.session_id, step, layer, known.streamed)
-        elif not known.resident:
+        early = layer == 0
+        if known is not None and known.streamed is not None:
+            if known.stamp.holds(session.layers[layer].lines):
+                self._plans.promise_kept(session.session_id, step, layer, known.streamed, early)
+                return
+        elif known is not None and known.resident:
+            return
+        if not early:
             self._plans.promise(session, step, layer)
 
     def _exact(
@@ -352,6 +358,11 @@ class StepRunner:
         for state in session.layers:
             for line in state.lines[first // size :]:
                 self._store.directory.producer[line] = producer
+
+
+def _next_token(session: Session) -> tuple[int, int] | None:
+    """Step and layer of its first frame, once every layer has answered."""
+    return (session.step + 1, 0) if session.layer == len(session.layers) - 1 else None
 
 
 def _view_digest(view: PositionView, visible: int) -> str:

@@ -318,9 +318,12 @@ class StepPlans:
             return 0
         return self._promises.begin(session.session_id, step, layer, plan.reads)
 
-    def promise_kept(self, session_id: str, step: int, layer: int, kept: StreamedLayer) -> int:
-        """As `promise`, of a layer whose rows lie where they lay when that was kept."""
-        return self._promises.begin_blocks(session_id, step, layer, kept.blocks)
+    def promise_kept(
+        self, session_id: str, step: int, layer: int, kept: StreamedLayer, early: bool = False
+    ) -> int:
+        """As `promise`, of a layer whose rows lie where they lay when that was kept. early: as
+        `Promises.begin_blocks`."""
+        return self._promises.begin_blocks(session_id, step, layer, kept.blocks, early)
 
     def forget(self, session_id: str) -> None:
         """Lets go of what was promised to a session that ends or changes."""

@@ -148,7 +148,7 @@ def test_what_is_promised_for_later_begins_when_it_is_asked_for(
 
 
 def another_step(driver: Driver) -> None:
-    decoded(driver, promise_later=True)
+    decoded(driver)
 
 
 def ended(driver: Driver) -> None:

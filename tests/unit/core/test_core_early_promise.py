@@ -1,0 +1,336 @@
+"""The first layer of the token that may come next, on its way when the last answer of this one has left."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvtier_core.edits.requests import Truncate
+from kvtier_core.engine import CacheEngine
+from kvtier_core.errors import CoreError
+from kvtier_core.placements.preference import PlacementPreference, PlanKind
+from kvtier_core.promises import EARLY_SECONDS, IdentifiedRows, Promise, Promises
+from kvtier_core.receipts import PublishArm, StepMode
+from kvtier_core.stepplans import WINDOW
+from kvtier_core.streaming import Block, BufferPool
+from kvtier_core.tiers.slots import SlotRef
+from kvtier_core.transactions import MoveKind
+from tests.unit.core.builders import CANDIDATE, CHUNK, LAYERS, Driver, FakeClock, Rows, cpu, engine, nvme
+from tests.unit.core.editing import edit, fork
+from tests.unit.core.tierdoubles import LAYOUT, ScriptedTier
+
+TOKENS, DECODE = 3 * CHUNK + 5, 16
+STORED = [cpu(LAYERS), nvme(64)]
+LANE = "lane-1"
+PARTITION = PlacementPreference("partition", prefer=PlanKind.SUPPORT_PARTITION)
+WAIT_SECONDS = 30.0
+
+
+@cache
+def rows() -> Rows:
+    return Rows.random(TOKENS + DECODE)
+
+
+@cache
+def want() -> torch.Tensor:
+    with tempfile.TemporaryDirectory() as folder, engine(Path(folder), [cpu(64)]) as built:
+        return Driver.open(built, rows()).play(TOKENS, DECODE, block=200)
+
+
+def token(driver: Driver, kept: bool = True, mode: StepMode | None = None) -> None:
+    """One token with the bits it has to have. kept: what is due is begun after each answer."""
+    at, built, name = driver.position, driver.engine, driver.handle.session_id
+    for layer in range(LAYERS):
+        request = driver.request(layer, at, at + 1, next_layer_follows=layer + 1 < LAYERS, promise_later=True)
+        answer = built.step(request, mode)
+        driver.answers.append(answer)
+        assert torch.equal(answer.out, want()[layer, at : at + 1])
+        if kept and built.owes_promise(name):
+            built.keep_promise(name, driver.handle.generation)
+    driver.position, driver.step = at + 1, driver.step + 1
+
+
+def begun(built: CacheEngine) -> dict[str, Promise]:
+    """Early promises by session."""
+    return {name: one for name, one in built._plans._promises._open.items() if one.until is not None}
+
+
+def all_came_back(pool: BufferPool) -> bool:
+    """Reads that nobody waits for end on threads of their own."""
+    until = time.monotonic() + WAIT_SECONDS
+    while pool.available != pool.limit:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def started(built: CacheEngine, mode: StepMode | None = None, **spec: object) -> Driver:
+    """A session whose next token's first layer is on its way."""
+    driver = Driver.open(built, rows(), **spec)
+    driver.forward(TOKENS, mode, block=200)
+    demoted(driver)
+    for _ in range(2):
+        token(driver, mode=mode)
+    assert set(begun(built)) == {driver.handle.session_id}
+    return driver
+
+
+def test_the_first_layer_of_the_next_token_is_on_its_way_before_its_frame_comes(tmp_path: Path) -> None:
+    with engine(tmp_path, STORED) as built:
+        driver = started(built)
+        for _ in range(DECODE - 2):
+            [promise] = begun(built).values()
+            assert (promise.step, promise.layer) == (driver.step, 0)
+            token(driver)
+            first = driver.answers[-LAYERS].receipt
+            assert first.promised_bytes == first.bytes_by_tier["flash"] > 0
+        pool = built._plans.buffers
+        driver.close()
+        assert begun(built) == {}
+        assert all_came_back(pool)
+
+
+def test_nothing_is_begun_for_a_token_whose_engine_waits_for_no_answers(tmp_path: Path) -> None:
+    with engine(tmp_path, STORED) as built:
+        driver = Driver.open(built, rows())
+        driver.forward(TOKENS, block=200)
+        for _ in range(3):
+            driver.forward(1, next_layer_follows=False)
+            assert not built.owes_promise(driver.handle.session_id)
+            assert begun(built) == {}
+
+
+def truncate(driver: Driver) -> None:
+    edit(driver, Truncate(driver.position - 1))
+
+
+def closed(driver: Driver) -> None:
+    driver.close()
+
+
+def demoted(driver: Driver) -> None:
+    driver.engine.demote_session(driver.handle.session_id, driver.handle.generation, 64)
+
+
+def drained(driver: Driver) -> None:
+    driver.engine.stop()
+
+
+@pytest.mark.parametrize("what", [truncate, closed, demoted, drained], ids=lambda one: one.__name__)
+def test_it_ends_with(tmp_path: Path, what: Callable[[Driver], None]) -> None:
+    with engine(tmp_path, STORED) as built:
+        driver, pool = started(built), built._plans.buffers
+        what(driver)
+        assert begun(built) == {}
+        assert all_came_back(pool)
+        if what in (truncate, demoted):
+            for _ in range(2):
+                token(driver)
+
+
+def test_a_session_that_is_taken_out_of_its_lane_loses_what_was_begun_by_the_lanes_plans(
+    tmp_path: Path,
+) -> None:
+    mode = StepMode(publish=PublishArm.CANDIDATE, candidate_digest=CANDIDATE, lane=LANE)
+    with engine(tmp_path, STORED) as built:
+        built.prepare_lane(LANE, PARTITION)
+        driver = started(built, mode, lane=LANE)
+        [before] = begun(built).values()
+        token(driver, kept=False)
+        assert built._plans.lane_of(driver.handle.session_id) == ""
+        assert begun(built) == {}
+        assert driver.answers[-LAYERS].receipt.promised_bytes == 0
+        token(driver)
+        [after] = begun(built).values()
+        assert after.step == before.step + 2
+
+
+def test_a_fork_takes_nothing_from_its_parent(tmp_path: Path) -> None:
+    with engine(tmp_path, [cpu(2 * LAYERS), nvme(64)]) as built:
+        driver = started(built)
+        [promise] = begun(built).values()
+        child = fork(driver)
+        token(child, kept=False)
+        assert begun(built) == {driver.handle.session_id: promise}
+        token(driver)
+        first = driver.answers[-LAYERS].receipt
+        assert first.promised_bytes == first.bytes_by_tier["flash"]
+        child.close()
+
+
+class Tokens(RuleBasedStateMachine):
+    """Sessions of the same rows in any order: each answer has its bits whatever has been begun for it."""
+
+    @initialize()
+    def start(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.stack, self.clock = ExitStack(), FakeClock()
+        tiers = [cpu(4 * LAYERS), nvme(64)]
+        self.engine = self.stack.enter_context(engine(self.folder, tiers, clock=self.clock))
+        driver = Driver.open(self.engine, rows())
+        driver.forward(TOKENS, block=200)
+        self.sessions = [driver]
+        demoted(driver)
+
+    @rule(which=st.integers(0, 2), kept=st.booleans())
+    def token(self, which: int, kept: bool) -> None:
+        driver = self.sessions[which % len(self.sessions)]
+        if driver.position < TOKENS + DECODE:
+            token(driver, kept)
+
+    @rule(which=st.integers(0, 2))
+    def half_a_token(self, which: int) -> None:
+        """Whose other layers never come: the next step is refused, and an edit begins anew."""
+        driver = self.sessions[which % len(self.sessions)]
+        if driver.position < TOKENS + DECODE:
+            at = driver.position
+            out = self.engine.step(driver.request(0, at, at + 1, promise_later=True)).out
+            assert torch.equal(out, want()[0, at : at + 1])
+            edit(driver, Truncate(at))
+            driver.step += 1
+
+    @rule(seconds=st.sampled_from([0.1, EARLY_SECONDS]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(which=st.integers(0, 2))
+    def truncate(self, which: int) -> None:
+        driver = self.sessions[which % len(self.sessions)]
+        if driver.position > TOKENS:
+            truncate(driver)
+            assert driver.handle.session_id not in begun(self.engine)
+
+    @rule(which=st.integers(0, 2))
+    def fork(self, which: int) -> None:
+        if len(self.sessions) < 3:
+            self.sessions.append(fork(self.sessions[which % len(self.sessions)]))
+
+    @rule(which=st.integers(0, 2))
+    def close(self, which: int) -> None:
+        if len(self.sessions) > 1:
+            self.sessions.pop(which % len(self.sessions)).close()
+
+    @rule(
+        which=st.integers(0, 2), layer=st.integers(0, LAYERS - 1), chunk=st.integers(0, 2), up=st.booleans()
+    )
+    def move(self, which: int, layer: int, chunk: int, up: bool) -> None:
+        store = self.engine._store
+        name = self.sessions[which % len(self.sessions)].handle.session_id
+        line = self.engine._contexts[name].session.layers[layer].lines[chunk]
+        with self.engine._lock, suppress(CoreError):
+            store.transactions.run(*((MoveKind.PROMOTE, line, 0) if up else (MoveKind.DEMOTE, line, 1)))
+
+    @rule(which=st.integers(0, 2))
+    def demote(self, which: int) -> None:
+        demoted(self.sessions[which % len(self.sessions)])
+
+    @invariant()
+    def what_is_begun_is_of_a_session_and_leaves_frames_their_buffers(self) -> None:
+        known = {one.handle.session_id: one for one in self.sessions}
+        for name, promise in begun(self.engine).items():
+            assert promise.layer == 0
+            assert promise.step >= known[name].step
+        assert self.engine._plans.buffers.available >= WINDOW
+
+    def teardown(self) -> None:
+        pool = self.engine._plans.buffers
+        self.stack.close()
+        shutil.rmtree(self.folder)
+        assert all_came_back(pool)
+
+
+TestTokens = Tokens.TestCase
+TestTokens.settings = settings(max_examples=12, stateful_step_count=15, deadline=None)
+
+
+class Office:
+    """Promises over storage whose reads end when told."""
+
+    def __init__(self, buffers: int) -> None:
+        self.tier, self.clock = ScriptedTier(slots=16), FakeClock()
+        self.pool = BufferPool(LAYOUT, buffers)
+        self.promises = Promises(cast(IdentifiedRows, None), self.pool, self.clock, None, reserve=2)
+
+    def blocks(self, count: int) -> list[Block]:
+        return [Block(self.tier, SlotRef(slot, 1), self.tier.identity(slot)) for slot in range(count)]
+
+    def end_reads(self) -> None:
+        for read in self.tier.reads:
+            if not read.sink.over:
+                read.end()
+
+
+def test_what_is_here_for_a_token_that_may_never_come_goes_when_another_session_is_promised() -> None:
+    office = Office(buffers=10)
+    promises = office.promises
+    assert promises.begin_blocks("idle", 4, 0, office.blocks(6), True) == 6
+    office.end_reads()
+    # One that may never come either takes nothing from it.
+    assert promises.begin_blocks("also idle", 9, 0, office.blocks(6), True) == 2
+    office.end_reads()
+    assert promises.begin_blocks("busy", 3, 1, office.blocks(3)) == 3
+    assert promises.take("idle", 4, 0) is None
+    kept = promises.take("also idle", 9, 0)
+    assert kept is not None
+    kept.leave()
+    office.end_reads()
+    promises.close()
+    assert office.pool.available == office.pool.limit
+
+
+def test_buffers_that_bytes_may_still_reach_are_not_given_away() -> None:
+    office = Office(buffers=8)
+    promises = office.promises
+    assert promises.begin_blocks("idle", 4, 0, office.blocks(6), True) == 6
+    assert promises.begin_blocks("busy", 3, 1, office.blocks(6)) == 0
+    assert office.pool.available == 2
+    office.end_reads()
+    assert promises.begin_blocks("busy", 3, 1, office.blocks(6)) == 6
+    office.end_reads()
+    promises.close()
+    assert office.pool.available == office.pool.limit
+
+
+@pytest.mark.parametrize(
+    ("seconds", "left"),
+    [pytest.param(0.9 * EARLY_SECONDS, 6, id="in-time"), pytest.param(EARLY_SECONDS, 0, id="late")],
+)
+def test_an_early_promise_ends_with_any_promise_after_its_time(seconds: float, left: int) -> None:
+    office = Office(buffers=20)
+    promises = office.promises
+    promises.begin_blocks("idle", 4, 0, office.blocks(6), True)
+    office.end_reads()
+    office.clock.now += seconds
+    promises.begin_blocks("busy", 3, 1, [])
+    assert office.pool.limit - office.pool.available == left
+    promises.close()
+    assert office.pool.available == office.pool.limit
+
+
+def test_a_promise_that_somebody_made_has_no_such_end() -> None:
+    office = Office(buffers=20)
+    promises = office.promises
+    promises.begin_blocks("slow", 4, 1, office.blocks(6))
+    office.end_reads()
+    office.clock.now += 10 * EARLY_SECONDS
+    promises.begin_blocks("busy", 3, 1, office.blocks(3), True)
+    found = promises.take("slow", 4, 1)
+    assert found is not None
+    assert len(found.arrivals) == 6
+    found.leave()
+    office.end_reads()
+    promises.close()
+    assert office.pool.available == office.pool.limit
