@@ -5,11 +5,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from kvtier_crds.manifest import Medium
 from kvtier_crds.models.common import (
     AGE,
+    ATOMIC_OBJECT,
     Column,
     DnsName,
     Int64,
@@ -90,6 +91,8 @@ class KVNodeSpec(Struct):
 
 class KVNodeStatus(Status):
     """Conditions: Ready, Draining, CapabilitiesVerified."""
+
+    model_config = ConfigDict(json_schema_extra=ATOMIC_OBJECT)
 
     tiers: Annotated[tuple[NodeTier, ...], Field(max_length=8, json_schema_extra=map_list("class"))] = ()
     agent_version: Annotated[str, Field(max_length=128)] | None = None

@@ -8,11 +8,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from kvtier_crds.manifest import Exactness
 from kvtier_crds.models.common import (
     ATOMIC_LIST,
+    ATOMIC_OBJECT,
     Budget,
     DigestRef,
     Duration,
@@ -264,6 +265,8 @@ class DigestBudgetStatus(Struct):
 
 class KVRolloutStatus(Status):
     """Conditions: Feasible, Progressing, Servable, CandidateRevoked, BaselineRestored, Degraded."""
+
+    model_config = ConfigDict(json_schema_extra=ATOMIC_OBJECT)
 
     phase: Phase | None = None
     stage: StatusStage | None = None

@@ -65,6 +65,16 @@ def test_names_and_subresources_follow_the_contract(kind: type[Resource]) -> Non
     assert "observedGeneration" in conditions["items"]["properties"]
 
 
+def test_a_status_that_one_writer_writes_whole_has_one_owner() -> None:
+    """Of a KVCache's the fence and what goes with it have another writer than the rest."""
+    whole = {
+        kind.KIND
+        for kind in KINDS
+        if generate.schema_of(kind)["properties"]["status"].get("x-kubernetes-map-type") == "atomic"
+    }
+    assert whole == {"KVNode", "KVRollout"}
+
+
 @pytest.mark.parametrize(
     ("kind", "scope", "short"),
     [
