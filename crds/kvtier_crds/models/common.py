@@ -65,8 +65,8 @@ def map_list(*keys: str) -> Json:
 SET_LIST: Json = {"x-kubernetes-list-type": "set"}
 ATOMIC_LIST: Json = {"x-kubernetes-list-type": "atomic"}
 ATOMIC_OBJECT: Json = {"x-kubernetes-map-type": "atomic"}
-"""Of an object that one writer always writes whole: the server keeps one owner of all of it, and not the owner of
-each field, which takes as much room and time as the fields."""
+"""Of an object that one writer always writes whole: the server keeps one owner of all of it, and not
+the owner of each field, which takes as much room and time as the fields."""
 
 
 def struct_config(*entries: Json) -> ConfigDict:
