@@ -5,6 +5,7 @@ They are forked by one process that has imported the operator. It must not know 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -103,7 +104,9 @@ class Lives:
     def end(self, life: Life) -> None:
         """Kills it where it is."""
         if not life.dead.is_set():
-            os.kill(life.pid, signal.SIGKILL)
+            # It may have ended by itself, and nobody here has been told yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(life.pid, signal.SIGKILL)
         assert life.dead.wait(60.0), "the operator did not die"
 
     def close(self) -> None:

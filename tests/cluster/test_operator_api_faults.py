@@ -256,8 +256,14 @@ def test_a_deletion_that_no_watch_told_is_found_by_the_relist(world: World) -> N
         held = world.operator.operator.store.list_all(Kind.KV_CACHE, NAMESPACE)
         return "vanishes" in [one["metadata"]["name"] for one in held]
 
+    def watched() -> bool:
+        return any(one.seen.watch and one.seen.of("kvcaches") for one in world.proxy.passed(began))
+
     with world.proxy.fault(a_watch, Hide(of_it)):
+        began = time.monotonic()
         world.proxy.cut_watches()
+        # What is listed when a watch begins again has it still; later nothing but a relist tells.
+        eventually(watched, 60, what="caches are watched again")
         # Its finalizer is the operator's to remove; without it no operator would be asked.
         patch = json.dumps({"metadata": {"finalizers": None}})
         world.cluster.kubectl("patch", "kvcache", "vanishes", "-n", NAMESPACE, "--type=merge", "-p", patch)

@@ -127,7 +127,7 @@ def test_the_command_ends_on_sigterm_and_gives_its_lease_back(world: World) -> N
         apply(world.cluster, kv_cache("by-cli", NAMESPACE, POOL))
         wait_condition(world.cluster, "kvcache/by-cli", NAMESPACE, "Ready", "True")
         assert process.get("healthz")[0] == 200
-        assert process.get("readyz") == (200, "leading")
+        eventually(lambda: process.get("readyz") == (200, "leading"), 60)
         assert "kvtier_operator_api_writes_total" in process.get("metrics")[1]
         world.cluster.kubectl("delete", "kvcache", "by-cli", "-n", NAMESPACE, "--timeout=60s")
         process.popen.send_signal(signal.SIGTERM)
@@ -175,7 +175,7 @@ class Command:
     def get(self, path: str) -> tuple[int, str]:
         port = self.metrics_port if path == "metrics" else self.liveness_port
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
