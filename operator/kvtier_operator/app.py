@@ -143,6 +143,7 @@ class Operator:
         stack.push_async_callback(clients.close)
         api, agents = self._through(gated, clients)
         external = await stack.enter_async_context(sources(options.external))
+        reads = LastReads()
         deps = Deps(
             api=api,
             store=self.store,
@@ -154,14 +155,16 @@ class Operator:
             randomness=self._random.random,
             nonce=lambda: os.urandom(16),
             telemetry=self._telemetry,
-            reads=LastReads(),
+            reads=reads,
             external=external,
             rolled_back=self.metrics.rolled_back,
         )
         relist = Relist(ungated, self.store, clock, self._random.random, self.enqueue_all)
         self._relist = relist
         self._build(build_reconcilers(deps), relist.request)
-        kopf_thread = KopfThread(WatchDeps(self.store, self._from_watch, options.kubeconfig, clock))
+        kopf_thread = KopfThread(
+            WatchDeps(self.store, self._from_watch, options.kubeconfig, clock, reads.is_ours)
+        )
         health = Health(
             alive=lambda: kopf_thread.down_seconds() < WATCH_DOWN_SECONDS,
             ready=lambda: self.ready.is_set(),

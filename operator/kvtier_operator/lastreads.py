@@ -1,12 +1,14 @@
-"""Which version of an object the API server itself gave last, and when it was asked.
+"""Which version of an object the API server itself gave last, and when it was asked; and which is our own.
 
 Why it exists: the read cache may be behind, and nobody can see from it by how much. A look that finds there
 exactly the version which the server had a moment ago need not ask again; whoever asks notes it here for all.
-It must not keep objects, nor know what a version means.
+Of a version that a run wrote, and went on from, a watch tells nothing new. It must not keep objects, nor know
+what a version means.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -24,10 +26,12 @@ class _Read:
 
 
 class LastReads:
-    """In the operator's loop only. Times are seconds of one monotonic clock."""
+    """In the operator's loop only, but for `is_ours`. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[ObjectKey, _Read] = OrderedDict()
+        self._lock = threading.Lock()
+        self._ours: OrderedDict[ObjectKey, tuple[str, str]] = OrderedDict()
 
     def note(self, key: ObjectKey, obj: JsonObject, at: float) -> None:
         """The server's answer. at: when it was asked; of two answers the one that was asked for later
@@ -35,8 +39,7 @@ class LastReads:
         known = self._known.get(key)
         if known is not None and known.at > at:
             return
-        metadata = obj["metadata"]
-        self._known[key] = _Read(str(metadata.get("uid")), str(metadata.get("resourceVersion")), at)
+        self._known[key] = _Read(*_version(obj), at)
         self._known.move_to_end(key)
         while len(self._known) > MAX_KEPT:
             self._known.popitem(last=False)
@@ -46,11 +49,26 @@ class LastReads:
         known = self._known.get(key)
         if known is None or cached is None or known.at < since:
             return False
-        metadata = cached["metadata"]
-        return (known.uid, known.version) == (
-            str(metadata.get("uid")),
-            str(metadata.get("resourceVersion")),
-        )
+        return (known.uid, known.version) == _version(cached)
 
     def forget(self, key: ObjectKey) -> None:
         self._known.pop(key, None)
+
+    def wrote(self, key: ObjectKey, obj: JsonObject) -> None:
+        """The server's answer to a write whose run looks at what it wrote, or comes again by itself."""
+        with self._lock:
+            self._ours[key] = _version(obj)
+            self._ours.move_to_end(key)
+            while len(self._ours) > MAX_KEPT:
+                self._ours.popitem(last=False)
+
+    def is_ours(self, key: ObjectKey, obj: JsonObject) -> bool:
+        """Whether this is what was written last here; from any thread. False, too, where the watch was faster
+        than the answer: one look too many."""
+        with self._lock:
+            return self._ours.get(key) == _version(obj)
+
+
+def _version(obj: JsonObject) -> tuple[str, str]:
+    metadata = obj["metadata"]
+    return str(metadata.get("uid")), str(metadata.get("resourceVersion"))

@@ -183,6 +183,9 @@ class KVRolloutReconciler:
             await self._send(facts, plan.state, fresh, kept, run)
             await self._tell(run)
             return None
+        if wrote and plan.urgent and not 0 < plan.requeue_after <= AGAIN_SECONDS:
+            # What follows from what it says now: the watch does not wake it for its own write.
+            return None
         await self._probes.tend(facts.subject, facts.spec, plan.state, facts.pool.views, kept.probing)
         if plan.requeue_after <= 0:
             return Done()
@@ -255,6 +258,7 @@ class KVRolloutReconciler:
         subject, asked = facts.subject, self._deps.clock.monotonic()
         written = await effects.write_status(self._deps.api, subject, state, deadline)
         self._deps.reads.note(subject.key, written, asked)
+        self._deps.reads.wrote(subject.key, written)
         run.known = Pair(subject.key, written, subject.cache_key, subject.cache)
         kept.schedule, kept.written_at = state.schedule, self._deps.clock.monotonic()
         kept.memory.written = frozenset(state.holders.names)

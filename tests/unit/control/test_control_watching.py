@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier_operator.lastreads import LastReads
 from kvtier_operator.ports import ApiError, JsonObject, Kind, ObjectKey
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch.kopf_thread import WatchDeps, accept
@@ -410,6 +412,31 @@ def test_leases_that_are_not_agents_are_not_kept() -> None:
     assert store.list_all(Kind.LEASE) == []
     accept(deps, Kind.KV_CACHE, False, version(1) | {"spec": {}})
     assert woken == [{ObjectKey(Kind.KV_CACHE, "", "chat")}]
+
+
+def test_a_version_that_its_own_run_wrote_wakes_others_and_not_itself(bench: Bench) -> None:
+    """Its run has looked at it already. Of any other version, and of its end, it is told."""
+    reads, woken = LastReads(), []
+    deps = WatchDeps(bench.store, woken.append, None, FakeClock(), reads.is_ours)
+    rollout = copy.deepcopy(bench.store.get(ROLLOUT))
+    assert rollout is not None
+    spec, status = rollout["spec"], {"phase": "Completed", "fence": 3}
+
+    def told(number: str, *, deleted: bool = False) -> set[ObjectKey]:
+        woken.clear()
+        metadata = {**rollout["metadata"], "resourceVersion": number}
+        accept(deps, Kind.KV_ROLLOUT, deleted, {"metadata": metadata, "spec": spec, "status": status})
+        return set().union(*woken)
+
+    written = {"metadata": {**rollout["metadata"], "resourceVersion": "1000"}}
+    reads.wrote(ROLLOUT, written)
+    others = {CACHE, POOL, key(Kind.KV_SELECTOR, "quest-64")}
+    assert told("1000") == others, "its candidate is approved"
+    assert ROLLOUT in told("1001"), "somebody else's"
+    reads.wrote(ROLLOUT, {"metadata": {**written["metadata"], "uid": "of another"}})
+    assert ROLLOUT in told("1002")
+    reads.wrote(ROLLOUT, {"metadata": {**written["metadata"], "resourceVersion": "1003"}})
+    assert ROLLOUT in told("1003", deleted=True)
 
 
 # --- the relist ------------------------------------------------------------------------------------------

@@ -216,3 +216,18 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [reads.vouch(key, read("1"), 0.0) for key in keys] == [False, True, True]
     reads.forget(keys[2])
     assert not reads.vouch(keys[2], read("1"), 0.0)
+
+
+def test_of_what_was_written_the_last_version_is_ours_and_the_number_of_them_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier_operator.lastreads.MAX_KEPT", 2)
+    reads = LastReads()
+    keys = [ObjectKey(Kind.KV_ROLLOUT, "serving", name) for name in "abc"]
+    for key in keys:
+        reads.wrote(key, read("1"))
+    assert [reads.is_ours(key, read("1")) for key in keys] == [False, True, True]
+    reads.wrote(keys[2], read("2"))
+    assert [reads.is_ours(keys[2], read(version)) for version in "12"] == [False, True]
+    reads.note(keys[1], read("3"), 9.0)
+    assert not reads.is_ours(keys[1], read("3")), "what was read is somebody else's"
