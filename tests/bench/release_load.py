@@ -28,7 +28,7 @@ from tests.bench.release_objects import (
     pool_name,
     rollout,
 )
-from tests.bench.release_processes import rss_of
+from tests.bench.release_processes import cpu_of, rss_of
 from tests.bench.release_track import Tracker, lateness, quantile, slope
 from tests.bench.release_world import World
 from tests.bench.rows import Row
@@ -192,7 +192,7 @@ async def under_edits(load: Load, minutes: float) -> list[Row]:
     load.tracker.begin()
     load.memory.clear()
     before, started, cpu = Counter(load.audit.counts), time.monotonic(), world.operator.cpu_seconds()
-    agents_cpu = world.agents.cpu_seconds()
+    agents_cpu, api_cpu = world.agents.cpu_seconds(), cpu_of(world.api_server)
     load.measuring = True
     edits = await _edit(load, minutes * 60.0)
     await until(
@@ -202,13 +202,15 @@ async def under_edits(load: Load, minutes: float) -> list[Row]:
     seconds = time.monotonic() - started
     used = (world.operator.cpu_seconds() - cpu) / seconds
     agents_used = (world.agents.cpu_seconds() - agents_cpu) / seconds
+    api_used = (cpu_of(world.api_server) - api_cpu) / seconds
     observed = await world.agents.ask({"do": "observed"})
     late = [one / INTERVAL for _, _, moments in observed["reads"] for one in lateness(moments, INTERVAL)]
     moved = sum(load.tracker.transitions.values())
     written = by_operator(difference(load.audit.counts, before), lease=LEASE)
     load.note(
         f"{edits} edits in {seconds:.0f} s, {moved} moves of a fence, {len(late)} looks on a beat; "
-        f"processor: operator {used:.2f}, agents {agents_used:.2f}; writes {dict(written)}"
+        f"processor: operator {used:.2f}, agents {agents_used:.2f}, API server {api_used:.2f}; "
+        f"writes {dict(written)}; calls a second {_a_second(observed['calls'], seconds)}"
     )
     latencies = load.tracker.latencies
     return [
@@ -222,6 +224,10 @@ async def under_edits(load: Load, minutes: float) -> list[Row]:
         Row("lateness.p99", quantile(late, 0.99), "interval", goal=0.1, lower_is_better=True),
         Row("lateness.looks", float(len(late)), "looks"),
     ]
+
+
+def _a_second(calls: dict[str, int], seconds: float) -> dict[str, float]:
+    return {verb: round(count / seconds, 1) for verb, count in sorted(calls.items())}
 
 
 def _memory_rows(load: Load) -> list[Row]:

@@ -32,6 +32,12 @@ def rss_of(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def cpu_of(pid: int) -> float:
+    """Seconds of the processor that a process has used, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Child:
     """A Python process of ours that says when it is ready; its standard error goes to a file."""
 
@@ -81,9 +87,8 @@ class Child:
         return rss_of(self.pid)
 
     def cpu_seconds(self) -> float:
-        """Of the processor, in user and kernel mode."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """See `cpu_of`."""
+        return cpu_of(self.pid)
 
     def log_tail(self, size: int = 3000) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")[-size:]
