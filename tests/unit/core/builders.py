@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -289,17 +290,19 @@ class Fault:
 
 
 class FaultyFiles:
-    """Real files with planned faults; counts its calls by operation."""
+    """Real files with planned faults; counts its calls by operation. Threads of a tier share it."""
 
     def __init__(self, *faults: Fault, seed: int = 0) -> None:
         self.faults = list(faults)
         self.calls: dict[str, int] = {}
         self._real = OsFileOps()
         self._random = random.Random(seed)
+        self._lock = threading.Lock()
 
     def _hit(self, operation: str) -> Fault | None:
-        at = self.calls.get(operation, 0)
-        self.calls[operation] = at + 1
+        with self._lock:
+            at = self.calls.get(operation, 0)
+            self.calls[operation] = at + 1
         for fault in self.faults:
             if fault.operation == operation and (fault.at == at or (fault.sticky and at >= fault.at)):
                 if isinstance(fault.kind, int):

@@ -506,12 +506,13 @@ def test_tiers_are_measured_and_simulation_is_named(tmp_path: Path) -> None:
 
 def test_time_of_storage_is_hidden_or_waited_for_and_nothing_else(tmp_path: Path) -> None:
     """The clock moves only inside reads, by 2 s each, on threads of the tier; neighbours are one read."""
-    clock, reads = FakeClock(), []
+    clock, reads, one_by_one = FakeClock(), [], threading.Lock()
 
     class Slow(FaultyFiles):
         def read(self, fd: int, buffers: object, offset: int) -> int:
-            clock.now += 2.0
-            reads.append(offset)
+            with one_by_one:
+                clock.now += 2.0
+                reads.append(offset)
             return super().read(fd, buffers, offset)  # type: ignore[arg-type]
 
     with engine(tmp_path, [cpu(LAYERS), nvme(64)], files=Slow(), clock=clock) as built:
