@@ -317,6 +317,7 @@ def step_request(frame: FrameInput, geometry: Geometry) -> StepRequest:
     )
 
 
+_FLOATS = np.dtype("<f4")
 _EXACT = StepMode()
 _CANDIDATE = PublishArm.CANDIDATE
 
@@ -365,11 +366,13 @@ def block_facts(info: ChunkInfo) -> BlockFacts:
     )
 
 
-def _bytes(out: torch.Tensor) -> bytes:
-    """C-contiguous float32, whatever device and strides it has."""
+def _bytes(out: torch.Tensor) -> bytes | memoryview:
+    """C-contiguous float32, whatever device and strides it has; its own bytes where it is just that."""
     # The core computes in inference mode, so there is no graph to detach from.
-    array: np.ndarray[Any, np.dtype[np.float32]] = (out if out.device.type == "cpu" else out.cpu()).numpy()
-    return array.astype("<f4", copy=False).tobytes()
+    array: np.ndarray[Any, np.dtype[np.float32]] = (out if out.is_cpu else out.cpu()).numpy()
+    if array.dtype == _FLOATS and array.flags.c_contiguous:
+        return array.data.cast("B")
+    return array.astype(_FLOATS, copy=False).tobytes()
 
 
 def _tensor(data: Payload, heads: int, dim: int) -> torch.Tensor:

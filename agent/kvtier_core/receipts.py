@@ -61,7 +61,9 @@ class SessionHandle:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
+# What is made for each frame is not frozen: a frozen one of so many fields costs three times as much, and at
+# 30 layers a token that is felt. Nobody changes them.
+@dataclass(slots=True)
 class StepRequest:
     """One frame: a layer of a step. k, v float32 [n, kv_heads, head_dim] (n may be 0); q float32
     [Nq, query_heads, head_dim]; query i attends rows [0, first_query_position + i].
@@ -160,7 +162,7 @@ class SelectionFacts:
     selected_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepReceipt:
     """bytes_by_tier: payload bytes attended, by the tier where they lay; of a selection those that were read
     there (rows that sessions share are in the receipt of each, though one call reads them once).
@@ -213,7 +215,7 @@ class Comparison:
     complete: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepAnswer:
     """out: float32 [Nq, query_heads, head_dim]. repeated: the frame had been accepted before."""
 

@@ -41,11 +41,15 @@ class Rings:
         except OSError as error:
             self._staging.close()
             raise CoreError(Reason.NO_STAGING, f"no ring for answers: {error.strerror}") from None
-        self._floats: NDArray[np.float32] = np.frombuffer(self._staging, dtype="<f4")
+        self.floats: NDArray[np.float32] = np.frombuffer(self._staging, dtype="<f4")
+
+    def has(self, offset: int, size: int) -> bool:
+        """Whether a frame's tensors may lie there."""
+        return offset >= 0 and not offset % ALIGNMENT and 0 < size <= self.size - offset
 
     def span(self, offset: int, size: int) -> tuple[int, int]:
         """[start, end) of a frame's tensors in both rings; FRAME_INVALID outside of them."""
-        if offset < 0 or offset % ALIGNMENT or size <= 0 or offset + size > self.size:
+        if not self.has(offset, size):
             raise CoreError(
                 Reason.FRAME_INVALID,
                 f"offset: {size} bytes at {offset} are not an aligned part of a ring of {self.size} bytes",
@@ -54,9 +58,9 @@ class Rings:
 
     def copy_out(self, start: int, end: int) -> NDArray[np.float32]:
         """A copy that nobody else can write."""
-        return self._floats[start // FLOAT_BYTES : end // FLOAT_BYTES].copy()
+        return self.floats[start // FLOAT_BYTES : end // FLOAT_BYTES].copy()
 
-    def write(self, start: int, out: bytes) -> None:
+    def write(self, start: int, out: bytes | memoryview) -> None:
         self._answers[start : start + len(out)] = out
 
     def close(self) -> None:
@@ -66,6 +70,6 @@ class Rings:
         os.close(self.answers)
         self.answers = -1
         # Views of a mapping keep it from being closed.
-        self._floats = np.empty(0, np.float32)
+        self.floats = np.empty(0, np.float32)
         self._staging.close()
         self._answers.close()
