@@ -43,8 +43,8 @@ from kvtier_operator.reconcile import build_reconcilers
 from kvtier_operator.store import WatchStore
 from kvtier_operator.telemetry import Telemetry
 from kvtier_operator.watch.kopf_thread import KopfThread, WatchDeps
-from kvtier_operator.watch.relist import Relist
-from kvtier_operator.watch.triggers import RECONCILED, WATCHED
+from kvtier_operator.watch.relist import Relist, Relisted
+from kvtier_operator.watch.triggers import RECONCILED, WATCHED, affected
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ DEFAULT_LIMITS = {
     Kind.KV_ROLLOUT: Limits(workers=24, backoff=Backoff(limit_seconds=10.0)),
 }
 WATCH_DOWN_SECONDS = 60.0
+RESYNC_SECONDS = 120.0
+"""Over which everything is looked at again after a relist that has missed nothing."""
 DRAIN_SECONDS = 3.0
 
 
@@ -159,7 +161,7 @@ class Operator:
             external=external,
             rolled_back=self.metrics.rolled_back,
         )
-        relist = Relist(ungated, self.store, clock, self._random.random, self.enqueue_all)
+        relist = Relist(ungated, self.store, clock, self._random.random, self._relisted)
         self._relist = relist
         self._build(build_reconcilers(deps), relist.request)
         kopf_thread = KopfThread(
@@ -254,6 +256,21 @@ class Operator:
             for obj in self.store.list_all(kind):
                 self._add(ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"]))
 
+    def _relisted(self, found: Relisted) -> None:
+        """What has changed is looked at now, and the rest in its own time: a thousand passes at once would
+        stand before whatever somebody waits for."""
+        if found.missed:
+            self.enqueue_all()
+            return
+        for key in found.changed:
+            obj = self.store.get(key)
+            if obj is not None:
+                self._add_all(affected(key, None, obj, self.store))
+        for kind in RECONCILED:
+            for obj in self.store.list_all(kind):
+                key = ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+                self._add(key, RESYNC_SECONDS * self._random.random())
+
     def _from_watch(self, keys: set[ObjectKey]) -> None:
         loop = self._loop
         if loop is not None and not loop.is_closed():
@@ -263,10 +280,10 @@ class Operator:
         for key in sorted(keys):
             self._add(key)
 
-    def _add(self, key: ObjectKey) -> None:
+    def _add(self, key: ObjectKey, after_seconds: float = 0.0) -> None:
         controller = self._controllers.get(key.kind)
         if controller is not None:
-            controller.add(key)
+            controller.add(key, after_seconds)
 
 
 async def _until(stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:

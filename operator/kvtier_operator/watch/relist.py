@@ -1,7 +1,7 @@
-"""Every few minutes: list everything, repair the read cache, look at everything again.
+"""Every few minutes: list everything, repair the read cache, have everything looked at again.
 
 After an expired watch, kopf lists what exists and never reports what vanished meanwhile; this does. The
-moment is jittered, so that several operators and kinds do not list at once.
+moment is jittered, so that several operators and kinds do not list at once. It must not know who looks.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from kvtier_operator.kube.resources import key_of
-from kvtier_operator.ports import ApiError, Clock, JsonObject, Kind
-from kvtier_operator.store import WatchStore
+from kvtier_operator.ports import ApiError, Clock, JsonObject, Kind, ObjectKey
+from kvtier_operator.store import Repair, WatchStore
 from kvtier_operator.watch.triggers import SELECTORS, WATCHED, relevant
 from kvtier_operator.watch.trimmed import trimmed
 
@@ -37,6 +38,15 @@ class Lister(Protocol):
     ) -> list[JsonObject]: ...
 
 
+@dataclass(frozen=True)
+class Relisted:
+    """What a full pass has found. changed: what no watch has told yet. missed: whether something is gone that
+    no watch will tell of, or a key was refused, so that nobody knows who has to look again."""
+
+    changed: frozenset[ObjectKey]
+    missed: bool
+
+
 class Relist:
     """`on_done` is called after each full pass, in the loop's thread."""
 
@@ -46,7 +56,7 @@ class Relist:
         store: WatchStore,
         clock: Clock,
         randomness: Callable[[], float],
-        on_done: Callable[[], None],
+        on_done: Callable[[Relisted], None],
     ) -> None:
         self._api = api
         self._store = store
@@ -66,27 +76,34 @@ class Relist:
                 async with asyncio.timeout(wait):
                     await self._requested.wait()
                 await self._clock.sleep(SOONEST_SECONDS * (1 + self._randomness()))
+            requested = self._requested.is_set()
             self._requested.clear()
-            await self.everything()
+            await self.everything(refused=requested)
 
-    async def everything(self) -> None:
-        """One pass; a kind that cannot be listed keeps what it had."""
+    async def everything(self, *, refused: bool = False) -> None:
+        """One pass; a kind that cannot be listed keeps what it had. refused: a queue had no room."""
+        changed: set[ObjectKey] = set()
+        missed = refused
         for kind in WATCHED:
             try:
-                await self.one(kind)
+                repaired = await self.one(kind)
             except ApiError as error:
                 _log.warning("relist failed", extra={"kind": kind.value, "error": str(error)})
-        self._on_done()
+                continue
+            changed |= repaired.changed
+            missed = missed or bool(repaired.vanished)
+        self._on_done(Relisted(frozenset(changed), missed))
 
     async def _list(self, kind: Kind) -> list[JsonObject]:
         """Trimmed as they come: all of a thousand objects at once, whole, would be a third of the memory."""
         keep = partial(trimmed, kind)
         return await self._api.list_all(kind, label_selector=SELECTORS.get(kind, ""), each=keep)
 
-    async def one(self, kind: Kind) -> None:
+    async def one(self, kind: Kind) -> Repair:
         """Raises ApiError, and then changes nothing."""
         since = self._store.moment()
         listed = [(key_of(obj), obj) for obj in await self._list(kind)]
         repaired = self._store.repair(kind, [item for item in listed if relevant(item[0])], since)
         if repaired.vanished:
             _log.info("repaired", extra={"kind": kind.value, "vanished": len(repaired.vanished)})
+        return repaired

@@ -16,7 +16,7 @@ from kvtier_operator.lastreads import LastReads
 from kvtier_operator.ports import ApiError, JsonObject, Kind, ObjectKey
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch.kopf_thread import WatchDeps, accept
-from kvtier_operator.watch.relist import INTERVAL_SECONDS, Relist
+from kvtier_operator.watch.relist import INTERVAL_SECONDS, Relist, Relisted
 from kvtier_operator.watch.triggers import WATCHED, affected
 from tests.unit.control.control_fakes import Bench, FakeClock
 from tests.unit.control.control_objects import agent_pool, kv_cache, kv_rollout, kv_selector, tier_class
@@ -157,7 +157,7 @@ async def test_a_relist_keeps_no_more_than_a_watch() -> None:
     managed = version(1)
     managed["metadata"] |= {"namespace": "serving", "managedFields": [{"manager": "kubectl"}]}
     lister = Lister(found={Kind.KV_CACHE: [{**managed, "kind": "KVCache", "apiVersion": "kvtier.dev/v1"}]})
-    await Relist(lister, store, FakeClock(), lambda: 0.5, lambda: None).one(Kind.KV_CACHE)
+    await Relist(lister, store, FakeClock(), lambda: 0.5, lambda _: None).one(Kind.KV_CACHE)
     assert [list(obj["metadata"]) for obj in store.list_all(Kind.KV_CACHE)] == [
         ["name", "uid", "resourceVersion", "namespace"]
     ]
@@ -469,23 +469,34 @@ async def test_a_kind_that_cannot_be_listed_keeps_what_it_had() -> None:
     store = WatchStore()
     store.put(CACHE, version(1))
     store.put(POOL, version(1))
-    done: list[bool] = []
+    done: list[Relisted] = []
     lister = Lister((Kind.KV_CACHE,))
-    relist = Relist(lister, store, FakeClock(), lambda: 0.5, lambda: done.append(True))
+    relist = Relist(lister, store, FakeClock(), lambda: 0.5, done.append)
     await relist.everything()
     assert store.get(CACHE) is not None
     assert store.get(POOL) is None
-    assert done == [True]
+    assert done == [Relisted(frozenset(), missed=True)]
     assert [kind for kind, _ in lister.asked] == list(WATCHED)
     assert dict(lister.asked)[Kind.LEASE] == "kvtier.dev/component=agent"
 
 
 async def test_an_overflowing_queue_brings_the_relist_forward() -> None:
-    done = asyncio.Event()
-    relist = Relist(Lister(), WatchStore(), FakeClock(), lambda: 0.0, done.set)
+    done: asyncio.Queue[Relisted] = asyncio.Queue()
+    relist = Relist(Lister(), WatchStore(), FakeClock(), lambda: 0.0, done.put_nowait)
     task = asyncio.create_task(relist.run())
     relist.request()
     async with asyncio.timeout(60):
-        await done.wait()
+        assert (await done.get()).missed, "nobody knows which key it was"
     task.cancel()
     assert INTERVAL_SECONDS >= 60
+
+
+async def test_a_relist_tells_what_no_watch_has_told() -> None:
+    found = version(2, kind="KVCache", apiVersion="kvtier.dev/v1alpha1")
+    found["metadata"]["namespace"] = "serving"
+    done: list[Relisted] = []
+    lister = Lister(found={Kind.KV_CACHE: [found]})
+    relist = Relist(lister, WatchStore(), FakeClock(), lambda: 0.5, done.append)
+    await relist.everything()
+    await relist.everything()
+    assert done == [Relisted(frozenset({CACHE}), missed=False), Relisted(frozenset(), missed=False)]
