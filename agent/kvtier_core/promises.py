@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvtier_core.appends import Rows
@@ -31,8 +31,10 @@ from kvtier_core.streaming import (
 )
 from kvtier_core.tiers.base import BlockIdentity
 
+AHEAD = 3
+"""Layers of a session that are on their way at most, where buffers allow more than the next one."""
 EARLY_SECONDS = 2.0
-"""For how long what is here for a token that may never come outlives other promises."""
+"""For how long what is here for a frame that may never come outlives other promises."""
 
 
 class IdentifiedRows(Rows, Protocol):
@@ -62,14 +64,18 @@ class Promise:
     meter: Meter
     until: float | None = None
 
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, self.layer
+
     def leave(self) -> None:
         for arrival in self.arrivals:
             arrival.leave()
 
 
 class Promises:
-    """At most one promise a session. The engine's lock is held. `reserve`: buffers that promises leave to
-    frames."""
+    """Those of a session are of layers that follow each other, the nearest first. The engine's lock is held.
+    `reserve`: buffers that promises leave to frames."""
 
     def __init__(
         self,
@@ -84,12 +90,12 @@ class Promises:
         self._clock = clock
         self._executor = executor
         self._reserve = reserve
-        self._open: dict[str, Promise] = {}
+        self._open: dict[str, list[Promise]] = {}
 
     def begin(self, session_id: str, step: int, layer: int, reads: Sequence[ChunkRead]) -> int:
         """As `begin_blocks`, of what `reads` would stream."""
         known = self._begun(session_id, step, layer)
-        if known is not None:
+        if known is not None and known.until is None:
             # Said again with each block of a prefill.
             return len(known.arrivals)
         blocks = [block_of(self._store, read.line) for read in reads if read.path in STREAMED]
@@ -100,50 +106,84 @@ class Promises:
     def begin_blocks(
         self, session_id: str, step: int, layer: int, blocks: Sequence[Block], early: bool = False
     ) -> int:
-        """Starts to read sealed chunks of a layer, as many as there are buffers; returns how many have begun.
-        Said again it begins what had no buffer before. A tier that refuses ends it: the frame will meet the
-        refusal, if it is still one. early: nobody has said that the frame comes. What is here for it goes as
-        soon as a promise of another session wants its buffers, and after EARLY_SECONDS with any promise."""
-        now = self._clock()
+        """Starts to read sealed chunks of the layer that comes next, as many as there are buffers; returns
+        how many have begun. Said again it begins what had no buffer before. A tier that refuses ends it: the
+        frame will meet the refusal, if it is still one. early: nobody has said that the frame comes. What is
+        here for it goes as soon as a promise wants its buffers, and after EARLY_SECONDS with any promise."""
+        now, place = self._clock(), (step, layer)
         self._let_go_of_late(now)
+        self._keep(session_id, lambda one: place <= one.place <= (step + 1, layer))
         known = self._begun(session_id, step, layer)
         if known is None:
-            self.forget(session_id)
-            known = Promise(step, layer, (), Meter(self._clock), now + EARLY_SECONDS if early else None)
-        arrivals: list[Arrival] = []
-        deadline = now + READ_TIMEOUT_SECONDS
-        for block in blocks[len(known.arrivals) :]:
-            while self._buffers.available <= self._reserve and not early and self._let_go_of_one(session_id):
+            known = Promise(step, layer, (), Meter(self._clock), now + EARLY_SECONDS)
+        if not early:
+            known = replace(known, until=None)
+            wanted = len(blocks) - len(known.arrivals) + self._reserve
+            while self._buffers.available < wanted and self._let_go_of_one(session_id, place):
                 pass
+        return self._started(session_id, known, blocks, now)
+
+    def further(self, session_id: str, step: int, layer: int, blocks: Sequence[Block]) -> bool:
+        """As `begin_blocks`, early, of a layer behind those that are on their way; whether it is now. All of
+        it or nothing, and nothing beside a promise of another session, which would have it ended at once."""
+        if self._begun(session_id, step, layer) is not None:
+            return True
+        mine = self._open.get(session_id, ())
+        alone = len(self._open) == (1 if mine else 0)
+        if not alone or len(mine) >= AHEAD or self._buffers.available - self._reserve < len(blocks):
+            return False
+        now = self._clock()
+        known = Promise(step, layer, (), Meter(self._clock), now + EARLY_SECONDS)
+        return self._started(session_id, known, blocks, now) == len(blocks)
+
+    def _started(self, session_id: str, known: Promise, blocks: Sequence[Block], now: float) -> int:
+        arrivals: list[Arrival] = []
+        for block in blocks[len(known.arrivals) :]:
             if self._buffers.available <= self._reserve:
                 break
             buffer = self._buffers.take()
             if buffer is None:
                 break
             arrivals.append(Arrival(block, buffer, self._buffers, known.meter))
-        arrivals = self._launched(arrivals, deadline)
-        if arrivals:
-            known = Promise(step, layer, (*known.arrivals, *arrivals), known.meter, known.until)
-            self._open[session_id] = known
+        arrivals = self._launched(arrivals, now + READ_TIMEOUT_SECONDS)
+        if arrivals or known.arrivals:
+            known = replace(known, arrivals=(*known.arrivals, *arrivals))
+            others = [one for one in self._open.get(session_id, ()) if one.place != known.place]
+            self._open[session_id] = sorted([*others, known], key=lambda one: one.place)
         return len(known.arrivals)
-
-    def _let_go_of_late(self, now: float) -> None:
-        late = [name for name, one in self._open.items() if one.until is not None and one.until <= now]
-        for name in late:
-            self.forget(name)
-
-    def _let_go_of_one(self, but: str) -> bool:
-        """Of an early promise, the oldest, of another session. Its buffers are free when nothing can arrive
-        there any more."""
-        early = [name for name, one in self._open.items() if one.until is not None and name != but]
-        if early:
-            self.forget(early[0])
-        return bool(early)
 
     def _begun(self, session_id: str, step: int, layer: int) -> Promise | None:
         """That promise, when it was given before."""
-        known = self._open.get(session_id)
-        return known if known is not None and (known.step, known.layer) == (step, layer) else None
+        for one in self._open.get(session_id, ()):
+            if one.place == (step, layer):
+                return one
+        return None
+
+    def _keep(self, session_id: str, wanted: Callable[[Promise], bool]) -> None:
+        """Lets go of the others of a session."""
+        found = self._open.pop(session_id, ())
+        kept = [one for one in found if wanted(one)]
+        if kept:
+            self._open[session_id] = kept
+        for one in found:
+            if one not in kept:
+                one.leave()
+
+    def _let_go_of_late(self, now: float) -> None:
+        for name in list(self._open):
+            self._keep(name, lambda one: one.until is None or now < one.until)
+
+    def _let_go_of_one(self, session_id: str, place: tuple[int, int]) -> bool:
+        """Of the furthest early promise of a session, or of this one behind `place`; False when there is
+        none. Its buffers are free when nothing can arrive there any more."""
+        for name, found in self._open.items():
+            last = found[-1]
+            if last.until is not None and (name != session_id or last.place > place):
+                break
+        else:
+            return False
+        self._keep(name, lambda one: one is not last)
+        return True
 
     def _launched(self, arrivals: Sequence[Arrival], deadline: float) -> list[Arrival]:
         """The leading ones whose reads began: where a tier refuses, those behind are left too."""
@@ -160,21 +200,22 @@ class Promises:
         return begun
 
     def take(self, session_id: str, step: int, layer: int) -> Promise | None:
-        """The promise for this layer, if that is what was promised. One for the next layer waits, since a
-        layer may come in several frames; any other is let go."""
-        found = self._open.get(session_id)
-        if found is None or (found.step, found.layer) == (step, layer + 1):
-            return None
-        del self._open[session_id]
-        if (found.step, found.layer) == (step, layer):
-            return found
-        found.leave()
-        return None
+        """The promise for this layer, if there is one. Those for what follows wait, since a layer may come in
+        several frames; any other is let go."""
+        taken, kept = None, []
+        for one in self._open.pop(session_id, ()):
+            if one.place == (step, layer):
+                taken = one
+            elif (step, layer) < one.place <= (step + 1, layer):
+                kept.append(one)
+            else:
+                one.leave()
+        if kept:
+            self._open[session_id] = kept
+        return taken
 
     def forget(self, session_id: str) -> None:
-        found = self._open.pop(session_id, None)
-        if found is not None:
-            found.leave()
+        self._keep(session_id, lambda one: False)
 
     def close(self) -> None:
         for session_id in list(self._open):

@@ -18,6 +18,7 @@ from kvtier_core.folding import Query
 from kvtier_core.identity import edited_support_digest, full_support_digest
 from kvtier_core.planner import plan_rows
 from kvtier_core.positions import PositionView
+from kvtier_core.promises import AHEAD
 from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import (
     Comparison,
@@ -254,11 +255,24 @@ class StepRunner:
         if known is not None and known.streamed is not None:
             if known.stamp.holds(session.layers[layer].lines):
                 self._plans.promise_kept(session.session_id, step, layer, known.streamed, early)
+                self._promise_further(context, step, layer)
                 return
         elif known is not None and known.resident:
             return
         if not early:
             self._plans.promise(session, step, layer)
+
+    def _promise_further(self, context: StepContext, step: int, layer: int) -> None:
+        """The layers behind one that is on its way: storage is busy also while nobody waits for it."""
+        session, layers = context.session, len(context.resident)
+        for _ in range(AHEAD - 1):
+            step, layer = (step, layer + 1) if layer + 1 < layers else (step + 1, 0)
+            known = context.resident[layer]
+            if known is None or known.streamed is None:
+                return
+            holds = known.stamp.holds(session.layers[layer].lines)
+            if not holds or not self._plans.promise_further(session.session_id, step, layer, known.streamed):
+                return
 
     def _exact(
         self,

@@ -325,6 +325,10 @@ class StepPlans:
         `Promises.begin_blocks`."""
         return self._promises.begin_blocks(session_id, step, layer, kept.blocks, early)
 
+    def promise_further(self, session_id: str, step: int, layer: int, kept: StreamedLayer) -> bool:
+        """As `promise_kept`, of a layer behind those that are on their way; see `Promises.further`."""
+        return self._promises.further(session_id, step, layer, kept.blocks)
+
     def forget(self, session_id: str) -> None:
         """Lets go of what was promised to a session that ends or changes."""
         self._promises.forget(session_id)

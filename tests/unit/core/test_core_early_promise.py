@@ -1,4 +1,4 @@
-"""The first layer of the token that may come next, on its way when the last answer of this one has left."""
+"""Layers on their way that nobody promised: the first of the next token, and those behind the next one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier_core.edits.requests import Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError
 from kvtier_core.placements.preference import PlacementPreference, PlanKind
-from kvtier_core.promises import EARLY_SECONDS, IdentifiedRows, Promise, Promises
+from kvtier_core.promises import AHEAD, EARLY_SECONDS, IdentifiedRows, Promise, Promises
 from kvtier_core.receipts import PublishArm, StepMode
 from kvtier_core.stepplans import WINDOW
 from kvtier_core.streaming import Block, BufferPool
@@ -62,9 +62,11 @@ def token(driver: Driver, kept: bool = True, mode: StepMode | None = None) -> No
     driver.position, driver.step = at + 1, driver.step + 1
 
 
-def begun(built: CacheEngine) -> dict[str, Promise]:
-    """Early promises by session."""
-    return {name: one for name, one in built._plans._promises._open.items() if one.until is not None}
+def begun(built: CacheEngine) -> dict[str, list[Promise]]:
+    """Early promises by session, the nearest first."""
+    found = built._plans._promises._open.items()
+    early = {name: [one for one in promises if one.until is not None] for name, promises in found}
+    return {name: promises for name, promises in early.items() if promises}
 
 
 def all_came_back(pool: BufferPool) -> bool:
@@ -92,8 +94,12 @@ def test_the_first_layer_of_the_next_token_is_on_its_way_before_its_frame_comes(
     with engine(tmp_path, STORED) as built:
         driver = started(built)
         for _ in range(DECODE - 2):
-            [promise] = begun(built).values()
-            assert (promise.step, promise.layer) == (driver.step, 0)
+            [promises] = begun(built).values()
+            assert [one.place for one in promises] == [
+                (driver.step, 0),
+                (driver.step, 1),
+                (driver.step + 1, 0),
+            ]
             token(driver)
             first = driver.answers[-LAYERS].receipt
             assert first.promised_bytes == first.bytes_by_tier["flash"] > 0
@@ -148,23 +154,21 @@ def test_a_session_that_is_taken_out_of_its_lane_loses_what_was_begun_by_the_lan
     with engine(tmp_path, STORED) as built:
         built.prepare_lane(LANE, PARTITION)
         driver = started(built, mode, lane=LANE)
-        [before] = begun(built).values()
-        token(driver, kept=False)
+        # A frame of the baseline takes it out.
+        answer = built.step(driver.request(0, driver.position, driver.position + 1))
+        assert torch.equal(answer.out, want()[0, driver.position : driver.position + 1])
         assert built._plans.lane_of(driver.handle.session_id) == ""
+        assert answer.receipt.promised_bytes == 0
         assert begun(built) == {}
-        assert driver.answers[-LAYERS].receipt.promised_bytes == 0
-        token(driver)
-        [after] = begun(built).values()
-        assert after.step == before.step + 2
 
 
 def test_a_fork_takes_nothing_from_its_parent(tmp_path: Path) -> None:
     with engine(tmp_path, [cpu(2 * LAYERS), nvme(64)]) as built:
         driver = started(built)
-        [promise] = begun(built).values()
-        child = fork(driver)
+        name, child = driver.handle.session_id, fork(driver)
+        nearest = begun(built)[name][0]
         token(child, kept=False)
-        assert begun(built) == {driver.handle.session_id: promise}
+        assert begun(built)[name][0] is nearest
         token(driver)
         first = driver.answers[-LAYERS].receipt
         assert first.promised_bytes == first.bytes_by_tier["flash"]
@@ -240,9 +244,11 @@ class Tokens(RuleBasedStateMachine):
     @invariant()
     def what_is_begun_is_of_a_session_and_leaves_frames_their_buffers(self) -> None:
         known = {one.handle.session_id: one for one in self.sessions}
-        for name, promise in begun(self.engine).items():
-            assert promise.layer == 0
-            assert promise.step >= known[name].step
+        for name, promises in begun(self.engine).items():
+            places = [one.place for one in promises]
+            assert places == sorted(set(places))
+            assert len(places) <= AHEAD
+            assert name in known
         assert self.engine._plans.buffers.available >= WINDOW
 
     def teardown(self) -> None:
@@ -287,6 +293,79 @@ def test_what_is_here_for_a_token_that_may_never_come_goes_when_another_session_
     assert kept is not None
     kept.leave()
     office.end_reads()
+    promises.close()
+    assert office.pool.available == office.pool.limit
+
+
+def test_what_is_further_ahead_goes_before_what_comes_next_lacks_a_buffer() -> None:
+    office = Office(buffers=10)
+    promises = office.promises
+    assert promises.begin_blocks("one", 4, 1, office.blocks(3)) == 3
+    assert promises.further("one", 4, 2, office.blocks(3))
+    # Said again it is there; of what does not fit as a whole nothing is begun.
+    assert promises.further("one", 4, 2, office.blocks(3))
+    assert not promises.further("one", 4, 3, office.blocks(3))
+    assert office.pool.available == 4
+    office.end_reads()
+    first = promises.take("one", 4, 1)
+    assert first is not None
+    first.leave()
+    assert promises.begin_blocks("one", 4, 2, office.blocks(3)) == 3
+    assert promises.further("one", 4, 3, office.blocks(4))
+    office.end_reads()
+    assert promises.begin_blocks("one", 4, 2, office.blocks(8)) == 8
+    assert promises.take("one", 4, 3) is None
+    office.end_reads()
+    promises.close()
+    assert office.pool.available == office.pool.limit
+
+
+def test_beside_another_sessions_promise_nothing_further_is_begun_and_no_more_than_so_many_layers() -> None:
+    office = Office(buffers=40)
+    promises = office.promises
+    promises.begin_blocks("one", 4, 1, office.blocks(1))
+    began = [promises.further("one", 4, 1 + more, office.blocks(1)) for more in range(1, AHEAD + 1)]
+    assert began == [True] * (AHEAD - 1) + [False]
+    promises.begin_blocks("two", 9, 1, office.blocks(1))
+    office.end_reads()
+    for layer in range(1, 1 + AHEAD):
+        taken = promises.take("one", 4, layer)
+        assert taken is not None
+        assert len(taken.arrivals) == 1
+        taken.leave()
+    promises.begin_blocks("one", 4, 1 + AHEAD, office.blocks(1))
+    assert not promises.further("one", 4, 2 + AHEAD, office.blocks(1))
+    assert not promises.further("two", 9, 2, office.blocks(1))
+    office.end_reads()
+    promises.close()
+    assert office.pool.available == office.pool.limit
+
+
+@pytest.mark.parametrize(
+    ("place", "taken", "left"),
+    [
+        pytest.param((4, 1), 3, [(4, 2), (5, 0)], id="the-nearest"),
+        pytest.param((4, 2), 3, [(5, 0)], id="one-behind-it"),
+        pytest.param((4, 0), 0, [(4, 1), (4, 2), (5, 0)], id="a-layer-in-several-frames"),
+        pytest.param((5, 1), 0, [], id="another-step"),
+        pytest.param((3, 0), 0, [], id="two-steps-before"),
+    ],
+)
+def test_a_frame_takes_its_own_and_lets_go_of_what_does_not_follow_it(
+    place: tuple[int, int], taken: int, left: list[tuple[int, int]]
+) -> None:
+    office = Office(buffers=40)
+    promises = office.promises
+    promises.begin_blocks("one", 4, 1, office.blocks(3))
+    for further in ((4, 2), (5, 0)):
+        assert promises.further("one", *further, office.blocks(3))
+    found = promises.take("one", *place)
+    assert (0 if found is None else len(found.arrivals)) == taken
+    assert [one.place for one in promises._open.get("one", [])] == left
+    office.end_reads()
+    assert office.pool.limit - office.pool.available == taken + 3 * len(left)
+    if found is not None:
+        found.leave()
     promises.close()
     assert office.pool.available == office.pool.limit
 
