@@ -25,7 +25,8 @@ from kvtier.local.receipts import pack_answers, pack_ended, refusal
 from kvtier_agent import attendframes
 from kvtier_agent.cachesession import Session
 from kvtier_agent.errors import to_detail
-from kvtier_agent.localchannel.frames import Attachment, BrokenChannelError, FrameServer, Turn
+from kvtier_agent.localchannel.frames import Attachment, BrokenChannelError, FrameServer
+from kvtier_agent.localchannel.loneframes import LoneFrames
 from kvtier_agent.localchannel.rings import Rings
 from kvtier_core.errors import CoreError, Reason
 
@@ -38,6 +39,8 @@ MAX_ATTACHED = 64
 # Room for more descriptors than are taken, so that a flood is seen as one.
 _DESCRIPTORS = 4
 _NANOS = 1_000_000_000
+# Sequence, step and layer of a frame.
+_Named = tuple[int, int, int]
 
 
 class ChannelOffice(Protocol):
@@ -75,12 +78,14 @@ class Channel:
         self.name = name
         self._attachments: list[Attachment] = []
         self._rings: Rings | None = None
+        # While the channel has one session.
+        self._lone: LoneFrames | None = None
         self._buffer = bytearray(wire.MAX_REQUEST_BYTES)
         self._clock_offset = 0
         self._ending: CoreError | None = None
         # Over what is sent, and over `_running`: the frames that compute now, until when.
         self._lock = threading.Lock()
-        self._running: Sequence[Turn] | None = None
+        self._running: Sequence[_Named] | None = None
         self._running_until = 0.0
 
     def run(self) -> None:
@@ -115,14 +120,12 @@ class Channel:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            turns = self._running
-            if turns is None or now < self._running_until + attendframes.ENGINE_GRACE_SECONDS:
+            named = self._running
+            if named is None or now < self._running_until + attendframes.ENGINE_GRACE_SECONDS:
                 return
             self._running = None
             detail = to_detail(CoreError(Reason.DEADLINE, attendframes.HANGS))
-            answers = [
-                refusal(turn.record.sequence, turn.record.step, turn.record.layer, detail) for turn in turns
-            ]
+            answers = [refusal(*one, detail) for one in named]
             with contextlib.suppress(OSError):
                 self._connection.send(pack_answers(answers, time.monotonic_ns()), socket.MSG_DONTWAIT)
         finally:
@@ -149,6 +152,7 @@ class Channel:
                 self._rings = Rings(descriptors[0], hello.ring_bytes, self._office.max_ring_bytes)
             except CoreError as error:
                 raise BrokenChannelError(error) from None
+            self._lone = LoneFrames(self._server, self._attachments[0], self._rings)
         except wire.MalformedError as error:
             raise _malformed(str(error)) from None
         finally:
@@ -173,6 +177,12 @@ class Channel:
         if size == 0:
             return False
         now = time.monotonic()
+        lone = self._lone
+        if lone is not None and size == wire.LONE_MESSAGE.size:
+            allowed = lone.begin(self._buffer, now, self._clock_offset)
+            if allowed is not None:
+                self._lone_frame(lone, allowed)
+                return True
         one = wire.read_frame(self._buffer, size)
         if one is not None:
             self._frames((one[0],), one[1], now)
@@ -201,7 +211,7 @@ class Channel:
         turns = self._server.turns(records, self._attachments, rings)
         allowed = max([turn.record.deadline_ms / 1000 or longest for turn in turns])
         self._running_until = received_at + min(allowed, longest)
-        self._running = turns
+        self._running = [(turn.record.sequence, turn.record.step, turn.record.layer) for turn in turns]
         try:
             self._server.compute(turns, rings, received_at)
             with self._lock:
@@ -214,12 +224,28 @@ class Channel:
             for turn in turns:
                 self._server.observe(turn, received_at, started_ns)
 
+    def _lone_frame(self, lone: LoneFrames, allowed: float) -> None:
+        """As `_frames`, of a message that has begun."""
+        started_ns = time.time_ns()
+        self._running_until = lone.received_at + allowed
+        self._running = ((lone.sequence, lone.step, lone.layer),)
+        try:
+            lone.compute()
+            with self._lock:
+                late, self._running = self._running is None, None
+                if not late:
+                    self._connection.send(pack_answers((lone.answer(),), time.monotonic_ns()))
+        finally:
+            self._running = None
+            lone.end(started_ns)
+
     def _attach(self, token: bytes) -> None:
         if len(self._attachments) >= MAX_ATTACHED:
             message = f"{MAX_ATTACHED} sessions are attached to this channel"
             raise BrokenChannelError(CoreError(Reason.QUEUE_FULL, message, {"bound": str(MAX_ATTACHED)}))
         session, next_token = self._claim(token)
         self._attachments.append(Attachment.of(session, self._office.boot_id))
+        self._lone = None
         assert self._rings is not None
         attached = wire.Attached(len(self._attachments) - 1, next_token, self._rings.size)
         self._connection.send(wire.pack_attached(wire.Kind.ATTACHED, attached, time.monotonic_ns()))

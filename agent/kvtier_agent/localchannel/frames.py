@@ -94,9 +94,9 @@ class FrameServer:
 
     def __init__(self, desk: FrameDesk, evidence_of: _EvidenceOf) -> None:
         """evidence_of: where what is seen of a cache's frames is told from the channel's thread."""
-        self._desk = desk
+        self.desk = desk
         self._evidence_of = evidence_of
-        self._packer = AnswerPacker()
+        self.packer = AnswerPacker()
         self._host: CacheHost | None = None
         self._told: FrameEvidence | None = None
 
@@ -148,7 +148,7 @@ class FrameServer:
         for host, of_host in works.items():
             answers: Sequence[FrameAnswer | CoreError]
             try:
-                answers = host.frames.attend_now([work for _, work in of_host], self._evidence(host))
+                answers = host.frames.attend_now([work for _, work in of_host], self.evidence(host))
             except Exception:
                 log.exception("frames failed")
                 answers = [CoreError(Reason.INTERNAL, DEFECT)] * len(of_host)
@@ -163,7 +163,7 @@ class FrameServer:
         try:
             work = self._work(turn, rings, received_at, set())
             host = work.session.host
-            answer = host.frames.attend_one_now(work, self._evidence(host))
+            answer = host.frames.attend_one_now(work, self.evidence(host))
         except CoreError as error:
             answer = error
         except Exception:
@@ -174,14 +174,14 @@ class FrameServer:
         else:
             turn.answer = answer
 
-    def _evidence(self, host: CacheHost) -> FrameEvidence:
+    def evidence(self, host: CacheHost) -> FrameEvidence:
         """Of the cache that the last frames were of: a channel hardly ever has another."""
         if host is not self._host or self._told is None:
             self._host, self._told = host, self._evidence_of(host)
         return self._told
 
     def _work(self, turn: Turn, rings: Rings, received_at: float, sessions: set[str]) -> FrameWork:
-        desk, record, attachment = self._desk, turn.record, turn.attachment
+        desk, record, attachment = self.desk, turn.record, turn.attachment
         refused = desk.frames.enter()
         if refused is not None:
             raise refused
@@ -235,21 +235,42 @@ class FrameServer:
             return refusal(record.sequence, record.step, record.layer, to_detail(turn.refused))
         out = turn.answer.result.out
         rings.write(turn.start, out)
-        return packed_answer(self._packer, record.sequence, record.step, record.layer, len(out), turn.answer)
+        return packed_answer(self.packer, record.sequence, record.step, record.layer, len(out), turn.answer)
 
     def observe(self, turn: Turn, received_at: float, started_ns: int) -> None:
         """After the answer has left: gives the frame's place back, begins what was promised, and measures."""
         if turn.entered:
             turn.entered = False
-            self._desk.frames.leave()
-        code, arm = "OK", ServedArm.BASELINE
-        if turn.answer is not None:
-            _go_on(turn.answer)
-            arm = turn.answer.arm
-            self._desk.observe(turn.attachment.session, turn.record.step, turn.answer, started_ns)
-        elif turn.refused is not None:
-            code = turn.refused.reason.name
-        self._desk.metrics.frame_seconds[arm.value, code].observe(time.monotonic() - received_at)
+            self.desk.frames.leave()
+        observe(
+            self.desk,
+            turn.attachment.session,
+            turn.record.step,
+            turn.answer,
+            turn.refused,
+            started_ns,
+            received_at,
+        )
+
+
+def observe(
+    desk: FrameDesk,
+    session: Session,
+    step: int,
+    answer: FrameAnswer | None,
+    refused: CoreError | None,
+    started_ns: int,
+    received_at: float,
+) -> None:
+    """After a frame's answer or refusal has left: begins what was promised, and measures."""
+    code, arm = "OK", ServedArm.BASELINE
+    if answer is not None:
+        _go_on(answer)
+        arm = answer.arm
+        desk.observe(session, step, answer, started_ns)
+    elif refused is not None:
+        code = refused.reason.name
+    desk.metrics.frame_seconds[arm.value, code].observe(time.monotonic() - received_at)
 
 
 def _go_on(answer: FrameAnswer) -> None:

@@ -64,6 +64,9 @@ _ONE = struct.Struct(HEADER.format + FRAME.format.removeprefix("<"))
 # ring's first byte: clock, attachment, flags, 0, layer, rows, queries, and the numbers up to the sequence.
 LONE_FRAME = struct.Struct("<qHHIiII8q")
 LONE_AT = HEADER.size - 8
+# The same message as its reader takes it: `LONE_MESSAGE_IS`, clock, and the frame's fields.
+LONE_MESSAGE = struct.Struct("<16sq" + FRAME.format.removeprefix("<"))
+LONE_MESSAGE_IS = HEADER.pack(MAGIC, VERSION, _FRAMES, LONE_MESSAGE.size, 1, 0)[:LONE_AT]
 
 # A frame's flags: the next layer of its step comes next, with rows to the same frontier; it has evidence.
 _FOLLOWS, _EVIDENCE = 1, 2
