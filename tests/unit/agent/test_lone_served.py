@@ -141,7 +141,9 @@ def asked(rig: ChannelRig, case: Case, lone: bool) -> Asked:
         if answer.HasField("error"):
             # Without how long it had waited by then, and which session of the two it was.
             message = answer.error.message.partition(" waited ")[0]
-            answer.error.message = message.replace(f"not {channel.opened.generation}", "the session's")
+            if answer.error.reason == common_pb2.GENERATION_STALE:
+                message = message.removesuffix(f" {channel.opened.generation}")
+            answer.error.message = message
     rig.settled(lambda: rig.frames.count == 0, "the frames' places")
     return Asked(answer, out, rig.engine.frames[before:], bool(took))
 
