@@ -33,8 +33,8 @@ from kvtier_core.tiers.base import BlockIdentity
 
 AHEAD = 3
 """Layers of a session that are on their way at most, where buffers allow more than the next one."""
-EARLY_SECONDS = 2.0
-"""For how long what is here for a frame that may never come outlives other promises."""
+EARLY_SECONDS, PROMISED_SECONDS = 2.0, 30.0
+"""For how long what is here for a frame that may never come, or is late, outlives other promises."""
 
 
 class IdentifiedRows(Rows, Protocol):
@@ -56,13 +56,14 @@ def block_of(store: IdentifiedRows, line: int) -> Block:
 @dataclass(frozen=True, slots=True)
 class Promise:
     """What is on its way for one layer of one step of a session. meter: of its transfer. until: on the
-    engine's clock, for a step that nobody has promised; None for one that somebody has."""
+    engine's clock, when any other promise ends it. early: nobody has said that the frame comes."""
 
     step: int
     layer: int
     arrivals: tuple[Arrival, ...]
     meter: Meter
-    until: float | None = None
+    until: float
+    early: bool
 
     @property
     def place(self) -> tuple[int, int]:
@@ -95,7 +96,7 @@ class Promises:
     def begin(self, session_id: str, step: int, layer: int, reads: Sequence[ChunkRead]) -> int:
         """As `begin_blocks`, of what `reads` would stream."""
         known = self._begun(session_id, step, layer)
-        if known is not None and known.until is None:
+        if known is not None and not known.early:
             # Said again with each block of a prefill.
             return len(known.arrivals)
         blocks = [block_of(self._store, read.line) for read in reads if read.path in STREAMED]
@@ -109,18 +110,18 @@ class Promises:
         """Starts to read sealed chunks of the layer that comes next, as many as there are buffers; returns
         how many have begun. Said again it begins what had no buffer before. A tier that refuses ends it: the
         frame will meet the refusal, if it is still one. early: nobody has said that the frame comes. What is
-        here for it goes as soon as a promise wants its buffers, and after EARLY_SECONDS with any promise."""
+        here for it goes when a promise wants its buffers. Every promise ends with another, after its time."""
         now, place = self._clock(), (step, layer)
         self._let_go_of_late(now)
         self._keep(session_id, lambda one: place <= one.place <= (step + 1, layer))
         known = self._begun(session_id, step, layer)
         if known is None:
-            known = Promise(step, layer, (), Meter(self._clock), now + EARLY_SECONDS)
+            known = Promise(step, layer, (), Meter(self._clock), now + EARLY_SECONDS, True)
         if not early:
-            known = replace(known, until=None)
-            wanted = len(blocks) - len(known.arrivals) + self._reserve
-            while self._buffers.available < wanted and self._let_go_of_one(session_id, place):
-                pass
+            known = replace(known, until=now + PROMISED_SECONDS, early=False)
+            lacking = len(blocks) - len(known.arrivals) + self._reserve - self._buffers.available
+            while lacking > 0 and (found := self._let_go_of_one(session_id, place)):
+                lacking -= found
         return self._started(session_id, known, blocks, now)
 
     def further(self, session_id: str, step: int, layer: int, blocks: Sequence[Block]) -> bool:
@@ -133,7 +134,7 @@ class Promises:
         if not alone or len(mine) >= AHEAD or self._buffers.available - self._reserve < len(blocks):
             return False
         now = self._clock()
-        known = Promise(step, layer, (), Meter(self._clock), now + EARLY_SECONDS)
+        known = Promise(step, layer, (), Meter(self._clock), now + EARLY_SECONDS, True)
         return self._started(session_id, known, blocks, now) == len(blocks)
 
     def _started(self, session_id: str, known: Promise, blocks: Sequence[Block], now: float) -> int:
@@ -171,19 +172,19 @@ class Promises:
 
     def _let_go_of_late(self, now: float) -> None:
         for name in list(self._open):
-            self._keep(name, lambda one: one.until is None or now < one.until)
+            self._keep(name, lambda one: now < one.until)
 
-    def _let_go_of_one(self, session_id: str, place: tuple[int, int]) -> bool:
-        """Of the furthest early promise of a session, or of this one behind `place`; False when there is
-        none. Its buffers are free when nothing can arrive there any more."""
+    def _let_go_of_one(self, session_id: str, place: tuple[int, int]) -> int:
+        """Of the furthest early promise of a session, or of this one behind `place`; how many buffers that
+        has. They are free when nothing can arrive there any more."""
         for name, found in self._open.items():
             last = found[-1]
-            if last.until is not None and (name != session_id or last.place > place):
+            if last.early and (name != session_id or last.place > place):
                 break
         else:
-            return False
+            return 0
         self._keep(name, lambda one: one is not last)
-        return True
+        return len(last.arrivals)
 
     def _launched(self, arrivals: Sequence[Arrival], deadline: float) -> list[Arrival]:
         """The leading ones whose reads began: where a tier refuses, those behind are left too."""

@@ -21,7 +21,7 @@ from kvtier_core.edits.requests import Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError
 from kvtier_core.placements.preference import PlacementPreference, PlanKind
-from kvtier_core.promises import AHEAD, EARLY_SECONDS, IdentifiedRows, Promise, Promises
+from kvtier_core.promises import AHEAD, EARLY_SECONDS, PROMISED_SECONDS, IdentifiedRows, Promise, Promises
 from kvtier_core.receipts import PublishArm, StepMode
 from kvtier_core.stepplans import WINDOW
 from kvtier_core.streaming import Block, BufferPool
@@ -65,7 +65,7 @@ def token(driver: Driver, kept: bool = True, mode: StepMode | None = None) -> No
 def begun(built: CacheEngine) -> dict[str, list[Promise]]:
     """Early promises by session, the nearest first."""
     found = built._plans._promises._open.items()
-    early = {name: [one for one in promises if one.until is not None] for name, promises in found}
+    early = {name: [one for one in promises if one.early] for name, promises in found}
     return {name: promises for name, promises in early.items() if promises}
 
 
@@ -384,13 +384,20 @@ def test_buffers_that_bytes_may_still_reach_are_not_given_away() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "left"),
-    [pytest.param(0.9 * EARLY_SECONDS, 6, id="in-time"), pytest.param(EARLY_SECONDS, 0, id="late")],
+    ("early", "seconds", "left"),
+    [
+        pytest.param(True, 0.9 * EARLY_SECONDS, 6, id="early-in-time"),
+        pytest.param(True, EARLY_SECONDS, 0, id="early-late"),
+        pytest.param(False, 0.9 * PROMISED_SECONDS, 6, id="promised-in-time"),
+        pytest.param(False, PROMISED_SECONDS, 0, id="promised-late"),
+    ],
 )
-def test_an_early_promise_ends_with_any_promise_after_its_time(seconds: float, left: int) -> None:
+def test_a_promise_whose_frame_does_not_come_ends_in_its_time_with_another(
+    early: bool, seconds: float, left: int
+) -> None:
     office = Office(buffers=20)
     promises = office.promises
-    promises.begin_blocks("idle", 4, 0, office.blocks(6), True)
+    promises.begin_blocks("idle", 4, 0, office.blocks(6), early)
     office.end_reads()
     office.clock.now += seconds
     promises.begin_blocks("busy", 3, 1, [])
@@ -399,14 +406,15 @@ def test_an_early_promise_ends_with_any_promise_after_its_time(seconds: float, l
     assert office.pool.available == office.pool.limit
 
 
-def test_a_promise_that_somebody_made_has_no_such_end() -> None:
-    office = Office(buffers=20)
+def test_an_early_promise_becomes_one_when_its_frame_is_promised() -> None:
+    office = Office(buffers=9)
     promises = office.promises
-    promises.begin_blocks("slow", 4, 1, office.blocks(6))
+    promises.begin_blocks("one", 4, 1, office.blocks(6), True)
     office.end_reads()
-    office.clock.now += 10 * EARLY_SECONDS
-    promises.begin_blocks("busy", 3, 1, office.blocks(3), True)
-    found = promises.take("slow", 4, 1)
+    assert promises.begin_blocks("one", 4, 1, office.blocks(6)) == 6
+    assert promises.begin_blocks("two", 3, 1, office.blocks(6)) == 1
+    office.clock.now += EARLY_SECONDS
+    found = promises.take("one", 4, 1)
     assert found is not None
     assert len(found.arrivals) == 6
     found.leave()
