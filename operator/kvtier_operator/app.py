@@ -165,7 +165,7 @@ class Operator:
         self._relist = relist
         self._build(build_reconcilers(deps), relist.request)
         kopf_thread = KopfThread(
-            WatchDeps(self.store, self._from_watch, options.kubeconfig, clock, reads.is_ours)
+            WatchDeps(self.store, self._from_watch, options.kubeconfig, clock, reads.writer)
         )
         health = Health(
             alive=lambda: kopf_thread.down_seconds() < WATCH_DOWN_SECONDS,

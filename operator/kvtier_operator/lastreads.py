@@ -26,12 +26,12 @@ class _Read:
 
 
 class LastReads:
-    """In the operator's loop only, but for `is_ours`. Times are seconds of one monotonic clock."""
+    """In the operator's loop only, but for `writer`. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[ObjectKey, _Read] = OrderedDict()
         self._lock = threading.Lock()
-        self._ours: OrderedDict[ObjectKey, tuple[str, str]] = OrderedDict()
+        self._ours: OrderedDict[ObjectKey, tuple[tuple[str, str], ObjectKey]] = OrderedDict()
 
     def note(self, key: ObjectKey, obj: JsonObject, at: float) -> None:
         """The server's answer. at: when it was asked; of two answers the one that was asked for later
@@ -54,19 +54,21 @@ class LastReads:
     def forget(self, key: ObjectKey) -> None:
         self._known.pop(key, None)
 
-    def wrote(self, key: ObjectKey, obj: JsonObject) -> None:
-        """The server's answer to a write whose run looks at what it wrote, or comes again by itself."""
+    def wrote(self, key: ObjectKey, obj: JsonObject, by: ObjectKey) -> None:
+        """The server's answer to a write. by: whose run it was, which looks at what it wrote, or comes again
+        by itself."""
         with self._lock:
-            self._ours[key] = _version(obj)
+            self._ours[key] = _version(obj), by
             self._ours.move_to_end(key)
             while len(self._ours) > MAX_KEPT:
                 self._ours.popitem(last=False)
 
-    def is_ours(self, key: ObjectKey, obj: JsonObject) -> bool:
-        """Whether this is what was written last here; from any thread. False, too, where the watch was faster
-        than the answer: one look too many."""
+    def writer(self, key: ObjectKey, obj: JsonObject) -> ObjectKey | None:
+        """Whose run wrote this version, the last that was written here; from any thread. None, too, where the
+        watch was faster than the answer: one look too many."""
         with self._lock:
-            return self._ours.get(key) == _version(obj)
+            version, by = self._ours.get(key, (None, None))
+            return by if version == _version(obj) else None
 
 
 def _version(obj: JsonObject) -> tuple[str, str]:

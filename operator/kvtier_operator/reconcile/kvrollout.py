@@ -226,6 +226,7 @@ class KVRolloutReconciler:
         asked = self._deps.clock.monotonic()
         moved = await effects.move_fence(api, subject, plan.transition, state, facts.spec)
         self._deps.reads.note(subject.cache_key, moved, asked)
+        self._deps.reads.wrote(subject.cache_key, moved, subject.key)
         await self._write(facts, replace(plan, state=state), kept, run)
         if run.known is not None:
             run.known = replace(run.known, cache=moved)
@@ -258,7 +259,7 @@ class KVRolloutReconciler:
         subject, asked = facts.subject, self._deps.clock.monotonic()
         written = await effects.write_status(self._deps.api, subject, state, deadline)
         self._deps.reads.note(subject.key, written, asked)
-        self._deps.reads.wrote(subject.key, written)
+        self._deps.reads.wrote(subject.key, written, subject.key)
         run.known = Pair(subject.key, written, subject.cache_key, subject.cache)
         kept.schedule, kept.written_at = state.schedule, self._deps.clock.monotonic()
         kept.memory.written = frozenset(state.holders.names)

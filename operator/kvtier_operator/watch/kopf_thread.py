@@ -39,14 +39,14 @@ RELOGIN = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class WatchDeps:
-    """`on_keys` is called in kopf's thread. `kubeconfig` None: the pod's service account. is_ours: whether
-    this version was written by its own reconcile here, which need not be told of it."""
+    """`on_keys` is called in kopf's thread. `kubeconfig` None: the pod's service account. writer: whose
+    reconcile here wrote this version, and need not be told of it."""
 
     store: WatchStore
     on_keys: OnKeys
     kubeconfig: str | None
     clock: Clock
-    is_ours: Callable[[ObjectKey, JsonObject], bool] = lambda _key, _obj: False
+    writer: Callable[[ObjectKey, JsonObject], ObjectKey | None] = lambda _key, _obj: None
 
 
 def register(registry: kopf.OperatorRegistry, deps: WatchDeps) -> None:
@@ -83,8 +83,8 @@ def accept(deps: WatchDeps, kind: Kind, deleted: bool, obj: JsonObject) -> None:
     obj = trimmed(kind, obj)
     before = deps.store.remove(key) if deleted else deps.store.put(key, obj)
     keys = affected(key, before, None if deleted else obj, deps.store)
-    if not deleted and deps.is_ours(key, obj):
-        keys.discard(key)
+    if not deleted and (writer := deps.writer(key, obj)) is not None:
+        keys.discard(writer)
     if keys:
         deps.on_keys(keys)
 

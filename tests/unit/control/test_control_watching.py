@@ -417,7 +417,7 @@ def test_leases_that_are_not_agents_are_not_kept() -> None:
 def test_a_version_that_its_own_run_wrote_wakes_others_and_not_itself(bench: Bench) -> None:
     """Its run has looked at it already. Of any other version, and of its end, it is told."""
     reads, woken = LastReads(), []
-    deps = WatchDeps(bench.store, woken.append, None, FakeClock(), reads.is_ours)
+    deps = WatchDeps(bench.store, woken.append, None, FakeClock(), reads.writer)
     rollout = copy.deepcopy(bench.store.get(ROLLOUT))
     assert rollout is not None
     spec, status = rollout["spec"], {"phase": "Completed", "fence": 3}
@@ -429,10 +429,10 @@ def test_a_version_that_its_own_run_wrote_wakes_others_and_not_itself(bench: Ben
         return set().union(*woken)
 
     written = {"metadata": {**rollout["metadata"], "resourceVersion": "1000"}}
-    reads.wrote(ROLLOUT, written)
+    reads.wrote(ROLLOUT, written, ROLLOUT)
     assert told("1000") == {CACHE, POOL, key(Kind.KV_SELECTOR, "quest-64")}, "its candidate is approved"
     assert ROLLOUT in told("1001"), "somebody else's"
-    reads.wrote(ROLLOUT, {"metadata": {**written["metadata"], "resourceVersion": "1003"}})
+    reads.wrote(ROLLOUT, {"metadata": {**written["metadata"], "resourceVersion": "1003"}}, ROLLOUT)
     assert ROLLOUT in told("1003", deleted=True)
 
 

@@ -225,9 +225,10 @@ def test_of_what_was_written_the_last_version_is_ours_and_the_number_of_them_is_
     reads = LastReads()
     keys = [ObjectKey(Kind.KV_ROLLOUT, "serving", name) for name in "abc"]
     for key in keys:
-        reads.wrote(key, read("1"))
-    assert [reads.is_ours(key, read("1")) for key in keys] == [False, True, True]
-    reads.wrote(keys[2], read("2"))
-    assert [reads.is_ours(keys[2], read(version)) for version in "12"] == [False, True]
+        reads.wrote(key, read("1"), key)
+    assert [reads.writer(key, read("1")) for key in keys] == [None, *keys[1:]]
+    reads.wrote(keys[2], read("2"), keys[0])
+    assert [reads.writer(keys[2], read(version)) for version in "12"] == [None, keys[0]]
+    assert reads.writer(keys[2], read("2", "other")) is None
     reads.note(keys[1], read("3"), 9.0)
-    assert not reads.is_ours(keys[1], read("3")), "what was read is somebody else's"
+    assert reads.writer(keys[1], read("3")) is None, "what was read is somebody else's"
