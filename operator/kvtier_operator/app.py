@@ -53,8 +53,8 @@ _log = logging.getLogger(__name__)
 # Leases are renewed only while the fences of cache and rollout agree, so a half-written step must not wait
 # longer than a third of a common lease.
 DEFAULT_LIMITS = {
-    Kind.KV_CACHE: Limits(workers=16),
-    Kind.KV_ROLLOUT: Limits(workers=24, backoff=Backoff(limit_seconds=10.0)),
+    Kind.KV_CACHE: Limits(workers=16, reserved=4),
+    Kind.KV_ROLLOUT: Limits(workers=32, reserved=8, backoff=Backoff(limit_seconds=10.0)),
 }
 WATCH_DOWN_SECONDS = 60.0
 RESYNC_SECONDS = 120.0

@@ -58,9 +58,11 @@ class ControllerMetrics(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one controller. `deadline_seconds` bounds one run; `bound` the keys waiting and running."""
+    """Of one controller. `deadline_seconds` bounds one run; `bound` the keys waiting and running. reserved:
+    of the workers, for what somebody has made due, who then waits for no look to end."""
 
     workers: int = 2
+    reserved: int = 0
     deadline_seconds: float = 60.0
     bound: int = 10_000
     backoff: Backoff = field(default_factory=Backoff)
@@ -91,6 +93,7 @@ class Controller:
         self._changed = asyncio.Event()
         self._leading = asyncio.Event()
         self._in_flight: set[asyncio.Task[Result]] = set()
+        self._looks: set[asyncio.Task[Result]] = set()
         self._unbegun: dict[ObjectKey, asyncio.Task[Result]] = {}
 
     @property
@@ -125,27 +128,31 @@ class Controller:
             while True:
                 await self._leading.wait()
                 full = len(self._in_flight) >= self._limits.workers
-                taken = None if full else self._state.take(self._clock.monotonic())
+                told_only = len(self._looks) >= self._limits.workers - self._limits.reserved
+                taken = None if full else self._state.take(self._clock.monotonic(), told_only=told_only)
                 if taken is None:
-                    await self._wait_for_work(full=full)
+                    await self._wait_for_work(full=full, told_only=told_only)
                     continue
                 self._metrics.queue_depth(self._kind, len(self._state))
                 self._metrics.queue_wait(self._kind, taken.waited_seconds)
                 task = self._unbegun[taken.key] = group.create_task(self._run_once(taken.key))
                 self._in_flight.add(task)
+                if not taken.told:
+                    self._looks.add(task)
                 task.add_done_callback(partial(self._ended, taken.key))
 
     def _ended(self, key: ObjectKey, task: asyncio.Task[Result]) -> None:
         """Only now is there room for another."""
         self._in_flight.discard(task)
+        self._looks.discard(task)
         if self._unbegun.get(key) is task:
             # Cancelled before it could note anything. Its key may be out again already, for another run.
             del self._unbegun[key]
             self._state.succeeded(key, self._clock.monotonic(), 0.0)
         self._changed.set()
 
-    async def _wait_for_work(self, *, full: bool) -> None:
-        due = self._state.next_due()
+    async def _wait_for_work(self, *, full: bool, told_only: bool) -> None:
+        due = self._state.next_due(told_only=told_only)
         self._changed.clear()
         idle = MAX_IDLE_SECONDS
         if due is not None and not full:

@@ -41,8 +41,11 @@ class Backoff:
 
 @dataclass(frozen=True)
 class Taken:
+    """told: somebody has made it due, and not its own time."""
+
     key: ObjectKey
     waited_seconds: float
+    told: bool = False
 
 
 class QueueState:
@@ -61,8 +64,10 @@ class QueueState:
         self._settle = settle_seconds
         self._due: dict[ObjectKey, float] = {}
         self._rank: dict[ObjectKey, float] = {}
+        self._told: set[ObjectKey] = set()
         self._order: dict[ObjectKey, int] = {}
-        self._heap: list[tuple[float, int, ObjectKey]] = []
+        # By rank: of keys that came by themselves, and of those that somebody has made due.
+        self._heaps: dict[bool, list[tuple[float, int, ObjectKey]]] = {False: [], True: []}
         self._sequence = 0
         self._running: dict[ObjectKey, float | None] = {}
         self._failures: dict[ObjectKey, int] = {}
@@ -83,45 +88,53 @@ class QueueState:
         """Makes `key` due at `now + after_seconds` at the latest. What is due at once goes before looks that
         are late by less than `EVENT_LEAD_SECONDS`: somebody waits for it."""
         when = max(now + after_seconds, self._not_before.get(key, 0.0))
-        rank = _rank(when, now)
+        rank, told = _rank(when, now), when <= now
         if key in self._running:
             again = self._running[key]
             self._running[key] = when if again is None else min(again, when)
             return Added.MERGED
         waiting = self._due.get(key)
         if waiting is not None:
-            if when < waiting or rank < self._rank[key]:
-                self._schedule(key, min(when, waiting), min(rank, self._rank[key]))
+            if when < waiting or rank < self._rank[key] or (told and key not in self._told):
+                told = told or key in self._told
+                self._schedule(key, min(when, waiting), min(rank, self._rank[key]), told=told)
             return Added.MERGED
         if len(self._due) + len(self._running) >= self._bound:
             return Added.REFUSED
-        self._schedule(key, when, rank)
+        self._schedule(key, when, rank, told=told)
         return Added.QUEUED
 
-    def take(self, now: float) -> Taken | None:
-        """The key that has been due for longest, now running; None when nothing is due. See `add`."""
-        while self._heap:
-            _, order, key = self._heap[0]
-            if self._order.get(key) != order:
-                heapq.heappop(self._heap)  # rescheduled since
-                continue
-            when = self._due[key]
-            if when > now:
-                return None
-            heapq.heappop(self._heap)
-            del self._due[key], self._rank[key], self._order[key]
-            self._running[key] = None
-            return Taken(key, now - when)
-        return None
+    def take(self, now: float, *, told_only: bool = False) -> Taken | None:
+        """The key that has been due for longest, now running; None when nothing is due. See `add`. told_only:
+        of those alone that somebody has made due."""
+        found = self._first(told_only=told_only)
+        if found is None or self._due[found[1]] > now:
+            return None
+        told, key = found
+        heapq.heappop(self._heaps[told])
+        when = self._due.pop(key)
+        del self._rank[key], self._order[key]
+        self._told.discard(key)
+        self._running[key] = None
+        return Taken(key, now - when, told)
 
-    def next_due(self) -> float | None:
+    def next_due(self, *, told_only: bool = False) -> float | None:
         """When `take` will have something, if nothing is added."""
-        while self._heap:
-            _, order, key = self._heap[0]
-            if self._order.get(key) == order:
-                return self._due[key]
-            heapq.heappop(self._heap)
-        return None
+        found = self._first(told_only=told_only)
+        return None if found is None else self._due[found[1]]
+
+    def _first(self, *, told_only: bool) -> tuple[bool, ObjectKey] | None:
+        """Whether it was made due, and the key, of the earliest rank."""
+        tops = []
+        for told, heap in self._heaps.items():
+            while heap and self._order.get(heap[0][2]) != heap[0][1]:
+                heapq.heappop(heap)  # rescheduled since
+            if heap and (told or not told_only):
+                tops.append((heap[0], told))
+        if not tops:
+            return None
+        (_, _, key), told = min(tops)
+        return told, key
 
     def succeeded(self, key: ObjectKey, now: float, requeue_after_seconds: float | None) -> None:
         """Ends a run. Forgets failures; runs again after the delay, or sooner if it was added meanwhile."""
@@ -133,7 +146,8 @@ class QueueState:
             wanted.append(now + max(0.0, requeue_after_seconds))
         if wanted:
             when = min(wanted)
-            self._schedule(key, when, when if again is None else min(when, _rank(again, now)))
+            rank = when if again is None else min(when, _rank(again, now))
+            self._schedule(key, when, rank, told=again is not None and again <= now)
 
     def failed(self, key: ObjectKey, now: float, asked_seconds: float = 0.0) -> float:
         """Ends a run that failed; returns the delay in seconds until the next. asked_seconds: how long the
@@ -147,7 +161,7 @@ class QueueState:
         when = now + delay
         if again is not None:
             when = max(min(again, when), floor)
-        self._schedule(key, when, when)
+        self._schedule(key, when, when, told=False)
         return when - now
 
     def forget(self, key: ObjectKey) -> None:
@@ -156,12 +170,13 @@ class QueueState:
             self._failures.pop(key, None)
             self._not_before.pop(key, None)
 
-    def _schedule(self, key: ObjectKey, when: float, rank: float) -> None:
+    def _schedule(self, key: ObjectKey, when: float, rank: float, *, told: bool) -> None:
         """rank: when it would have to be due to come at its turn; earlier than `when` only if that is now."""
         self._sequence += 1
         self._due[key], self._rank[key] = when, rank
         self._order[key] = self._sequence
-        heapq.heappush(self._heap, (rank, self._sequence, key))
+        (self._told.add if told else self._told.discard)(key)
+        heapq.heappush(self._heaps[told], (rank, self._sequence, key))
 
 
 def _rank(when: float, now: float) -> float:

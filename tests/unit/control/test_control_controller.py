@@ -252,6 +252,22 @@ async def test_so_many_run_at_once_and_the_rest_as_soon_as_there_is_room(workers
     assert sorted(bench.reconciler.ran) == [f"k{number}" for number in range(7)]
 
 
+async def test_looks_that_hang_leave_room_for_what_somebody_waits_for() -> None:
+    """Three of four workers may look; the fourth waits for events, and a look takes no place of theirs."""
+    async with running(workers=4, reserved=1) as bench:
+        bench.reconciler.gate.clear()
+        for number in range(5):
+            bench.controller.add(key(f"look{number}"), 0.001)
+        await turn_until(lambda: len(bench.reconciler.now) == 3)
+        looks = set(bench.reconciler.now)
+        bench.controller.add(key("event"))
+        await turn_until(lambda: len(bench.reconciler.now) == 4)
+        assert bench.reconciler.now == {*looks, "event"}
+        bench.reconciler.gate.set()
+        await bench.reconciler.until(6)
+    assert sorted(bench.reconciler.ran) == ["event", *(f"look{number}" for number in range(5))]
+
+
 async def test_a_defect_ends_all_runs_and_is_seen() -> None:
     bench = Bench(Limits(workers=2, backoff=QUICK))
 

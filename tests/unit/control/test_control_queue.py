@@ -56,6 +56,23 @@ def test_an_event_goes_before_looks_that_are_not_very_late(late: float, order: l
     assert [taken(state, now) for _ in range(3)] == [*order, ""]
 
 
+def test_what_somebody_has_made_due_can_be_taken_alone() -> None:
+    state = queue()
+    for name in ("look", "both"):
+        state.add(key(name), 0)
+        state.take(0)
+        state.succeeded(key(name), 0, requeue_after_seconds=10)
+    assert (state.next_due(told_only=True), state.take(30, told_only=True)) == (None, None)
+    state.add(key("event"), 30)
+    state.add(key("both"), 31)
+    assert state.next_due(told_only=True) == 10
+    found = [state.take(31, told_only=True) for _ in range(3)]
+    assert [one and (one.key.name, one.told) for one in found] == [("both", True), ("event", True), None]
+    left = state.take(31)
+    assert left is not None
+    assert (left.key.name, left.told) == ("look", False)
+
+
 def test_an_event_brings_a_key_that_is_late_forward_too() -> None:
     state = queue()
     for name in ("one", "two"):
@@ -186,10 +203,11 @@ class QueueMachine(RuleBasedStateMachine):
             if not full:
                 self.owed.add(name)
 
-    @rule()
-    def take(self) -> None:
-        found = self.state.take(self.now)
+    @rule(told_only=st.booleans())
+    def take(self, told_only: bool) -> None:
+        found = self.state.take(self.now, told_only=told_only)
         if found is not None:
+            assert found.told or not told_only
             assert found.key.name in self.owed, "a key that nobody asked for"
             assert found.waited_seconds >= 0
             self.owed.remove(found.key.name)
