@@ -39,6 +39,8 @@ INTERVAL = 10.0
 """Between looks at the evidence, by the default lease of 60 s."""
 SETTLE_SECONDS = 1800.0
 CALM_SECONDS = 15.0
+TOLD_SECONDS = 100.0
+"""Numbers that moved are told up to a minute and a look at them later, and then nobody has more to say."""
 SAMPLE_SECONDS = 2.0
 PROGRESS_SECONDS = 30.0
 STEPS = 20
@@ -288,6 +290,17 @@ async def calm(load: Load) -> None:
     )
 
 
+async def _all_told(load: Load) -> None:
+    """Until the operator has written nothing but its Lease for a while."""
+    seen, since = by_operator(load.audit.counts, lease=LEASE), time.monotonic()
+    async with asyncio.timeout(SETTLE_SECONDS):
+        while time.monotonic() - since < TOLD_SECONDS and not load.interrupted.is_set():
+            await load.pause(1.0)
+            now = by_operator(load.audit.counts, lease=LEASE)
+            if now != seen:
+                seen, since = now, time.monotonic()
+
+
 async def by_steps(load: Load) -> list[Row]:
     """[writes_per_transition]: rollouts in Canary are sent on by hand, and all that is written is counted."""
     chosen = [one for one in load.named if one.role is Role.CANARY][:STEPS]
@@ -328,6 +341,7 @@ def _events(writes: Counter[str]) -> int:
 async def idle(load: Load, minutes: float) -> list[Row]:
     """[idle_writes]: nothing is edited, and nobody has anything to say."""
     await calm(load)
+    await _all_told(load)
     before, began = Counter(load.audit.counts), time.monotonic()
     statuses = dict(load.tracker.statuses)
     load.measuring = True
