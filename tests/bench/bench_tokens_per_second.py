@@ -62,12 +62,14 @@ GOAL_RESIDENT, GOAL_SPREAD = 1.15, 1.3
 @dataclass(frozen=True)
 class Made:
     """tokens: greedy. seconds: the median decode step's. storage_bytes: read from nvme for one token. held:
-    the cpu tier's chunks out of all, in percent."""
+    the cpu tier's chunks out of all, in percent. stall_seconds: for which frames of one token waited for
+    storage, on average."""
 
     tokens: list[int]
     seconds: float
     storage_bytes: float = 0.0
     held: float = 100.0
+    stall_seconds: float = 0.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,6 +115,7 @@ def _rows(label: str, made: Mapping[str, Made], rate: float) -> Iterator[Row]:
         )
         yield Row(f"{name}.floor", 1 / floor, "tokens/s")
         yield Row(f"{name}.held", one.held, "% in memory")
+        yield Row(f"{name}.stall", one.stall_seconds * 1e3, "ms a token")
         equal = sum(a == b for a, b in zip(one.tokens, resident.tokens, strict=True))
         yield Row(f"{name}.equal_tokens", equal, f"of {len(one.tokens)}")
 
@@ -157,8 +160,12 @@ def _measure(model: Any, ids: torch.Tensor, new_tokens: int) -> dict[str, Made]:
             print(f"{count} rows: {round_ + 1} of {new_tokens} tokens after {spent:.0f} s", flush=True)
         made = {name: Made(tokens[name], statistics.median(seconds[name][1:])) for name in caches}
         for name, percent in held.items():
-            read = sum(receipt.bytes_by_tier.get("nvme", 0) for receipt in caches[name].take_receipts())
-            made[name] = replace(made[name], storage_bytes=read / (new_tokens - 1), held=percent)
+            receipts, steps = caches[name].take_receipts(), new_tokens - 1
+            read = sum(receipt.bytes_by_tier.get("nvme", 0) for receipt in receipts)
+            stall = sum(receipt.stall_seconds for receipt in receipts)
+            made[name] = replace(
+                made[name], storage_bytes=read / steps, held=percent, stall_seconds=stall / steps
+            )
     return made
 
 
