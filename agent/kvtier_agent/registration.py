@@ -34,7 +34,8 @@ FIELD_MANAGER = "kvtier-agent"
 LEASE_SECONDS = 30
 RENEW_SECONDS = 10.0
 REQUEST_SECONDS = 4.0
-POLL_SECONDS = 2.0
+POLL_SECONDS = 5.0
+"""Between looks for what nobody tells of: numbers, a tier that has failed, a lease that has ended alone."""
 VERIFY_SECONDS = 60.0
 MAX_BACKOFF_SECONDS = 30.0
 MIN_SPREAD_SECONDS, MAX_SPREAD_SECONDS = 1.0, 5.0
