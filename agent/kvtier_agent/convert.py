@@ -276,7 +276,7 @@ def answer_message(frame: attention_pb2.AttendFrame, answer: FrameAnswer) -> att
         sequence=frame.sequence,
         step=frame.step,
         layer=frame.layer,
-        out=bytes(answer.result.out),
+        out=answer.result.out,
         receipt=attention_pb2.Receipt(
             exactness=receipt.exactness.value,
             arm=ARM_TO_WIRE[answer.arm],

@@ -134,12 +134,11 @@ class FrameComparison:
 
 @dataclass(slots=True)
 class FrameResult:
-    """`out`: float32 bytes [queries, queryHeads, headDim], which nobody writes to any more. `from_candidate`:
-    whose answer `out` is. refused: what the candidate's own engine refused, where the baseline answers in its
-    place; told once a session. afterwards: to be called when the answer has left; raises nothing but
-    defects."""
+    """`out`: float32 bytes [queries, queryHeads, headDim]. `from_candidate`: whose answer `out` is. refused:
+    what the candidate's own engine refused, where the baseline answers in its place; told once a session.
+    afterwards: to be called when the answer has left; raises nothing but defects."""
 
-    out: bytes | memoryview
+    out: bytes
     receipt: FrameReceipt | StepReceipt
     comparison: FrameComparison | None
     from_candidate: bool

@@ -471,7 +471,7 @@ def _asks_own(mode: FrameMode) -> bool:
     return mode.candidate is not None and mode.candidate.own and (mode.publish_candidate or mode.compare)
 
 
-def compared(exact: bytes | memoryview, candidate: bytes | memoryview) -> FrameComparison:
+def compared(exact: bytes, candidate: bytes) -> FrameComparison:
     """Norms of float32 bytes, exact first. Two answers with other bits never differ by nothing."""
     left, right = np.frombuffer(exact, dtype="<f4"), np.frombuffer(candidate, dtype="<f4")
     norm = float(np.linalg.norm(right.astype(np.float64) - left.astype(np.float64)))

@@ -60,7 +60,7 @@ class Rings:
         """A copy that nobody else can write."""
         return self.floats[start // FLOAT_BYTES : end // FLOAT_BYTES].copy()
 
-    def write(self, start: int, out: bytes | memoryview) -> None:
+    def write(self, start: int, out: bytes) -> None:
         self._answers[start : start + len(out)] = out
 
     def close(self) -> None:
