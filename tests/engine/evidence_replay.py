@@ -107,6 +107,30 @@ class Recorder:
 def recording() -> Iterator[Recorder]:
     """Of the sessions of this process, of which there must be one at a time."""
     recorder = Recorder()
+    whole, within = AttentionSession.attend, [False]
+
+    def attend(
+        self: AttentionSession,
+        step: int,
+        layer: int,
+        position: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        committed: int,
+        next_layer_follows: bool = False,
+        evidence: RowEvidence | None = None,
+    ) -> Tensor:
+        """One frame, which may go a way of its own."""
+        recorder.note(layer, position, q, k, v, evidence)
+        within[0] = True
+        try:
+            out = whole(self, step, layer, position, q, k, v, committed, next_layer_follows, evidence)
+        finally:
+            within[0] = False
+        recorder.outs[step, layer] = out
+        return out
+
     plain = AttentionSession.part
 
     def part(
@@ -121,7 +145,8 @@ def recording() -> Iterator[Recorder]:
         next_layer_follows: bool = False,
         evidence: RowEvidence | None = None,
     ) -> Any:
-        recorder.note(layer, position, q, k, v, evidence)
+        if not within[0]:
+            recorder.note(layer, position, q, k, v, evidence)
         return plain(self, step, layer, position, q, k, v, committed, next_layer_follows, evidence)
 
     attended = AttentionSession.attend_part
@@ -131,6 +156,7 @@ def recording() -> Iterator[Recorder]:
         return out
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionSession, "attend", attend)
         patch.setattr(AttentionSession, "part", part)
         patch.setattr(AttentionSession, "attend_part", attend_part)
         yield recorder
