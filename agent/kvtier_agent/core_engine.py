@@ -24,6 +24,7 @@ from kvtier_agent.engine_port import (
     FrameInput,
     FrameMode,
     FrameResult,
+    FrameRoom,
     Payload,
     SessionHandle,
     SessionTerms,
@@ -200,6 +201,14 @@ class CoreEngine:
     def bind_weights(self, session_id: str, generation: int, layer: int, weights: GivenWeights) -> None:
         self._evidence.bind(session_id, layer, layer_weights(weights))
 
+    def room(self) -> FrameRoom:
+        g = self._geometry
+        row, query = g.kv_heads * g.head_dim, g.query_heads * g.head_dim
+        floats = np.empty(2 * row + query, np.float32)
+        k, v, q = floats[:row], floats[row : 2 * row], floats[2 * row :]
+        keys, values = _tensor(k, g.kv_heads, g.head_dim), _tensor(v, g.kv_heads, g.head_dim)
+        return FrameRoom(floats, keys, values, _tensor(q, g.query_heads, g.head_dim))
+
     def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
         return self._answered(frame, self._engine.step(self._request(frame), step_mode(mode)))
 
@@ -374,8 +383,11 @@ def _bytes(out: torch.Tensor) -> bytes:
 
 
 def _tensor(data: Payload, heads: int, dim: int) -> torch.Tensor:
+    if isinstance(data, torch.Tensor):
+        return data
     if isinstance(data, np.ndarray):
         return torch.from_numpy(data.reshape(-1, heads, dim))
+    assert isinstance(data, bytes)
     # A copy: the core keeps rows, and numpy's view of received bytes is read-only and unaligned.
     array = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=True)
     return torch.from_numpy(array).view(-1, heads, dim)

@@ -30,8 +30,27 @@ from kvtier_crds.manifest import RuntimeManifest
 
 T = TypeVar("T")
 P = ParamSpec("P")
-# Received bytes, or an array that nobody else writes to any more.
-Payload = bytes | NDArray[np.float32]
+
+
+class Held(Protocol):
+    """What lies in an engine's `FrameRoom`; only the engine looks into it."""
+
+    def numel(self) -> int: ...
+
+
+# Received bytes, or an array or an engine's own memory that nobody else writes to any more.
+Payload = bytes | NDArray[np.float32] | Held
+
+
+@dataclass(slots=True)
+class FrameRoom:
+    """Memory for one frame of one row and one query: `floats`, to be filled with its k, v and q, one behind
+    the other, and the payloads that they are then."""
+
+    floats: NDArray[np.float32]
+    k: Payload
+    v: Payload
+    q: Payload
 
 
 @dataclass(frozen=True)
@@ -183,6 +202,15 @@ class DemotesSessions(Protocol):
 
     def demote_session(self, session_id: str, generation: int, most: int) -> int:
         """Moves up to `most` chunks to slower tiers that have room; how many. SESSION_UNKNOWN."""
+
+
+@runtime_checkable
+class MakesRooms(Protocol):
+    """An engine that can take a decode frame in memory of its own kind."""
+
+    def room(self) -> FrameRoom | None:
+        """For a session that no candidate serves, to be filled for one frame after the other: the engine
+        reads it until it has answered. None: it takes arrays."""
 
 
 class EnginePort(Protocol):

@@ -30,6 +30,8 @@ from kvtier_agent.engine_port import (
     FrameInput,
     FrameMode,
     FrameResult,
+    FrameRoom,
+    MakesRooms,
     SessionHandle,
     SessionTerms,
     TierReport,
@@ -285,6 +287,10 @@ class PairedEngine:
                 raise
 
     # Frames.
+
+    def room(self) -> FrameRoom | None:
+        engine = self.running.engine
+        return engine.room() if isinstance(engine, MakesRooms) else None
 
     def step(self, frame: FrameInput, mode: FrameMode) -> FrameResult:
         seat = self._seat_of(frame.session_id)

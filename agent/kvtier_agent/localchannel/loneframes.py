@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import time
 
+import numpy as np
+
 from kvtier.local.frames import LONE_MESSAGE, LONE_MESSAGE_IS
 from kvtier.local.receipts import refusal
 from kvtier_agent.cacheframes import DEFECT
 from kvtier_agent.cachesession import FrameAnswer, FrameWork
 from kvtier_agent.convert import packed_answer
-from kvtier_agent.engine_port import FrameInput
+from kvtier_agent.engine_port import FrameInput, FrameRoom, MakesRooms
 from kvtier_agent.errors import to_detail
 from kvtier_agent.localchannel.frames import Attachment, FrameServer, observe
 from kvtier_agent.localchannel.rings import FLOAT_BYTES, Rings
@@ -56,9 +58,18 @@ class LoneFrames:
         self._start = 0
         self.sequence = self.step = self.layer = 0
         self.received_at = 0.0
+        # What an engine's room holds is read until the frame is answered, where no candidate serves.
+        self._assignment = attachment.session.assignment
+        engine = host.runner.engine
+        made = engine.room() if self._assignment.epoch == 0 and isinstance(engine, MakesRooms) else None
+        self._refills, self._room = made is not None, made or self._arrays()
         self._frame: FrameInput | None = None
         self._answer: FrameAnswer | None = None
         self._refused: CoreError | None = None
+
+    def _arrays(self) -> FrameRoom:
+        floats, row = np.empty(self._floats, np.float32), self._rows
+        return FrameRoom(floats, floats[:row], floats[row : 2 * row], floats[2 * row :])
 
     def begin(self, message: bytearray, now: float, clock_offset: int) -> float | None:
         """Takes a message of this kind, and the frame's place on the agent; seconds that it may take. None:
@@ -95,6 +106,7 @@ class LoneFrames:
             or not 0 <= layer < layers
             or min(step, first_row, first_query, committed, deadline_ms, epoch) < 0
             or self._open.get(self._name) is not self._session
+            or self._session.assignment is not self._assignment
         ):
             return None
         longest = desk.node.limits.frame_deadline_seconds
@@ -105,18 +117,18 @@ class LoneFrames:
         if time.monotonic() - received_at > allowed or desk.frames.enter() is not None:
             return None
         # First of all: from here on the engine's process cannot change what is checked.
-        tensors = rings.floats[at : at + floats].copy()
-        own = self._rows
+        room = self._room
+        room.floats[:] = rings.floats[at : at + floats]
         self._frame = FrameInput(
             self._name,
             generation,
             step,
             layer,
             first_row,
-            tensors[:own],
-            tensors[own : 2 * own],
+            room.k,
+            room.v,
             first_query,
-            tensors[2 * own :],
+            room.q,
             committed,
             received_at + allowed,
             epoch,
@@ -161,4 +173,6 @@ class LoneFrames:
         self._frame = None
         answer, refused = self._answer, self._refused
         self._answer = None
+        if not self._refills:
+            self._room = self._arrays()
         observe(self._desk, self._session, self.step, answer, refused, started_ns, self.received_at)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.local import frames as wire
 from kvtier.v1 import attention_pb2, common_pb2
-from kvtier_agent.engine_port import FrameInput
+from kvtier_agent.engine_port import FrameInput, FrameRoom
 from kvtier_agent.localchannel.channel import Channel
 from kvtier_core.errors import CoreError, Reason
-from tests.unit.agent.local_channel_rig import QUERY, Attached, ChannelRig, channel_rig
+from tests.unit.agent.local_channel_rig import (
+    QUERY,
+    ROW,
+    Attached,
+    ChannelRig,
+    EchoEngine,
+    channel_rig,
+)
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +189,32 @@ def test_a_second_session_ends_the_way_of_lone_frames(rig: ChannelRig) -> None:
         channel.attach(rig.opened().local_channel.token)
         assert channel_of(rig, channel.opened)._lone is None
         assert channel.works()
+
+
+@pytest.mark.parametrize("epoch", [pytest.param(0, id="no-candidate"), pytest.param(1, id="a-candidates")])
+def test_an_engines_room_is_filled_again_only_where_no_candidate_serves(
+    rig: ChannelRig, monkeypatch: pytest.MonkeyPatch, epoch: int
+) -> None:
+    rooms: list[FrameRoom] = []
+
+    def room(engine: EchoEngine) -> FrameRoom:
+        floats, row = np.zeros((2 * ROW + QUERY) // 4, np.float32), ROW // 4
+        rooms.append(FrameRoom(floats, floats[:row], floats[row : 2 * row], floats[2 * row :]))
+        return rooms[-1]
+
+    monkeypatch.setattr(EchoEngine, "room", room, raising=False)
+    opened = rig.opened()
+    session = rig.session(opened)
+    session.assignment = replace(session.assignment, epoch=epoch)
+    before = len(rig.engine.frames)
+    with rig.channel(opened) as channel:
+        assert channel.works()
+        assert channel.works()
+        first, second = rig.engine.frames[before:]
+        assert len(rooms) == (epoch == 0)
+        assert (first.q is second.q) is (epoch == 0)
+        if epoch == 0:
+            # Others decide about its frames from here on.
+            session.assignment = replace(session.assignment)
+            assert channel.works()
+            assert rig.engine.frames[-1].q is not second.q
