@@ -86,6 +86,12 @@ def fetched(engine: CacheEngine, numbers: Sequence[int], namespace: bytes = NAME
         return [bytes(scope.body(index)) for index in range(scope.ready)]
 
 
+def brought(engine: CacheEngine, number: int) -> list[bytes]:
+    """A block, brought into memory once nothing moves: what still does holds slots that it could take."""
+    until(engine, lambda: not engine.blocks.store.moves.open_moves())
+    return fetched(engine, [number])
+
+
 def delete(engine: CacheEngine, numbers: Sequence[int]) -> None:
     orders = engine.blocks.store.delete([key(number) for number in numbers])
     until(engine, lambda: all(order.state.value == "DONE" for order in orders))

@@ -21,6 +21,7 @@ from tests.unit.core.blockpump import (
     LATER,
     NAMESPACE,
     GatedFiles,
+    brought,
     by_tier,
     delete,
     fetched,
@@ -276,7 +277,7 @@ def test_a_disk_that_fails_costs_neither_rows_nor_blocks(tmp_path: Path) -> None
         driver.forward(CHUNK)
         assert stored(built, range(2)) == {0, 1}
         assert sum(built.blocks.store.reclaim.failed.values()) == 1
-        assert fetched(built, [0]) == [payload(built, 0)]
+        assert brought(built, 0) == [payload(built, 0)]
 
 
 def test_blocks_wait_for_no_step(tmp_path: Path) -> None:

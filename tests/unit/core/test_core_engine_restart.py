@@ -16,8 +16,8 @@ from kvtier_crds.manifest import Medium, TierRole
 from tests.unit.core.blockpump import (
     LATER,
     NAMESPACE,
+    brought,
     delete,
-    fetched,
     key,
     payload,
     put,
@@ -81,7 +81,7 @@ def test_a_restart_keeps_blocks_and_no_rows(tmp_path: Path, persistence: str) ->
         assert built.stats().chunks == 0
         assert built.stats().tiers[2].bytes.blocks == len(kept) * built.blocks.store.parts.tiers[2].slot_bytes
         for number in sorted(kept):
-            assert fetched(built, [number]) == [payload(built, number)]
+            assert brought(built, number) == [payload(built, number)]
         Driver.open(built, Rows.random(4)).forward(4)
         built.blocks.store.check()
 
@@ -155,7 +155,7 @@ def test_a_crash_keeps_what_was_on_disk(tmp_path: Path) -> None:
         assert not built.stats().recovered[0].clean
         assert stored(built, NUMBERS) == kept
         for number in sorted(kept):
-            assert fetched(built, [number]) == [payload(built, number)]
+            assert brought(built, number) == [payload(built, number)]
 
 
 def test_two_engines_never_share_a_file(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_block_that_two_tiers_kept_is_given_back_once(tmp_path: Path) -> None:
             len(on_disk["slow"] - on_disk["flash"]),
         ]
         for number in sorted(both):
-            assert fetched(built, [number]) == [payload(built, number)]
+            assert brought(built, number) == [payload(built, number)]
         built.blocks.store.check()
 
 
@@ -223,7 +223,7 @@ def test_blocks_at_rest_are_encrypted_under_the_given_keys(tmp_path: Path) -> No
     assert not any(body[:64] in data for body in plain)
     with engine(tmp_path, TIERS, capabilities=keeping(), keys=keys) as built:
         number = min(kept)
-        assert fetched(built, [number]) == [payload(built, number)]
+        assert brought(built, number) == [payload(built, number)]
     keys.destroy(NAMESPACE)
     with engine(tmp_path, TIERS, capabilities=keeping(), keys=keys) as built:
         assert stored(built, NUMBERS) == set()
