@@ -236,17 +236,18 @@ class StepRunner:
             if known is None or not known.resident:
                 context.due = step, layer
         else:
-            self._promise(context, step, layer)
+            self._promise(context, step, layer, request.promise_later)
 
     def keep_promise(self, context: StepContext) -> None:
         """What is due, if that layer still comes next."""
         session, due = context.session, context.due
         context.due = None
         if due is not None and due in ((session.step, session.layer + 1), _next_token(session)):
-            self._promise(context, *due)
+            self._promise(context, *due, True)
 
-    def _promise(self, context: StepContext, step: int, layer: int) -> None:
-        """Of the next token only what is kept: its rows are those of this one and a row in place."""
+    def _promise(self, context: StepContext, step: int, layer: int, further: bool) -> None:
+        """Of the next token only what is kept: its rows are those of this one and a row in place. further:
+        also layers behind this one."""
         session = context.session
         if layer >= len(context.resident):
             return
@@ -255,7 +256,8 @@ class StepRunner:
         if known is not None and known.streamed is not None:
             if known.stamp.holds(session.layers[layer].lines):
                 self._plans.promise_kept(session.session_id, step, layer, known.streamed, early)
-                self._promise_further(context, step, layer)
+                if further:
+                    self._promise_further(context, step, layer)
                 return
         elif known is not None and known.resident:
             return

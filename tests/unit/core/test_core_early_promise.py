@@ -113,10 +113,13 @@ def test_nothing_is_begun_for_a_token_whose_engine_waits_for_no_answers(tmp_path
     with engine(tmp_path, STORED) as built:
         driver = Driver.open(built, rows())
         driver.forward(TOKENS, block=200)
-        for _ in range(3):
-            driver.forward(1, next_layer_follows=False)
-            assert not built.owes_promise(driver.handle.session_id)
-            assert begun(built) == {}
+        for at in range(TOKENS, TOKENS + 3):
+            for layer in range(LAYERS):
+                follows = layer + 1 < LAYERS
+                built.step(driver.request(layer, at, at + 1, next_layer_follows=follows))
+                assert not built.owes_promise(driver.handle.session_id)
+                assert begun(built) == {}
+            driver.position, driver.step = at + 1, driver.step + 1
 
 
 def truncate(driver: Driver) -> None:
