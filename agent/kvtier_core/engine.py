@@ -161,8 +161,9 @@ class CacheEngine:
         """What a placement policy asks: of each step from now on, and of rows of sessions opened later."""
         with self._lock:
             self._plans.planner.prefer(preference)
-            for context in self._contexts.values():
+            for session_id, context in self._contexts.items():
                 context.forget_views()
+                self._plans.forget(session_id)
             self._store.placement.prefer(preference)
 
     def adopt(self, manifest: RuntimeManifest, preference: PlacementPreference) -> None:

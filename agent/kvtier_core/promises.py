@@ -92,6 +92,8 @@ class Promises:
         self._executor = executor
         self._reserve = reserve
         self._open: dict[str, list[Promise]] = {}
+        # Until when a session counts as one that wants buffers: it has no promise while a frame runs.
+        self._wanting: dict[str, float] = {}
 
     def begin(self, session_id: str, step: int, layer: int, reads: Sequence[ChunkRead]) -> int:
         """As `begin_blocks`, of what `reads` would stream."""
@@ -113,6 +115,8 @@ class Promises:
         here for it goes when a promise wants its buffers. Every promise ends with another, after its time."""
         now, place = self._clock(), (step, layer)
         self._let_go_of_late(now)
+        if blocks:
+            self._wanting[session_id] = now + EARLY_SECONDS
         self._keep(session_id, lambda one: place <= one.place <= (step + 1, layer))
         known = self._begun(session_id, step, layer)
         if known is None:
@@ -126,11 +130,12 @@ class Promises:
 
     def further(self, session_id: str, step: int, layer: int, blocks: Sequence[Block]) -> bool:
         """As `begin_blocks`, early, of a layer behind those that are on their way; whether it is now. All of
-        it or nothing, and nothing beside a promise of another session, which would have it ended at once."""
+        it or nothing, and nothing beside another session with a promise now or lately, which would have it
+        ended at once, with its reads on their way."""
         if self._begun(session_id, step, layer) is not None:
             return True
         mine = self._open.get(session_id, ())
-        alone = len(self._open) == (1 if mine else 0)
+        alone = self._open.keys() | self._wanting.keys() <= {session_id}
         if not alone or len(mine) >= AHEAD or self._buffers.available - self._reserve < len(blocks):
             return False
         now = self._clock()
@@ -173,6 +178,8 @@ class Promises:
     def _let_go_of_late(self, now: float) -> None:
         for name in list(self._open):
             self._keep(name, lambda one: now < one.until)
+        for name in [name for name, until in self._wanting.items() if until <= now]:
+            del self._wanting[name]
 
     def _let_go_of_one(self, session_id: str, place: tuple[int, int]) -> int:
         """Of the furthest early promise of a session, or of this one behind `place`; how many buffers that
@@ -216,6 +223,7 @@ class Promises:
         return taken
 
     def forget(self, session_id: str) -> None:
+        self._wanting.pop(session_id, None)
         self._keep(session_id, lambda one: False)
 
     def close(self) -> None:

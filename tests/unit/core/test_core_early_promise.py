@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvtier_core import stepplans
 from kvtier_core.edits.requests import Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError
@@ -27,7 +28,18 @@ from kvtier_core.stepplans import WINDOW
 from kvtier_core.streaming import Block, BufferPool
 from kvtier_core.tiers.slots import SlotRef
 from kvtier_core.transactions import MoveKind
-from tests.unit.core.builders import CANDIDATE, CHUNK, LAYERS, Driver, FakeClock, Rows, cpu, engine, nvme
+from tests.unit.core.builders import (
+    BLOCK,
+    CANDIDATE,
+    CHUNK,
+    LAYERS,
+    Driver,
+    FakeClock,
+    Rows,
+    cpu,
+    engine,
+    nvme,
+)
 from tests.unit.core.editing import edit, fork
 from tests.unit.core.tierdoubles import LAYOUT, ScriptedTier
 
@@ -138,14 +150,18 @@ def drained(driver: Driver) -> None:
     driver.engine.stop()
 
 
-@pytest.mark.parametrize("what", [truncate, closed, demoted, drained], ids=lambda one: one.__name__)
+def placed(driver: Driver) -> None:
+    driver.engine.prefer(PARTITION)
+
+
+@pytest.mark.parametrize("what", [truncate, closed, demoted, placed, drained], ids=lambda one: one.__name__)
 def test_it_ends_with(tmp_path: Path, what: Callable[[Driver], None]) -> None:
     with engine(tmp_path, STORED) as built:
         driver, pool = started(built), built._plans.buffers
         what(driver)
         assert begun(built) == {}
         assert all_came_back(pool)
-        if what in (truncate, demoted):
+        if what in (truncate, demoted, placed):
             for _ in range(2):
                 token(driver)
 
@@ -185,6 +201,9 @@ class Tokens(RuleBasedStateMachine):
     def start(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.stack, self.clock = ExitStack(), FakeClock()
+        # Fewer buffers than the sessions have blocks.
+        patch = self.stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(stepplans, "BUFFER_BYTES", 20 * BLOCK)
         tiers = [cpu(4 * LAYERS), nvme(64)]
         self.engine = self.stack.enter_context(engine(self.folder, tiers, clock=self.clock))
         driver = Driver.open(self.engine, rows())
@@ -318,6 +337,30 @@ def test_what_is_further_ahead_goes_before_what_comes_next_lacks_a_buffer() -> N
     office.end_reads()
     assert promises.begin_blocks("one", 4, 2, office.blocks(8)) == 8
     assert promises.take("one", 4, 3) is None
+    office.end_reads()
+    promises.close()
+    assert office.pool.available == office.pool.limit
+
+
+def test_sessions_of_one_message_lose_no_buffer_to_what_one_of_them_could_read_further_ahead() -> None:
+    office = Office(buffers=24)
+    promises = office.promises
+    began = []
+    for layer in range(1, 5):
+        # All of a message are answered before any of them is promised something.
+        for name in ("one", "two"):
+            found = promises.take(name, 4, layer)
+            if found is not None:
+                found.leave()
+        office.end_reads()
+        for name in ("one", "two"):
+            began.append(promises.begin_blocks(name, 4, layer + 1, office.blocks(8)))
+            promises.further(name, 4, layer + 2, office.blocks(8))
+    # Nobody knew of the other when the first was first asked.
+    assert began[2:] == [8] * 6
+    office.end_reads()
+    promises.forget("two")
+    assert promises.further("one", 4, 6, office.blocks(8))
     office.end_reads()
     promises.close()
     assert office.pool.available == office.pool.limit
