@@ -37,6 +37,10 @@ class GrpcWire:
     def lost(self) -> bool:
         return self.stream.lost
 
+    @property
+    def left_behind(self) -> bool:
+        return bool(self._shapes) and self.stream.broken is None
+
     def has_room(self, frames: Sequence[Frame]) -> bool:
         return self.stream.outstanding < MAX_OUTSTANDING
 

@@ -104,6 +104,10 @@ class LocalWire:
         assert self._answers is not None
         return self._answers
 
+    @property
+    def left_behind(self) -> bool:
+        return bool(self.waiting) and self.broken is None
+
     def has_room(self, frames: Sequence[Frame]) -> bool:
         if len(self.waiting) >= MAX_OUTSTANDING:
             return False

@@ -153,6 +153,9 @@ class AttendPipe:
         """Fills in each part's `out` or its `failure`; one that fails harms no other. seconds: of each frame,
         at the agent; grace: how much longer its answer is waited for. noted: told of each answer. Raises
         KvtierError when the wire fails: then no part can go on."""
+        if self._wire.left_behind:
+            # By a call that was interrupted: this one would take that one's answers for its own.
+            self.renew()
         waiting: deque[_Message] = deque()
         self._reconnects_left = RECONNECTS
         timeout = seconds + grace

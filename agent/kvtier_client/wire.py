@@ -93,6 +93,10 @@ class Wire(Protocol):
     def lost(self) -> bool: ...
 
     @property
+    def left_behind(self) -> bool:
+        """Whether answers are due on a wire that works."""
+
+    @property
     def max_frames(self) -> int:
         """Of a message."""
 

@@ -29,7 +29,7 @@ from kvtier.local.receipts import (
 from kvtier.v1 import attention_pb2, common_pb2
 from kvtier_client.errors import KvtierError
 from kvtier_client.localring import StagingRing, ring_bytes
-from kvtier_client.localwire import receipt_of
+from kvtier_client.localwire import LocalWire, receipt_of
 from kvtier_client.pipe import AttendPipe
 from kvtier_core.errors import Reason
 from tests.unit.agent.local_channel_rig import (
@@ -122,6 +122,29 @@ def test_a_channel_that_is_lost_is_replaced_and_what_was_not_answered_is_asked_a
     assert pipe.transport == "local"
     assert cut.is_set()
     ask(pipe, part(sender))
+    pipe.close()
+
+
+@WAYS
+def test_a_call_that_is_interrupted_leaves_its_answer_to_none_that_follows(
+    rig: ChannelRig, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, pipe = one_pipe(rig)
+    way(pipe, part(sender))
+
+    def interrupted(_: LocalWire) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalWire, "received", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            way(pipe, part(sender, seed=1))
+    for seed in (2, 3):
+        one = part(sender, seed=seed)
+        way(pipe, one)
+        assert one.out is not None
+        assert torch.equal(one.out, one.q)
+    assert pipe.transport == "local"
     pipe.close()
 
 
