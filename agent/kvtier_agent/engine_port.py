@@ -86,7 +86,8 @@ class SessionHandle:
 class FrameInput:
     """One layer of one step: float32 k, v [rows, kvHeads, headDim] and q [queries, queryHeads, headDim].
     `deadline`: seconds on time.monotonic, the engine's clock; None: none. `position_epoch`: 0 is not
-    stated. promise_later: what `next_layer_follows` begins may wait for the result's `afterwards`."""
+    stated. promise_later: what the frame begins may wait for the result's `afterwards`, and may then also be
+    what nobody has promised."""
 
     session_id: str
     generation: int

@@ -68,7 +68,8 @@ class StepRequest:
     """One frame: a layer of a step. k, v float32 [n, kv_heads, head_dim] (n may be 0); q float32
     [Nq, query_heads, head_dim]; query i attends rows [0, first_query_position + i].
     next_layer_follows: a promise that layer + 1 of this step comes next, with rows to the same frontier.
-    promise_later: what it begins may wait until the caller has sent the answer (`CacheEngine.keep_promise`).
+    promise_later: what it begins may wait until the caller has sent the answer (`CacheEngine.keep_promise`),
+    and the engine may then also begin what nobody has promised.
     position_epoch: of the session as the engine knows it; 0: not stated. deadline: seconds on the engine's
     clock; None for none. evidence: of the rows k, v, one entry a row; its last hidden state is the query's
     in a decode step. hidden_layer: whose input the hidden states are; None: not said. surprisal: of rows

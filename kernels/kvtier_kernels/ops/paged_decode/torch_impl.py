@@ -93,7 +93,8 @@ def paged_decode_torch(
 ) -> AttentionState:
     """See the package. Inputs of any float dtype; rows are widened to float32 after the gather.
 
-    workers: threads that attend shares of a request's chunks beside the caller's; the bits are the same."""
+    workers: threads that attend shares of a request's chunks beside the caller's; the bits are the same. What
+    they have not begun when the caller is through is cancelled, and in their queue until they come by."""
     _check_shapes(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
     batch, hq, d = q.shape
     page = k_cache.shape[1]
