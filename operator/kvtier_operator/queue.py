@@ -88,7 +88,8 @@ class QueueState:
         """Makes `key` due at `now + after_seconds` at the latest. What is due at once goes before looks that
         are late by less than `EVENT_LEAD_SECONDS`: somebody waits for it."""
         when = max(now + after_seconds, self._not_before.get(key, 0.0))
-        rank, told = _rank(when, now), when <= now
+        # Also of one that has just failed and may not run yet: then at its turn, but on a worker kept for it.
+        rank, told = _rank(when, now), after_seconds <= 0.0
         if key in self._running:
             again = self._running[key]
             self._running[key] = when if again is None else min(again, when)
@@ -161,7 +162,8 @@ class QueueState:
         when = now + delay
         if again is not None:
             when = max(min(again, when), floor)
-        self._schedule(key, when, when, told=False)
+        # Who came meanwhile still waits; often it is his edit that made the run fail.
+        self._schedule(key, when, when, told=again is not None and again <= now)
         return when - now
 
     def forget(self, key: ObjectKey) -> None:

@@ -99,6 +99,29 @@ def test_an_event_while_it_runs_goes_before_looks_and_one_that_failed_does_not()
     assert [taken(state, 12) for _ in range(4)] == ["told", "failed", "look", ""]
 
 
+@pytest.mark.parametrize(
+    "came, told",
+    [
+        pytest.param(1.0, True, id="while-it-ran"),
+        pytest.param(2.01, True, id="just-after-it-failed"),
+        pytest.param(2.5, True, id="in-its-backoff"),
+        pytest.param(None, False, id="nobody"),
+    ],
+)
+def test_who_came_as_a_run_failed_has_the_worker_that_is_kept_for_him(came: float | None, told: bool) -> None:
+    """An edit makes the run fail that had read what was before it."""
+    state = queue(randomness=1.0)
+    state.add(key("a"), 0)
+    state.take(0)
+    if came is not None and came < 2.0:
+        state.add(key("a"), came)
+    state.failed(key("a"), 2.0)
+    if came is not None and came >= 2.0:
+        state.add(key("a"), came)
+    found = state.take(10.0, told_only=True)
+    assert (found is not None) is told
+
+
 def test_a_key_that_keeps_coming_back_does_not_starve_the_others() -> None:
     state = queue()
     for name in ("busy", "quiet"):
