@@ -262,10 +262,10 @@ class Operator:
         if found.missed:
             self.enqueue_all()
             return
-        for key in found.changed:
+        for key, before in found.changed.items():
             obj = self.store.get(key)
             if obj is not None:
-                self._add_all(affected(key, None, obj, self.store))
+                self._add_all(affected(key, before, obj, self.store))
         for kind in RECONCILED:
             for obj in self.store.list_all(kind):
                 key = ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvtier_operator.ports import JsonObject, Kind, ObjectKey
@@ -18,9 +18,9 @@ from kvtier_operator.ports import JsonObject, Kind, ObjectKey
 
 @dataclass(frozen=True)
 class Repair:
-    """What a relist found to be different: keys to reconcile."""
+    """What a relist found to be different. changed: with what was there before."""
 
-    changed: frozenset[ObjectKey]
+    changed: Mapping[ObjectKey, JsonObject | None]
     vanished: frozenset[ObjectKey]
 
 
@@ -102,7 +102,7 @@ class WatchStore:
     def repair(self, kind: Kind, listed: Iterable[tuple[ObjectKey, JsonObject]], since: int) -> Repair:
         """Takes over a full list. What a watch has said since the list was requested outranks it."""
         fresh = dict(listed)
-        changed: set[ObjectKey] = set()
+        changed: dict[ObjectKey, JsonObject | None] = {}
         vanished: set[ObjectKey] = set()
         with self._lock:
             for key, obj in fresh.items():
@@ -111,7 +111,7 @@ class WatchStore:
                     continue
                 if before is None or _version(before) != _version(obj):
                     self._put(key, obj)
-                    changed.add(key)
+                    changed[key] = before
             known = [
                 ObjectKey(kind, namespace, name)
                 for namespace, space in self._spaces[kind].items()
@@ -121,7 +121,7 @@ class WatchStore:
                 if key not in fresh and self._changed_at.get(key, 0) <= since:
                     self._pop(key)
                     vanished.add(key)
-            for key in changed | vanished:
+            for key in (*changed, *vanished):
                 self._touch(key)
             # A tombstone matters only while a list that started before it may still arrive.
             self._changed_at = {
@@ -131,7 +131,7 @@ class WatchStore:
             }
             count = self._counts[kind]
         self._observe(kind.value, count)
-        return Repair(frozenset(changed), frozenset(vanished))
+        return Repair(changed, frozenset(vanished))
 
     def _get(self, key: ObjectKey) -> JsonObject | None:
         space = self._spaces[key.kind].get(key.namespace)

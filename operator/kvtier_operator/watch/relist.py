@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -40,10 +40,11 @@ class Lister(Protocol):
 
 @dataclass(frozen=True)
 class Relisted:
-    """What a full pass has found. changed: what no watch has told yet. missed: whether something is gone that
-    no watch will tell of, or a key was refused, so that nobody knows who has to look again."""
+    """What a full pass has found. changed: what no watch has told yet, with what was there before. missed:
+    whether something is gone that no watch will tell of, or a key was refused, so that nobody knows who has
+    to look again."""
 
-    changed: frozenset[ObjectKey]
+    changed: Mapping[ObjectKey, JsonObject | None]
     missed: bool
 
 
@@ -82,7 +83,7 @@ class Relist:
 
     async def everything(self, *, refused: bool = False) -> None:
         """One pass; a kind that cannot be listed keeps what it had. refused: a queue had no room."""
-        changed: set[ObjectKey] = set()
+        changed: dict[ObjectKey, JsonObject | None] = {}
         missed = refused
         for kind in WATCHED:
             try:
@@ -92,7 +93,7 @@ class Relist:
                 continue
             changed |= repaired.changed
             missed = missed or bool(repaired.vanished)
-        self._on_done(Relisted(frozenset(changed), missed))
+        self._on_done(Relisted(changed, missed))
 
     async def _list(self, kind: Kind) -> list[JsonObject]:
         """Trimmed as they come: all of a thousand objects at once, whole, would be a third of the memory."""
