@@ -33,7 +33,7 @@ from kvtier_operator.rollout.inputs import GateVerdict, Notice, Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
 from kvtier_operator.rollout.pairs import Pair, Pairs
-from kvtier_operator.rollout.probing import ProbeJobs
+from kvtier_operator.rollout.probing import LOOK_SECONDS, ProbeJobs
 from kvtier_operator.rollout.state import GateStatus, RolloutState
 from kvtier_operator.rollout.status import StatusUnreadable, as_written
 from kvtier_operator.rollout.vocabulary import Phase, Stage
@@ -183,15 +183,19 @@ class KVRolloutReconciler:
             await self._send(facts, plan.state, fresh, kept, run)
             await self._tell(run)
             return None
-        if wrote and plan.urgent and not 0 < plan.requeue_after <= AGAIN_SECONDS:
+        if wrote and plan.urgent:
             # What follows from what it says now: the watch does not wake it for its own write.
             return None
         await self._probes.tend(facts.subject, facts.spec, plan.state, facts.pool.views, kept.probing)
-        if plan.requeue_after <= 0:
+        after = plan.requeue_after
+        if kept.probing.jobs:
+            # They are looked at only so often, and nobody else ends those of a rollout that is over.
+            after = min(after, LOOK_SECONDS) if after > 0 else LOOK_SECONDS
+        if after <= 0:
             return Done()
         # Counted from the look, or each beat would be late by what the one before has taken.
         taken = self._deps.clock.now().timestamp() - facts.inputs.now
-        return Requeue(max(AGAIN_SECONDS, plan.requeue_after - max(0.0, taken)), str(plan.state.stage))
+        return Requeue(max(AGAIN_SECONDS, after - max(0.0, taken)), str(plan.state.stage))
 
     async def _tell_unreadable(self, rollout: JsonObject, kept: Kept, error: StatusUnreadable) -> None:
         """Once for each version of the object; the queue's backoff keeps the attempts apart."""
@@ -227,7 +231,12 @@ class KVRolloutReconciler:
         moved = await effects.move_fence(api, subject, plan.transition, state, facts.spec)
         self._deps.reads.note(subject.cache_key, moved, asked)
         self._deps.reads.wrote(subject.cache_key, moved, subject.key)
-        await self._write(facts, replace(plan, state=state), kept, run)
+        try:
+            await self._write(facts, replace(plan, state=state), kept, run)
+        except BaseException:
+            # Half a step, of which no watch wakes it, and no lease is renewed before the other half.
+            self._deps.wake(subject.key)
+            raise
         if run.known is not None:
             run.known = replace(run.known, cache=moved)
         if state.rollback is not None and state.phase is Phase.ROLLING_BACK is not facts.state.phase:

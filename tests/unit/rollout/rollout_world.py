@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -43,6 +43,7 @@ from kvtier_operator.ports import (
     PatchOp,
     PatchVerb,
     ReconcileOutcome,
+    Requeue,
 )
 from kvtier_operator.proofs import nonce_digest
 from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
@@ -555,6 +556,7 @@ class World:
         self.sims: dict[str, AgentSim] = {}
         self.node_status: dict[str, JsonObject] = {}
         self.spans = Spans()
+        self.woken: list[ObjectKey] = []
         self.dead_for = 0.0
         self._load()
         for index in range(nodes):
@@ -664,6 +666,9 @@ class World:
     def where(self) -> tuple[str, str, int]:
         return self.status.get("phase", ""), self.status.get("stage", ""), self.status.get("step", 0)
 
+    def says(self, phase: str, stage: str = "") -> bool:
+        return self.where[0] == phase and stage in ("", self.where[1])
+
     # --- the operator --------------------------------------------------------------------------------------
 
     def restart(self) -> None:
@@ -675,7 +680,7 @@ class World:
             agents=Agents(self.sims, self.faults),
             leader=Leading(self.clock.monotonic()),
             clock=self.clock,
-            wake=lambda key: None,
+            wake=self.woken.append,
             randomness=lambda: 0.5,
             nonce=lambda: b"0123456789abcdef",
             telemetry=self.spans,
@@ -742,6 +747,21 @@ class World:
             self.renew()
             self.clock.seconds += 1.0
         raise AssertionError(f"not {phase} {stage} {step} but {self.where}: {self.status}")
+
+    async def comes_by_itself(self, done: Callable[[], bool], limit: float = 600.0) -> None:
+        """Lets the operator work by what each run says of the next, and by nothing else: no watch wakes it,
+        as it does not of what a run has written itself."""
+        end = self.clock.seconds + limit
+        while self.clock.seconds < end:
+            outcome = await self.pass_()
+            if done():
+                return
+            assert isinstance(outcome, Requeue), f"nobody looks at it any more: {self.where}"
+            due = self.clock.seconds + outcome.after_seconds
+            while (left := due - self.clock.seconds) > 1e-6:
+                self.renew()
+                self.clock.seconds += min(1.0, left)
+        raise AssertionError(f"not after {limit:.0f} s: {self.where}, {self.status}")
 
 
 def held(world: World) -> list[str]:

@@ -181,6 +181,14 @@ async def test_an_abort_ends_the_job() -> None:
     assert jobs_of(world) == []
 
 
+async def test_a_job_ends_with_its_rollout_though_it_was_looked_at_a_moment_before() -> None:
+    world = world_with()
+    hold(world)
+    await world.comes_by_itself(lambda: len(jobs_of(world)) == 1)
+    world.intent("Abort", 1)
+    await world.comes_by_itself(lambda: world.where[0] == "RolledBack" and not jobs_of(world))
+
+
 async def test_a_refusal_of_the_api_server_does_not_stop_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_with()
     listing = world.api.list_all

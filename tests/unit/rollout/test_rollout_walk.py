@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 
@@ -38,6 +39,39 @@ async def test_each_step_lasts_and_moves_one_fraction() -> None:
     assert seen == [("Shadow", 0), ("Canary", 0), ("Ramp", 0), ("Ramp", 1), ("Full", 0)]
     assert world.where[0] == "Completed"
     assert world.clock.seconds - start >= 100
+
+
+async def test_a_rollout_walks_by_what_its_own_runs_ask_for() -> None:
+    world = World()
+    for stage in ("Shadow", "Canary", "Ramp", "Full"):
+        await world.comes_by_itself(partial(world.says, "Progressing", stage))
+    await world.comes_by_itself(partial(world.says, "Completed", "Full"))
+    assert held(world) == ["node-0", "node-1"]
+
+
+@pytest.mark.parametrize("stage", ["Shadow", "Canary", "Ramp", "Full"])
+@pytest.mark.parametrize("why", ["harm", "abort", "deletion", "lost agents"])
+async def test_a_return_needs_nobody_to_wake_it(why: str, stage: str) -> None:
+    world = World()
+    await world.comes_by_itself(partial(world.says, "Progressing", stage))
+    if why == "harm":
+        world.feed.default = Verdict.FAIL
+    elif why == "abort":
+        world.intent("Abort", 1)
+    elif why == "deletion":
+        world.api.ask_to_delete(world.rollout)
+    else:
+        for sim in world.sims.values():
+            sim.boot()
+    if why == "deletion":
+        await world.comes_by_itself(lambda: world.rollout not in world.api.objects)
+    elif why == "lost agents":
+        await world.comes_by_itself(lambda: held(world) == ["node-0", "node-1"])
+        await world.comes_by_itself(partial(world.says, "Completed"))
+        return
+    else:
+        await world.comes_by_itself(partial(world.says, "RolledBack"))
+    assert held(world) == []
 
 
 async def test_thresholds_of_a_closed_window_go_with_the_next_ones_grants() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from kvtier_operator.ports import EventType, JsonObject, Kind
+from kvtier_operator.ports import ApiError, EventType, JsonObject, Kind, ObjectKey, PatchOp
 from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.spec import RolloutSpec
@@ -63,6 +64,24 @@ async def test_quiet_rollout_whose_status_has_no_room_is_not_written(phase: str)
     before = world.api.writes
     await world.run(120)
     assert world.api.writes == before
+
+
+async def test_half_a_step_is_looked_at_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fence has moved, no lease is renewed before the status says so, and no watch tells of an own write."""
+    world = World()
+    await world.until("Progressing", "Shadow")
+    swap, fence = world.api.compare_and_swap, world.cache_status["fence"]
+
+    async def fails(key: ObjectKey, ops: Sequence[PatchOp], *, subresource: str = "status") -> JsonObject:
+        if key == world.rollout and world.cache_status["fence"] != fence:
+            raise ApiError(500, "InternalError", "etcd is away")
+        return await swap(key, ops, subresource=subresource)
+
+    monkeypatch.setattr(world.api, "compare_and_swap", fails)
+    assert not world.woken
+    with pytest.raises(ApiError, match="etcd is away"):
+        await world.run(120)
+    assert world.woken == [world.rollout]
 
 
 async def test_a_step_costs_two_writes_and_its_gates_no_further_one() -> None:
