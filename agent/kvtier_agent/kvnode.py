@@ -1,7 +1,7 @@
 """What this agent says of itself in its KVNode: a pure function of the node, and when to write it.
 
-A write happens on a change of a condition or a digest within seconds, of a candidate likewise, and of a number
-by more than 5 % at most once a minute. Knows no HTTP. Shape: api.md, KVNode.
+A write happens within seconds on a change of a condition, a digest or a candidate, and on one of a number by
+more than 5 % at most once a minute. Knows no HTTP. Shape: api.md, KVNode.
 """
 
 from __future__ import annotations
