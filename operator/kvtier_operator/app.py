@@ -43,8 +43,8 @@ from kvtier_operator.reconcile import build_reconcilers
 from kvtier_operator.store import WatchStore
 from kvtier_operator.telemetry import Telemetry
 from kvtier_operator.watch.kopf_thread import KopfThread, WatchDeps
-from kvtier_operator.watch.relist import Relist, Relisted
-from kvtier_operator.watch.triggers import RECONCILED, WATCHED, affected
+from kvtier_operator.watch.relist import Relist, Relisted, looks_after
+from kvtier_operator.watch.triggers import RECONCILED, WATCHED
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +57,6 @@ DEFAULT_LIMITS = {
     Kind.KV_ROLLOUT: Limits(workers=32, reserved=8, backoff=Backoff(limit_seconds=10.0)),
 }
 WATCH_DOWN_SECONDS = 60.0
-RESYNC_SECONDS = 120.0
-"""Over which everything is looked at again after a relist that has missed nothing."""
 DRAIN_SECONDS = 3.0
 
 
@@ -257,19 +255,8 @@ class Operator:
                 self._add(ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"]))
 
     def _relisted(self, found: Relisted) -> None:
-        """What has changed is looked at now, and the rest in its own time: a thousand passes at once would
-        stand before whatever somebody waits for."""
-        if found.missed:
-            self.enqueue_all()
-            return
-        for key, before in found.changed.items():
-            obj = self.store.get(key)
-            if obj is not None:
-                self._add_all(affected(key, before, obj, self.store))
-        for kind in RECONCILED:
-            for obj in self.store.list_all(kind):
-                key = ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
-                self._add(key, RESYNC_SECONDS * self._random.random())
+        for key, seconds in looks_after(found, self.store, self._random.random):
+            self._add(key, seconds)
 
     def _from_watch(self, keys: set[ObjectKey]) -> None:
         loop = self._loop

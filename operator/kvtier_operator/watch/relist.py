@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,13 +17,15 @@ from typing import Protocol
 from kvtier_operator.kube.resources import key_of
 from kvtier_operator.ports import ApiError, Clock, JsonObject, Kind, ObjectKey
 from kvtier_operator.store import Repair, WatchStore
-from kvtier_operator.watch.triggers import SELECTORS, WATCHED, relevant
+from kvtier_operator.watch.triggers import RECONCILED, SELECTORS, WATCHED, affected, relevant
 from kvtier_operator.watch.trimmed import trimmed
 
 _log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 300.0
 SOONEST_SECONDS = 5.0
+RESYNC_SECONDS = 120.0
+"""Within which everything is looked at again, changed or not."""
 
 
 class Lister(Protocol):
@@ -46,6 +48,22 @@ class Relisted:
 
     changed: Mapping[ObjectKey, JsonObject | None]
     missed: bool
+
+
+def looks_after(
+    found: Relisted, store: WatchStore, randomness: Callable[[], float]
+) -> Iterator[tuple[ObjectKey, float]]:
+    """Who is looked at after a pass, and after how many seconds: at once whom a change concerns, the others
+    in their own time. A thousand passes at once would stand before whatever somebody waits for."""
+    for key, before in () if found.missed else found.changed.items():
+        obj = store.get(key)
+        if obj is not None:
+            for one in sorted(affected(key, before, obj, store)):
+                yield one, 0.0
+    for kind in RECONCILED:
+        for obj in store.list_all(kind):
+            key = ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+            yield key, 0.0 if found.missed else RESYNC_SECONDS * randomness()
 
 
 class Relist:

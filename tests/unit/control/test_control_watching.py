@@ -16,8 +16,8 @@ from kvtier_operator.lastreads import LastReads
 from kvtier_operator.ports import ApiError, JsonObject, Kind, ObjectKey
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch.kopf_thread import WatchDeps, accept
-from kvtier_operator.watch.relist import INTERVAL_SECONDS, Relist, Relisted
-from kvtier_operator.watch.triggers import WATCHED, affected
+from kvtier_operator.watch.relist import INTERVAL_SECONDS, RESYNC_SECONDS, Relist, Relisted, looks_after
+from kvtier_operator.watch.triggers import RECONCILED, WATCHED, affected
 from tests.unit.control.control_fakes import Bench, FakeClock
 from tests.unit.control.control_objects import agent_pool, kv_cache, kv_rollout, kv_selector, tier_class
 
@@ -498,3 +498,27 @@ async def test_a_relist_tells_what_no_watch_has_told() -> None:
     for _ in range(2):
         await relist.everything()
     assert done == [Relisted({CACHE: None}, missed=False), Relisted({}, missed=False)]
+
+
+@pytest.mark.parametrize("missed", [False, True], ids=["told", "missed"])
+def test_after_a_relist_whom_a_change_concerns_is_looked_at_first_and_all_within_two_minutes(
+    bench: Bench, missed: bool
+) -> None:
+    """A Lease that was renewed as the list came concerns nobody, or each list would wake whole pools."""
+    lease = {"metadata": {"name": "node-a", "namespace": "serving", "resourceVersion": "8"}, "spec": {}}
+    changed: dict[ObjectKey, JsonObject | None] = {CACHE: None}
+    renewed = ObjectKey(Kind.LEASE, "serving", "node-a")
+    bench.store.put(renewed, lease)
+    changed[renewed] = copy.deepcopy(lease)
+    found = list(looks_after(Relisted(changed, missed), bench.store, lambda: 0.5))
+    everything = {
+        ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+        for kind in RECONCILED
+        for obj in bench.store.list_all(kind)
+    }
+    at_once = {key for key, seconds in found if seconds == 0.0}
+    if missed:
+        assert at_once == everything
+    else:
+        assert at_once == affected(CACHE, None, bench.store.get(CACHE), bench.store) < everything
+        assert {key for key, seconds in found if seconds == RESYNC_SECONDS / 2} == everything

@@ -67,7 +67,7 @@ async def test_quiet_rollout_whose_status_has_no_room_is_not_written(phase: str)
 
 
 async def test_half_a_step_is_looked_at_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No lease is renewed before the status has the number of the fence, and no watch tells of an own write."""
+    """No lease is renewed before the status has the fence's number, and no watch tells of an own write."""
     world = World()
     await world.until("Progressing", "Shadow")
     swap, fence = world.api.compare_and_swap, world.cache_status["fence"]
