@@ -20,13 +20,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-
 from kvtier_agent.engine_port import (
     BlockFacts,
     DemotesSessions,
     EnginePort,
-    FrameComparison,
     FrameInput,
     FrameMode,
     FrameResult,
@@ -36,8 +33,9 @@ from kvtier_agent.engine_port import (
     SessionTerms,
     TierReport,
 )
+from kvtier_agent.pairedframes import FALLS_BACK, PairedFrames, asks_own, simple
 from kvtier_agent.rowevidence import EngineGives
-from kvtier_agent.seats import Seat, Slot, carry, follow, unseat
+from kvtier_agent.seats import Seat, Slot, carry, unseat
 from kvtier_agent.sessionprefixes import SessionPrefixes
 from kvtier_agent.tiersums import summed
 from kvtier_agent.weightstore import GivenWeights
@@ -45,23 +43,12 @@ from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
 from kvtier_core.prefixes import Prefixes
-from kvtier_core.receipts import PublishArm, StepReceipt
 from kvtier_core.release.leases import GrantTerms
 from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_crds.manifest import RuntimeManifest
 
 log = logging.getLogger(__name__)
-_EXACT = FrameMode(False, False, None, lambda: False)
 OPENING_SECONDS = 5.0
-# What a candidate's engine may refuse while the baseline's can still answer.
-_FALLS_BACK = frozenset(
-    {
-        Reason.NO_DESTINATION_CAPACITY,
-        Reason.STORAGE_UNAVAILABLE,
-        Reason.CREDIT_PRESSURE,
-        Reason.NO_LEGAL_PATH,
-    }
-)
 
 
 @runtime_checkable
@@ -83,6 +70,7 @@ class PairedEngine:
         # Held while a session is opened: the engine that it is opened in must not end meanwhile.
         self._opening = threading.Lock()
         self.prefixes = SessionPrefixes(self)
+        self._frames = PairedFrames(self)
 
     # The second engine.
 
@@ -182,7 +170,7 @@ class PairedEngine:
             try:
                 return self._merged_by(self._open(plain, beside), beside)
             except CoreError as error:
-                if error.reason not in _FALLS_BACK:
+                if error.reason not in FALLS_BACK:
                     raise
                 return self._open(plain, self.running, error)
 
@@ -276,9 +264,9 @@ class PairedEngine:
         if mirrored or (seat.home is not self.running and not seat.home.retired):
             message = "a session that was edited or forked is the baseline's"
             seat.refusal, seat.told = CoreError(Reason.UNSUPPORTED, message), True
-        self._settled(seat, deadline)
+        self.settled(seat, deadline)
 
-    def _settled(self, seat: Seat, deadline: float | None = None) -> None:
+    def settled(self, seat: Seat, deadline: float | None = None) -> None:
         """Home, or in the engine of a former baseline from which it cannot go: that is exact, too."""
         try:
             self.bring_home(seat, deadline)
@@ -296,7 +284,7 @@ class PairedEngine:
         seat = self._seat_of(frame.session_id)
         with seat.lock:
             seat.check(frame.generation)
-            return self._step(seat, frame, mode)
+            return self._frames.step(seat, frame, mode)
 
     def step_many(self, frames: Sequence[tuple[FrameInput, FrameMode]]) -> Sequence[FrameResult | CoreError]:
         with ExitStack() as held:
@@ -310,10 +298,10 @@ class PairedEngine:
                     if seat is None:
                         raise CoreError(Reason.SESSION_UNKNOWN, f"no session {frame.session_id} here")
                     seat.check(frame.generation)
-                    if _simple(seat, running) and not _asks_own(mode):
+                    if simple(seat, running) and not asks_own(mode):
                         together.append((index, (seat.frame(frame, seat.at), mode)))
                     else:
-                        results[index] = self._step(seat, frame, mode)
+                        results[index] = self._frames.step(seat, frame, mode)
                 except CoreError as error:
                     results[index] = error
             if together:
@@ -331,68 +319,6 @@ class PairedEngine:
                 held.enter_context(seat.lock)
                 seats[name] = seat
         return seats
-
-    def _step(self, seat: Seat, frame: FrameInput, mode: FrameMode) -> FrameResult:
-        asks = _asks_own(mode)
-        if not asks and _simple(seat, self.running):
-            return seat.home.engine.step(seat.frame(frame, seat.at), mode)
-        candidate = mode.candidate
-        own = candidate is not None and candidate.own
-        if candidate is not None and own:
-            if seat.mirror is not None and seat.mirror.digest == candidate.candidate_digest:
-                return self._both(seat, seat.mirror, frame, mode)
-            if seat.home.digest == candidate.candidate_digest and not seat.home.retired:
-                return self._served(seat, frame, mode)
-            if seat.refusal is not None:
-                return self._refused(seat, frame, mode)
-        self._settled(seat, frame.deadline)
-        if asks:
-            # It lost its permission for a while, and came home for good.
-            seat.refusal, seat.told = CoreError(Reason.NO_CANDIDATE, "the session left its engine"), True
-            return self._refused(seat, frame, mode)
-        return seat.home.engine.step(seat.frame(frame, seat.at), _EXACT if own else mode)
-
-    def _served(self, seat: Seat, frame: FrameInput, mode: FrameMode) -> FrameResult:
-        """By the candidate's engine alone. What it refuses for want of room the baseline answers."""
-        try:
-            result = seat.home.engine.step(seat.frame(frame, seat.at), _EXACT)
-        except CoreError as error:
-            if error.reason not in _FALLS_BACK:
-                raise
-            seat.refusal = error
-            self.bring_home(seat, frame.deadline)
-            return self._refused(seat, frame, mode)
-        return _candidates(result) if mode.publish_candidate else result
-
-    def _both(self, seat: Seat, mirror: Slot, frame: FrameInput, mode: FrameMode) -> FrameResult:
-        """Exact first; a candidate that fails afterwards costs nothing but its own answer."""
-        exact = seat.home.engine.step(seat.frame(frame, seat.at), _EXACT)
-        try:
-            other = mirror.engine.step(seat.frame(frame, seat.mirrored_at), _EXACT)
-        except CoreError as error:
-            seat.refusal = error
-            unseat(seat)
-            return self._with_refusal(seat, exact, mode)
-        comparison = compared(exact.out, other.out) if mode.compare else None
-        publishes = mode.publish_candidate and mode.may_publish()
-        first = min(frame.first_row_position, frame.first_query_position)
-        follow(seat, mirror, first, mirrors=publishes)
-        return replace(_candidates(other) if publishes else exact, comparison=comparison)
-
-    def _refused(self, seat: Seat, frame: FrameInput, mode: FrameMode) -> FrameResult:
-        result = seat.home.engine.step(seat.frame(frame, seat.at), _EXACT)
-        return self._with_refusal(seat, result, mode)
-
-    @staticmethod
-    def _with_refusal(seat: Seat, result: FrameResult, mode: FrameMode) -> FrameResult:
-        """The baseline's answer in the candidate's place, and once the reason for evidence."""
-        assert seat.refusal is not None
-        told, seat.told = seat.told, True
-        result = replace(result, refused=None if told else seat.refusal)
-        if mode.publish_candidate and isinstance(result.receipt, StepReceipt):
-            receipt = replace(result.receipt, fallback=seat.refusal.reason.value)
-            result = replace(result, receipt=receipt)
-        return result
 
     # What sessions have where they are.
 
@@ -465,29 +391,3 @@ class PairedEngine:
                 beside.engine.close()
         finally:
             self.running.engine.close()
-
-
-def _simple(seat: Seat, running: Slot) -> bool:
-    """Whether the baseline's engine answers it, and no other is concerned."""
-    return seat.home is running and seat.mirror is None and seat.refusal is None
-
-
-def _asks_own(mode: FrameMode) -> bool:
-    """Whether an answer of a candidate's own engine is wanted, which the baseline's never has."""
-    return mode.candidate is not None and mode.candidate.own and (mode.publish_candidate or mode.compare)
-
-
-def compared(exact: bytes, candidate: bytes) -> FrameComparison:
-    """Norms of float32 bytes, exact first. Two answers with other bits never differ by nothing."""
-    left, right = np.frombuffer(exact, dtype="<f4"), np.frombuffer(candidate, dtype="<f4")
-    norm = float(np.linalg.norm(right.astype(np.float64) - left.astype(np.float64)))
-    if norm == 0.0 and exact != candidate:
-        norm = float(np.finfo(np.float32).tiny)
-    return FrameComparison(norm, float(np.linalg.norm(left.astype(np.float64))))
-
-
-def _candidates(result: FrameResult) -> FrameResult:
-    receipt = result.receipt
-    if isinstance(receipt, StepReceipt):
-        receipt = replace(receipt, arm=PublishArm.CANDIDATE)
-    return replace(result, receipt=receipt, from_candidate=True)
