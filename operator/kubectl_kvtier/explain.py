@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kubectl_kvtier.rollouts import current, following, seconds_of, span, status_of, title
+from kubectl_kvtier.rollouts import current, ends_at, following, seconds_of, span, status_of, title
 from kvtier_crds.models import KVRollout
-from kvtier_crds.models.rolloutstatus import GateStatus, KVRolloutStatus, Phase, Verdict
+from kvtier_crds.models.kvrollout import Verb
+from kvtier_crds.models.rolloutstatus import GateStatus, IntentResult, KVRolloutStatus, Phase, Verdict
 
-LATE_SECONDS = 30.0
+LATE_SECONDS = 60.0
+"""A look comes every 10 s at the latest, and a status is not written before 10 s after the last time."""
 NAMED_GATES = 4
 _WORST = (Verdict.FAIL, Verdict.PROVIDER_ERROR, Verdict.INSUFFICIENT, Verdict.PASS)
 
@@ -60,7 +62,10 @@ def _invalid(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explana
 
 def _paused(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:
     name = rollout.metadata.name
-    by = f" by intent seq {status.last_intent.seq}" if status.last_intent else ""
+    last = status.last_intent
+    # A later intent that was refused has paused nothing.
+    mine = last is not None and last.verb == Verb.PAUSE and last.result is IntentResult.ACCEPTED
+    by = f" by intent seq {last.seq}" if last is not None and mine else ""
     return Explanation(
         f"{name} is paused in {_where(rollout, status)}{by}, and goes on with `kubectl kvtier resume {name}`",
         ("Resume",),
@@ -81,23 +86,39 @@ def _progressing(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Exp
         (gate for gate in status.gates if gate.verdict is not Verdict.PASS and not gate.fail_only),
         key=lambda gate: (_WORST.index(gate.verdict), -_missing(gate)),
     )
-    due = seconds_of(status.schedule.due_at) if status.schedule else None
+    held, ends = _held(status), ends_at(rollout)
     if waiting:
         named = tuple(_gate(gate) for gate in waiting)
         more = f" and {len(named) - NAMED_GATES} more" if len(named) > NAMED_GATES else ""
         of = f"{len(waiting)} of {len(status.gates)} gates"
-        sentence = f"{start}: {of} do not pass: {'; '.join(named[:NAMED_GATES])}{more}"
-        return Explanation(sentence + _soonest(due, now) + _forecast(status), named)
-    if due is not None and due > now:
-        gates = f"all {len(status.gates)} gates pass, " if status.gates else ""
-        return Explanation(f"{start}: {gates}its minimum time ends in {span(due - now)}", ("time",))
+        sentence = f"{start}: {held + '; ' if held else ''}{of} do not pass: {'; '.join(named[:NAMED_GATES])}"
+        return Explanation(sentence + more + _soonest(ends, now) + _forecast(status), named)
+    gates = f"all {len(status.gates)} gates pass" if status.gates else ""
+    if held:
+        return Explanation(f"{start}: {held}{'; ' + gates if gates else ''}{_soonest(ends, now)}", (held,))
+    if ends is not None and ends > now:
+        passing = f"{gates}, " if gates else ""
+        return Explanation(f"{start}: {passing}its minimum time ends in {span(ends - now)}", ("time",))
     ran = seconds_of(status.schedule.ran_at) if status.schedule else None
-    if ran is not None and now - ran > LATE_SECONDS:
+    # A look at which nothing changes is not written, so only what has been due since then tells.
+    since = max(one for one in (ran, ends, 0.0) if one is not None)
+    if since and now - since > LATE_SECONDS:
         return Explanation(
-            f"{start}: nothing holds it, but the operator last looked {span(now - ran)} ago; is it running?",
+            f"{start}: nothing has held it for {span(now - since)}, and no operator takes it on",
             ("operator",),
         )
     return Explanation(f"{start}: {_reason(status, 'Progressing')}")
+
+
+def _held(status: KVRolloutStatus) -> str:
+    """What holds the step whatever its gates say; empty when nothing does."""
+    going = status.condition("Progressing")
+    if going is not None and going.status == "False":
+        return _reason(status, "Progressing")
+    if status.unreachable:
+        names = ", ".join(one.node for one in status.unreachable[:NAMED_GATES])
+        return f"no answer from {names} since {status.unreachable[0].since}"
+    return ""
 
 
 def _rolling_back(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:
@@ -193,8 +214,8 @@ def _of_gate(gate: str | None) -> str:
     return f", gate {gate}" if gate else ""
 
 
-def _soonest(due: float | None, now: float) -> str:
-    return f"; not before {span(due - now)} from now in any case" if due is not None and due > now else ""
+def _soonest(ends: float | None, now: float) -> str:
+    return f"; not before {span(ends - now)} from now in any case" if ends is not None and ends > now else ""
 
 
 def _forecast(status: KVRolloutStatus) -> str:

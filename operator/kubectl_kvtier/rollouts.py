@@ -19,7 +19,9 @@ from kvtier_crds.models import KVRollout
 from kvtier_crds.models.kvrollout import Stage
 from kvtier_crds.models.rolloutstatus import KVRolloutStatus, Phase
 from kvtier_crds.models.stages import StageName, StatusStage
+from kvtier_crds.quantity import parse_duration, parse_fraction
 
+DEFAULT_HOLDBACK = "2%"
 ORDER = (StageName.SHADOW, StageName.CANARY, StageName.RAMP, StageName.FULL)
 
 
@@ -92,6 +94,16 @@ def following(rollout: KVRollout) -> Step | None:
     return found[at + 1] if at + 1 < len(found) else None
 
 
+def ends_at(rollout: KVRollout) -> float | None:
+    """When the current step has lasted as long as it must; None without one. `schedule.dueAt` is something
+    else: the next look at the evidence, a few seconds away."""
+    step, schedule = current(rollout), status_of(rollout).schedule
+    opened = seconds_of(schedule.step_started_at) if schedule is not None else None
+    if step is None or opened is None:
+        return None
+    return opened + (parse_duration(step.lasts, "spec.stages") if step.lasts else 0.0)
+
+
 def title(step: Step) -> str:
     """ "Ramp 2 of its steps (25%)" is too long for a sentence: "Ramp step 1 (25%)"."""
     where = f"{step.stage} step {step.index}" if step.stage is StageName.RAMP else str(step.stage)
@@ -128,6 +140,12 @@ def _rungs(stage: Stage) -> Iterator[tuple[StageName, int, str, str]]:
         for index, share in enumerate(stage.steps or ()):
             yield stage.name, index, str(share), stage.step_duration or ""
     elif stage.name is StageName.FULL:
-        yield stage.name, 0, f"all but {stage.holdback}" if stage.holdback else "all", stage.soak or ""
+        yield stage.name, 0, _full(stage.holdback), stage.soak or ""
     else:
         yield stage.name, 0, str(stage.traffic_fraction or ""), stage.min_duration or ""
+
+
+def _full(holdback: int | str | None) -> str:
+    """The operator keeps its default back where none is declared."""
+    kept = DEFAULT_HOLDBACK if holdback is None else str(holdback)
+    return f"all but {kept}" if parse_fraction(kept, "holdback") else "all"

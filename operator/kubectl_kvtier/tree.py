@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kubectl_kvtier.explain import explain
-from kubectl_kvtier.rollouts import Mark, Step, seconds_of, span, status_of, steps, title
+from kubectl_kvtier.rollouts import Mark, Step, ends_at, span, status_of, steps, title
 from kvtier_crds.models import KVNode, KVRollout
 from kvtier_crds.models.common import short_digest
 from kvtier_crds.models.rolloutstatus import GateStatus, KVRolloutStatus, Verdict
@@ -41,7 +41,7 @@ def tree(rollout: KVRollout, nodes: Sequence[KVNode], now: float, look: Look | N
     status = status_of(rollout)
     branches = [
         _identity(status),
-        *(_stage(step, status, look, now) for step in steps(rollout)),
+        *(_stage(step, rollout, look, now) for step in steps(rollout)),
         *_nodes(rollout, status, nodes),
         *_way_back(status),
         *_conditions(status),
@@ -70,16 +70,16 @@ def _identity(status: KVRolloutStatus) -> _Branch | None:
     return _Branch(f"{candidate}, {baseline}")
 
 
-def _stage(step: Step, status: KVRolloutStatus, look: Look, now: float) -> _Branch:
+def _stage(step: Step, rollout: KVRollout, look: Look, now: float) -> _Branch:
     text = f"{_MARKS[step.mark]} {title(step)}"
     if step.lasts:
         text += f", at least {step.lasts}"
     if step.mark is not Mark.CURRENT:
         return _Branch(text)
-    due = seconds_of(status.schedule.due_at) if status.schedule else None
-    if due is not None:
-        text += f", due in {span(due - now)}" if due > now else f", due {span(now - due)} ago"
-    return _Branch(text, tuple(_Branch(_gate(gate, look)) for gate in status.gates))
+    ends = ends_at(rollout)
+    if step.lasts and ends is not None:
+        text += f", {span(ends - now)} left" if ends > now else f", passed {span(now - ends)} ago"
+    return _Branch(text, tuple(_Branch(_gate(gate, look)) for gate in status_of(rollout).gates))
 
 
 def _gate(gate: GateStatus, look: Look) -> str:

@@ -23,12 +23,14 @@ BACK = {
     "agentsTotal": 2,
     "missing": ["node-b"],
 }
+# A look that changes nothing is not written: these times are old in any step that goes well.
+LOOKED = {"dueAt": at(-895), "ranAt": at(-900)}
 UNREAD = {"name": "stall", "verdict": "ProviderError", "reason": "AgentUnread", "message": "node-a: timeout"}
 
 CASES: list[tuple[str, dict[str, Any], tuple[str, ...], bool, bool]] = [
     (
         "short of requests",
-        {"schedule": {"dueAt": at(4320)}},
+        {"schedule": LOOKED | {"stepStartedAt": at(4320 - 7200)}},
         (
             "stays in Canary (5%) and does not go to Ramp step 0 (10%) yet",
             "1 of 2 gates do not pass",
@@ -54,15 +56,43 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], bool, bool]] = [
     ),
     (
         "only time is missing",
-        {"gates": [GOOD], "schedule": {"dueAt": at(90)}},
+        {"gates": [GOOD], "schedule": LOOKED | {"stepStartedAt": at(90 - 7200)}},
         ("all 1 gates pass, its minimum time ends in 1m30s",),
         False,
         False,
     ),
     (
         "nobody looks",
-        {"gates": [GOOD], "schedule": {"dueAt": at(-9), "ranAt": at(-900)}},
-        ("the operator last looked 15m00s ago",),
+        {"gates": [GOOD], "schedule": LOOKED | {"stepStartedAt": at(-7200 - 900)}},
+        ("nothing has held it for 15m00s, and no operator takes it on",),
+        False,
+        False,
+    ),
+    (
+        "it is looked at in a moment",
+        {"gates": [GOOD], "schedule": LOOKED | {"stepStartedAt": at(-7200 - 9)}},
+        ("no reason is stated",),
+        False,
+        False,
+    ),
+    (
+        "its cache is suspended",
+        {
+            "gates": [GOOD],
+            "schedule": LOOKED | {"stepStartedAt": at(-9000)},
+            "conditions": [condition("Progressing", "False", "CacheSuspended", "held")],
+        },
+        ("yet: CacheSuspended: held; all 1 gates pass.",),
+        False,
+        False,
+    ),
+    (
+        "an agent is silent",
+        {
+            "schedule": LOOKED | {"stepStartedAt": at(-9000)},
+            "unreachable": [{"node": "node-b", "since": at(-70)}],
+        },
+        (f"yet: no answer from node-b since {at(-70)}; 1 of 2 gates do not pass: tail",),
         False,
         False,
     ),
@@ -70,6 +100,13 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...], bool, bool]] = [
         "paused",
         {"phase": "Paused", "lastIntent": {"seq": 4, "verb": "Pause", "result": "Accepted"}},
         ("is paused in Canary (5%) by intent seq 4", "`kubectl kvtier resume quest-on-chat`"),
+        False,
+        False,
+    ),
+    (
+        "paused, and a later intent was refused",
+        {"phase": "Paused", "lastIntent": {"seq": 5, "verb": "Promote", "result": "WrongStep"}},
+        ("is paused in Canary (5%), and goes on",),
         False,
         False,
     ),
@@ -171,6 +208,19 @@ def test_the_ladder_is_marked() -> None:
     assert current(rollout(phase="Completed", stage="Full")) is None
 
 
+@pytest.mark.parametrize(
+    "declared,said",
+    [(None, "Full (all but 2%)"), ("5%", "Full (all but 5%)"), ("0%", "Full (all)"), (0, "Full (all)")],
+)
+def test_what_full_leaves_out(declared: Any, said: str) -> None:
+    made = document()
+    full = made["spec"]["stages"][-1]
+    full.pop("holdback")
+    if declared is not None:
+        full["holdback"] = declared
+    assert title(steps(read_rollout(made))[-1]) == said
+
+
 def test_the_step_that_was_left_is_marked() -> None:
     found = steps(rollout(phase="RolledBack", stage="ExactBaseline", rollback=BACK))
     assert [step.mark for step in found[:3]] == [Mark.PASSED, Mark.LEFT, Mark.AHEAD]
@@ -202,9 +252,15 @@ def test_the_tree_shows_gates_nodes_and_the_reason() -> None:
     lines = tree(rollout(), [node("node-a")], NOW)
     text = "\n".join(lines)
     assert lines[0].startswith("KVRollout serving/quest-on-chat  Progressing  Canary")
-    assert "● Canary (5%)" in text and "✔ Shadow" in text and "○ Full" in text
+    assert "● Canary (5%), at least 2h\n" in text and "✔ Shadow" in text and "○ Full" in text
     assert "n 800 of 18000" in text and "node-a: Canary step 0, fence 17" in text
     assert lines[-1] == explain(rollout(), NOW).sentence
+
+
+@pytest.mark.parametrize("opened,said", [(-3600, "1h00m left"), (-7200 - 61, "passed 1m01s ago")])
+def test_the_tree_tells_what_is_left_of_the_step(opened: int, said: str) -> None:
+    made = rollout(schedule=LOOKED | {"stepStartedAt": at(opened)})
+    assert f"● Canary (5%), at least 2h, {said}" in "\n".join(tree(made, [], NOW))
 
 
 def test_the_tree_has_a_plain_and_a_coloured_form() -> None:
