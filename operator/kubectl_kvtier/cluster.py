@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
+import yaml
 from kubernetes.aio import client as aio_client
 from kubernetes.aio import config as aio_config
 
@@ -22,9 +25,12 @@ from kvtier_crds.models.common import GROUP, VERSION
 Query = list[tuple[str, str]]
 LIST_PAGE = 500
 WATCH_SECONDS = 60
+PAUSE_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
+CLUSTER_SCOPED = ("kvnodes", "tierclasses")
 CACHE_UID_LABEL = "kvtier.dev/cache-uid"
 JSON_PATCH = "application/json-patch+json"
+SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class ClusterApi:
@@ -40,7 +46,7 @@ class ClusterApi:
         return self._namespace
 
     async def get(self, plural: str, name: str) -> Json:
-        return await self._request("GET", f"{_collection(plural, self._namespace)}/{name}")
+        return await self._request("GET", _object(plural, self._namespace, name))
 
     async def list(self, plural: str, *, everywhere: bool = False) -> Objects:
         return await self._all(_collection(plural, "" if everywhere else self._namespace), [])
@@ -57,7 +63,7 @@ class ClusterApi:
     async def patch(self, plural: str, name: str, operations: Objects) -> Json:
         return await self._request(
             "PATCH",
-            f"{_collection(plural, self._namespace)}/{name}",
+            _object(plural, self._namespace, name),
             query=[("fieldManager", "kubectl-kvtier")],
             body=operations,
         )
@@ -71,11 +77,14 @@ class ClusterApi:
                 if event.get("type") == "DELETED":
                     raise Failure(Exit.NOT_FOUND, f"{plural} {self._namespace}/{name} was deleted")
                 if event.get("type") not in ("ADDED", "MODIFIED"):
+                    # Its version is too old, say; a server that goes on saying so is not asked without end.
+                    await asyncio.sleep(PAUSE_SECONDS)
                     break
                 yield event["object"]
 
     async def _watch(self, plural: str, name: str, version: str) -> AsyncIterator[Json]:
-        """Events until the server ends the watch, at the latest after WATCH_SECONDS."""
+        """Events until the watch ends, at the latest after WATCH_SECONDS. One that breaks has ended, too: the
+        next request tells whether the server is there."""
         query = [
             ("watch", "true"),
             ("fieldSelector", f"metadata.name={name}"),
@@ -86,11 +95,14 @@ class ClusterApi:
             "GET", _collection(plural, self._namespace), query, None, WATCH_SECONDS + self._seconds
         )
         rest = b""
-        async for chunk in response.content.iter_any():
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                if line.strip():
-                    yield json.loads(line)
+        try:
+            async for chunk in response.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.strip():
+                        yield _parsed(line)
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async def _all(self, path: str, query: Query) -> Objects:
         found: Objects = []
@@ -111,12 +123,12 @@ class ClusterApi:
         body: Any = None,
     ) -> Json:
         response = await self._send(method, path, query or [], body, self._seconds)
-        answer: Json = json.loads(await response.read())
-        return answer
+        with _answering():
+            return _parsed(await response.read())
 
     async def _send(self, method: str, path: str, query: Query, body: Any, seconds: float) -> Any:
         headers = {"Accept": "application/json", "Content-Type": JSON_PATCH}
-        try:
+        with _answering():
             _, url, headers, payload, _ = await self._transport.param_serialize(
                 method=method,
                 resource_path=path,
@@ -126,12 +138,30 @@ class ClusterApi:
                 auth_settings=["BearerToken"],
             )
             response = await self._transport.call_api(method, url, headers, payload, _request_timeout=seconds)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Failure(Exit.FAILED, f"no answer from the API server: {error or 'timed out'}") from error
-        raw = response.response
-        if raw.status >= 300:
-            raise _failure(raw.status, await raw.read(), path)
-        return raw
+            raw = response.response
+            if raw.status >= 300:
+                raise _failure(raw.status, await raw.read(), path)
+            return raw
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """An answer that does not come, or breaks off, is a failure with a word."""
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise Failure(Exit.FAILED, f"no answer from the API server: {str(error) or 'timed out'}") from error
+
+
+def _parsed(body: bytes) -> Json:
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        shown = body[:80].decode("utf-8", "replace")
+        raise Failure(Exit.FAILED, f"this is no API server, it answered {shown!r}") from error
+    if not isinstance(found, dict):
+        raise Failure(Exit.FAILED, f"this is no API server, it answered {type(found).__name__}")
+    return found
 
 
 @asynccontextmanager
@@ -144,6 +174,10 @@ async def connect(
         found = await _load(configuration, kubeconfig, context)
     except (aio_config.ConfigException, OSError) as error:
         raise Failure(Exit.FAILED, f"no cluster: {error}") from error
+    except (yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError) as error:
+        # What the library makes of a file that is no kubeconfig.
+        told = " ".join(str(error).split())
+        raise Failure(Exit.FAILED, f"no cluster: the kubeconfig cannot be read: {told}") from error
     transport = aio_client.ApiClient(configuration=configuration)
     try:
         yield ClusterApi(transport, namespace or found, seconds)
@@ -162,7 +196,7 @@ async def _load(configuration: Any, kubeconfig: str | None, context: str | None)
         if kubeconfig or context:
             raise
         aio_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-        return "default"
+        return _own_namespace()
     await aio_config.load_kube_config(  # type: ignore[no-untyped-call]
         config_file=kubeconfig, context=context, client_configuration=configuration, persist_config=False
     )
@@ -170,9 +204,24 @@ async def _load(configuration: Any, kubeconfig: str | None, context: str | None)
     return str(named["context"].get("namespace") or "default")
 
 
+def _own_namespace() -> str:
+    """A pod's, as its service account has it."""
+    try:
+        return SERVICE_ACCOUNT_NAMESPACE.read_text(encoding="utf-8").strip() or "default"
+    except OSError:
+        return "default"
+
+
 def _collection(plural: str, namespace: str) -> str:
-    inside = f"/namespaces/{namespace}" if namespace and plural not in ("kvnodes", "tierclasses") else ""
+    inside = f"/namespaces/{quote(namespace, safe='')}" if namespace and plural not in CLUSTER_SCOPED else ""
     return f"/apis/{GROUP}/{VERSION}{inside}/{plural}"
+
+
+def _object(plural: str, namespace: str, name: str) -> str:
+    """Of one object. An empty name would be the collection."""
+    if not name or "/" in name:
+        raise Failure(Exit.USAGE, f"{name!r} is no name of an object: lower-case letters, digits, - and .")
+    return f"{_collection(plural, namespace)}/{quote(name, safe='')}"
 
 
 def _failure(status: int, body: bytes, path: str) -> Exception:
@@ -182,6 +231,9 @@ def _failure(status: int, body: bytes, path: str) -> Exception:
         answer = {}
     message = str(answer.get("message") or body[:300].decode("utf-8", "replace"))
     details = answer.get("details") or {}
+    if status == 404 and not details.get("name") and f"/apis/{GROUP}/" in path:
+        # Of an object that is missing the server names it; of a kind it has nothing to name.
+        return Failure(Exit.FAILED, f"this cluster does not serve {GROUP}/{VERSION}: are its CRDs installed?")
     if status == 404:
         return Failure(Exit.NOT_FOUND, message)
     # A failed `test` of a JSON patch is a 422 that names no object.

@@ -18,7 +18,7 @@ from kubectl_kvtier.lint.files import lint, parse, read
 from kubectl_kvtier.lint.findings import Severity
 from kubectl_kvtier.outcomes import Exit, Failure
 from kubectl_kvtier.ports import Api
-from kubectl_kvtier.rollouts import read_rollout, status_of
+from kubectl_kvtier.rollouts import read_as, read_rollout, status_of
 from kubectl_kvtier.tables import table
 from kubectl_kvtier.tree import Look, tree
 from kvtier_crds.models import KVCache, KVNode, KVRollout
@@ -74,6 +74,8 @@ async def run(arguments: argparse.Namespace, stdout: TextIO, stdin: TextIO) -> E
 async def in_cluster(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
     match arguments.command:
         case "status" if arguments.name is None:
+            if arguments.watch:
+                raise Failure(Exit.USAGE, "--watch follows one rollout: it needs a NAME")
             return await list_rollouts(api, arguments.all_namespaces, out)
         case "status":
             return await show_status(api, arguments, out)
@@ -122,20 +124,21 @@ async def list_rollouts(api: Api, everywhere: bool, out: Out) -> Exit:
 
 
 async def show_status(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
-    """NEGATIVE for a rollout that was not released."""
-    live = arguments.watch and not out.as_json
-    terminal = out.stream.isatty()
+    """NEGATIVE for a rollout that was not released. Watching in JSON gives a document at each change."""
+    if arguments.all_namespaces:
+        raise Failure(Exit.USAGE, f"a rollout by its name is of one namespace: {arguments.name} or -A")
+    terminal = out.stream.isatty() and not out.as_json
     look = Look(colour=terminal, unicode=not arguments.ascii)
     rollout = read_rollout(await api.get(intents.PLURAL, arguments.name))
-    if not live:
-        nodes = [KVNode.model_validate(one) for one in await api.list("kvnodes")]
+    if not arguments.watch:
+        nodes = [read_as(KVNode, one) for one in await api.list("kvnodes")]
         out.write(_facts(rollout, out.clock()), tree(rollout, nodes, out.clock(), look))
     else:
         async for document in api.follow(intents.PLURAL, arguments.name):
             rollout = read_rollout(document)
-            nodes = [KVNode.model_validate(one) for one in await api.list("kvnodes")]
+            nodes = [read_as(KVNode, one) for one in await api.list("kvnodes")]
             lines = tree(rollout, nodes, out.clock(), look)
-            out.lines([(_CLEAR if terminal else "") + lines[0], *lines[1:]])
+            out.write(_facts(rollout, out.clock()), [(_CLEAR if terminal else "") + lines[0], *lines[1:]])
             if status_of(rollout).phase in _ENDED:
                 break
     return Exit.NEGATIVE if status_of(rollout).phase in _NEGATIVE else Exit.OK
@@ -150,7 +153,7 @@ async def show_reason(api: Api, name: str, out: Out) -> Exit:
 
 async def show_history(api: Api, name: str, out: Out) -> Exit:
     if name.startswith("cache/"):
-        cache = KVCache.model_validate(await api.get("kvcaches", name.removeprefix("cache/")))
+        cache = read_as(KVCache, await api.get("kvcaches", name.removeprefix("cache/")))
         rollouts = [read_rollout(one) for one in await api.list(intents.PLURAL)]
         mine = [one for one in rollouts if one.spec.cache_ref.name == cache.metadata.name]
         past = history.rollout_facts(mine)
@@ -183,7 +186,7 @@ async def show_diff(api: Api, name: str, wanted: Sequence[str], out: Out) -> Exi
         if status.baseline is None or status.candidate is None:
             raise Failure(Exit.NOT_FOUND, f"{name} has no baseline and candidate yet")
         cache_name, pair = rollout.spec.cache_ref.name, (status.baseline.digest, status.candidate.digest)
-    cache = KVCache.model_validate(await api.get("kvcaches", cache_name))
+    cache = read_as(KVCache, await api.get("kvcaches", cache_name))
     revisions = await api.revisions(cache.metadata.uid)
     old, new = (manifests.manifest_of(manifests.pick(revisions, one)) for one in pair)
     found = manifests.changes(old, new)
@@ -195,11 +198,11 @@ async def show_top(api: Api, what: str | None, everywhere: bool, out: Out) -> Ex
     facts: dict[str, Any] = {}
     lines: list[str] = []
     if what in (None, "nodes"):
-        nodes = [KVNode.model_validate(one) for one in await api.list("kvnodes")]
+        nodes = [read_as(KVNode, one) for one in await api.list("kvnodes")]
         facts["nodes"] = top.node_facts(sorted(nodes, key=lambda one: one.metadata.name))
         lines += top.node_table(facts["nodes"])
     if what in (None, "caches"):
-        caches = [KVCache.model_validate(one) for one in await api.list("kvcaches", everywhere=everywhere)]
+        caches = [read_as(KVCache, one) for one in await api.list("kvcaches", everywhere=everywhere)]
         facts["caches"] = top.cache_facts(
             sorted(caches, key=lambda one: (one.metadata.namespace, one.metadata.name))
         )
@@ -214,7 +217,7 @@ async def show_trace(trace_id: str, arguments: argparse.Namespace, out: Out) -> 
     else:
         try:
             spans = traces.from_otlp(arguments.file.read_text(encoding="utf-8"))
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise Failure(Exit.USAGE, f"--file: {error}") from error
     mine = [span for span in spans if span.trace_id == trace_id]
     if not mine:

@@ -85,6 +85,8 @@ async def answer(api: Api, name: str, seq: int, seconds: float) -> LastIntent:
                     return last
     except TimeoutError:
         pass
+    except Failure as failure:
+        raise Failure(failure.status, f"the intent is written as seq {seq}; {failure}") from failure
     raise Failure(
         Exit.TIMED_OUT,
         f"the intent is written as seq {seq}, and no operator has answered it within {seconds:g} s; "

@@ -10,18 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from kubectl_kvtier.outcomes import Exit, Failure
 from kvtier_crds.models import KVRollout
+from kvtier_crds.models.common import Resource
 from kvtier_crds.models.kvrollout import Stage
 from kvtier_crds.models.rolloutstatus import KVRolloutStatus, Phase
 from kvtier_crds.models.stages import StageName, StatusStage
 from kvtier_crds.quantity import parse_duration, parse_fraction
 
 DEFAULT_HOLDBACK = "2%"
+_R = TypeVar("_R", bound=Resource)
 ORDER = (StageName.SHADOW, StageName.CANARY, StageName.RAMP, StageName.FULL)
 
 
@@ -47,14 +49,19 @@ class Step:
 
 
 def read_rollout(document: dict[str, Any]) -> KVRollout:
+    return read_as(KVRollout, document)
+
+
+def read_as(kind: type[_R], document: dict[str, Any]) -> _R:
+    """Failure FAILED, with the field, of an object that another version has written."""
     try:
-        return KVRollout.model_validate(document)
+        return kind.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        name = document["metadata"]["name"]
+        name = (document.get("metadata") or {}).get("name", "")
         raise Failure(
-            Exit.FAILED, f"KVRollout {name} cannot be read by this version: {where}: {first['msg']}"
+            Exit.FAILED, f"{kind.KIND} {name} cannot be read by this version: {where}: {first['msg']}"
         ) from error
 
 

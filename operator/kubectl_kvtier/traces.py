@@ -15,6 +15,8 @@ from kubectl_kvtier.outcomes import Exit, Failure
 Json = dict[str, Any]
 MAX_ANSWER = 64 << 20
 _SHOWN = ("stage", "step", "gate", "verdict", "value", "limit", "result", "node", "tier", "bytes", "reason")
+# What is raised where a document has another shape.
+_NO_TRACE = (KeyError, TypeError, AttributeError, ValueError)
 _SCALARS = ("stringValue", "intValue", "doubleValue", "boolValue")
 
 
@@ -38,7 +40,10 @@ def from_otlp(text: str) -> list[Span]:
         documents = [json.loads(text)]
     except ValueError:
         documents = [_line(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    return [span for document in documents for span in _spans(document)]
+    try:
+        return [span for document in documents for span in _spans(document)]
+    except _NO_TRACE as error:
+        raise Failure(Exit.FAILED, f"this is no OTLP/JSON: {_told(error)}") from error
 
 
 def from_jaeger(answer: Json) -> list[Span]:
@@ -84,8 +89,10 @@ async def fetch_jaeger(endpoint: str, trace_id: str, seconds: float) -> list[Spa
             if response.status != 200:
                 raise Failure(Exit.FAILED, f"{url}: HTTP {response.status}")
             return from_jaeger(json.loads(body))
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        raise Failure(Exit.FAILED, f"{url}: {error or 'timed out'}") from error
+    except _NO_TRACE as error:
+        raise Failure(Exit.FAILED, f"{url}: this is no answer of Jaeger: {_told(error)}") from error
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise Failure(Exit.FAILED, f"{url}: {str(error) or 'timed out'}") from error
 
 
 def tree(spans: Sequence[Span], *, limit: int = 500) -> list[str]:
@@ -125,6 +132,10 @@ def _label(span: Span) -> str:
     short = {key.rsplit(".", 1)[-1]: value for key, value in span.attributes.items()}
     facts = " ".join(f"{key}={short[key]}" for key in _SHOWN if key in short)
     return f"{span.name} [{span.service}] {facts}".rstrip()
+
+
+def _told(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _line(number: int, line: str) -> Json:

@@ -6,6 +6,8 @@ not print.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -25,7 +27,19 @@ from kvtier_crds.models.common import API_VERSION, GROUP, Resource
 
 Json = dict[str, Any]
 _BY_KIND = {kind.KIND: kind for kind in KINDS}
+MAX_NAME = 253
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class _Loader(yaml.SafeLoader):
+    """As kubectl reads YAML: a date is a string."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def read(paths: Sequence[Path]) -> list[tuple[str, Json]]:
@@ -42,7 +56,7 @@ def read(paths: Sequence[Path]) -> list[tuple[str, Json]]:
 
 def parse(name: str, text: str) -> list[tuple[str, Json]]:
     try:
-        documents = list(yaml.safe_load_all(text))
+        documents = list(yaml.load_all(text, _Loader))
     except yaml.YAMLError as error:
         raise Failure(Exit.USAGE, f"{name}: no YAML: {error}") from error
     found = []
@@ -52,7 +66,10 @@ def parse(name: str, text: str) -> list[tuple[str, Json]]:
         if not isinstance(document, dict):
             raise Failure(Exit.USAGE, f"{name}: a document must be an object, not {type(document).__name__}")
         items = document.get("items") if document.get("kind") == "List" else None
-        found += [(name, one) for one in (items if isinstance(items, list) else [document])]
+        for one in items if isinstance(items, list) else [document]:
+            if not isinstance(one, dict):
+                raise Failure(Exit.USAGE, f"{name}: an item must be an object, not {type(one).__name__}")
+            found.append((name, one))
     return found
 
 
@@ -90,10 +107,21 @@ def _one(document: Json, where: str) -> Iterator[Finding]:
         names = ", ".join(sorted(_BY_KIND))
         yield Finding(Severity.ERROR, where, "kind", f"no such kind: {API_VERSION} has {names}")
         return
-    name = (document.get("metadata") or {}).get("name")
+    metadata = document.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        yield Finding(Severity.ERROR, where, "metadata", ".metadata: expected map")
+        return
+    name = metadata.get("name")
     if not isinstance(name, str) or not name:
         yield Finding(Severity.ERROR, where, "metadata.name", "metadata.name: Required value")
         return
+    if len(name) > MAX_NAME or _NAME.fullmatch(name) is None:
+        legal = (
+            "a lowercase RFC 1123 subdomain must consist of lower case alphanumeric characters, '-' or '.', "
+            f"and must start and end with an alphanumeric character, at most {MAX_NAME} of them"
+        )
+        said = f"metadata.name: Invalid value: {json.dumps(name)}: {legal}"
+        yield Finding(Severity.ERROR, where, "metadata.name", said)
     schema = _schema(kind)
     filled = with_defaults(document, schema)
     wrong = []

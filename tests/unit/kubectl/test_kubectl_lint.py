@@ -72,7 +72,7 @@ def test_kinds_of_others_pass_and_lists_are_opened() -> None:
     assert lint(parse("-", json.dumps({"kind": "List", "items": [config]}))) == []
 
 
-@pytest.mark.parametrize("text", ["a: [", "- 1"], ids=str)
+@pytest.mark.parametrize("text", ["a: [", "- 1", "{kind: List, items: [3]}"], ids=str)
 def test_what_is_no_object_is_told(text: str) -> None:
     with pytest.raises(Failure, match="-:") as caught:
         parse("-", text)
@@ -82,6 +82,20 @@ def test_what_is_no_object_is_told(text: str) -> None:
 def test_an_object_without_a_name_is_told() -> None:
     found = lint(parse("-", "{kind: KVCache, apiVersion: kvtier.dev/v1alpha1}"))
     assert [one.message for one in found] == ["metadata.name: Required value"]
+
+
+@pytest.mark.parametrize(
+    "metadata", ["[1]", "{name: A_b}", "{name: -a}", "{name: a..b}", f"{{name: {'a' * 254}}}"]
+)
+def test_a_name_that_the_server_refuses_is_told(metadata: str) -> None:
+    found = lint(parse("-", f"{{kind: TierClass, apiVersion: kvtier.dev/v1alpha1, metadata: {metadata}}}"))
+    assert any(one.field.startswith("metadata") for one in found), found
+
+
+def test_a_date_is_a_string_as_kubectl_reads_it() -> None:
+    head = "kind: KVSelector, apiVersion: kvtier.dev/v1alpha1, metadata: {name: a}"
+    found = lint(parse("-", f"{{{head}, spec: {{family: 2026-01-01}}}}"))
+    assert any('spec.family: Unsupported value: "2026-01-01"' in one.message for one in found), found
 
 
 def test_the_command_reads_standard_input_and_ends_with_no(

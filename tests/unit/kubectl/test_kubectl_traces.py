@@ -121,6 +121,26 @@ def test_the_command_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["trace", "f" * 32, "--file", str(path)]) == Exit.NOT_FOUND
 
 
+@pytest.mark.parametrize(
+    "content,status",
+    [
+        (b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "a"}]}]}]}', Exit.FAILED),
+        (b"[1, 2]", Exit.FAILED),
+        (b'{"resourceSpans": 5}', Exit.FAILED),
+        (b"\xff\xfe", Exit.USAGE),
+    ],
+    ids=["no-id", "list", "number", "no-text"],
+)
+def test_a_file_of_another_shape_is_told(
+    content: bytes, status: Exit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "traces.json"
+    path.write_bytes(content)
+    assert main(["trace", TRACE, "--file", str(path)]) == status
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("kubectl kvtier: ") and told.err.count("\n") == 1
+
+
 class _Jaeger(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         known = self.path == f"/api/traces/{TRACE}"
