@@ -9,7 +9,7 @@ Sections 4.5, 6.1 and 9 of the evidence specification.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Final
 
@@ -30,21 +30,41 @@ _NO_CHANGE: Final = 0.5
 @dataclass(frozen=True, slots=True)
 class Need:
     """units: of the gate, until Pass (median), its floor included; infinite: it never will. per_request:
-    units that one request of the blast radius gives on average; 0: they do not come from traffic."""
+    units that one request of the blast radius gives on average; None: they do not come from traffic. never:
+    why it cannot pass in such a step; empty where it can."""
 
     gate: str
     units: float
-    per_request: float
+    per_request: float | None
+    never: str = ""
 
     @property
     def requests(self) -> float:
         """Requests of the blast radius, whichever arm; 0 where traffic does not decide."""
-        return self.units / self.per_request if self.per_request > 0.0 else 0.0
+        if self.never:
+            return math.inf
+        return self.units / self.per_request if self.per_request else 0.0
 
 
 def need(gate: GateSpec, *, fraction: float, sample: float, alpha: float) -> Need:
     """`fraction` of the requests are on the candidate, `sample` of all are answered twice and leave the
     latency gates. A design effect that is not declared counts as 1."""
+    found = _need(gate, fraction, sample, alpha)
+    if found.per_request == 0.0:
+        return replace(found, never=_without_units(gate, sample))
+    if gate.metric.kind is Kind.RATIO and not fraction < 1.0:
+        return replace(found, never="no request is left on the baseline to compare with")
+    return found if math.isfinite(found.units) else replace(found, never="its limit leaves no room")
+
+
+def _without_units(gate: GateSpec, sample: float) -> str:
+    compares = gate.metric.kind is Kind.QUANTILE or gate.metric.exact_only
+    if compares or sample < 1.0:
+        return "no request is answered twice" if compares else "no request is served by the candidate"
+    return "every request is answered twice, which leaves none to be timed"
+
+
+def _need(gate: GateSpec, fraction: float, sample: float, alpha: float) -> Need:
     k = float(gate.design_effect or 1)
     served = fraction * (1.0 - sample)
     floor = gate.min_samples * k
@@ -67,11 +87,11 @@ def need(gate: GateSpec, *, fraction: float, sample: float, alpha: float) -> Nee
             return Need(gate.name, float(gate.min_samples), fraction + (1.0 - fraction) * sample)
         case Kind.EXTERNAL:
             # How many of its units one request gives is its source's affair.
-            return Need(gate.name, floor, 0.0)
+            return Need(gate.name, floor, None)
         case Kind.PAIRED if gate.scope is Scope.PROBE_SET:
-            return Need(gate.name, float(gate.probe_set_size), 0.0)
+            return Need(gate.name, float(gate.probe_set_size), None)
         case _:
-            return Need(gate.name, float(min_prompts(float(gate.limit), alpha)), 0.0)
+            return Need(gate.name, float(min_prompts(float(gate.limit), alpha)), None)
 
 
 def planned_variance(p: float) -> float:

@@ -24,12 +24,14 @@ STILL_SLOW = 0.8
 @dataclass(frozen=True)
 class StepNeed:
     """requests: of the blast radius in both arms, until every required gate passes (median); infinite when
-    one of them never will. gate: the one that takes longest; empty when the step's time is all it takes."""
+    one of them never will. gate: the one that takes longest; empty when the step's time is all it takes.
+    never: why that one cannot pass; empty where it can."""
 
     label: str
     requests: float
     gate: str
     least_seconds: float
+    never: str = ""
 
     def seconds(self, rate: float) -> float:
         """At `rate` requests a second; infinite when nothing comes and something must."""
@@ -64,6 +66,7 @@ def _step_need(spec: RolloutSpec, step: Step, alpha: float) -> StepNeed:
         gate=longest.gate if longest is not None and requests > 0.0 else "",
         # Warm-up does not count for a Pass, and the last unit settles.
         least_seconds=max(step.min_seconds, spec.warmup + spec.settle),
+        never=longest.never if longest is not None else "",
     )
 
 
@@ -99,7 +102,7 @@ def foresee(
     left = max(0.0, deadline - spent)
     if math.isinf(total):
         bad = next(one for one in needs if math.isinf(one.requests))
-        return Foresight(f"{bad.label}: gate {bad.gate} can never pass: its limit leaves no room", True)
+        return Foresight(f"{bad.label}: gate {bad.gate} can never pass: {bad.never}", True)
     if rate <= 0.0:
         return Foresight(f"{_least_rate(needs, left)}: {_steps(needs, rate)}", _never(needs, left))
     seconds = sum(one.seconds(rate) for one in needs)

@@ -14,7 +14,7 @@ from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
-from tests.unit.rollout.rollout_world import World
+from tests.unit.rollout.rollout_world import World, copied
 
 HOUR = 3600.0
 NEEDS = (
@@ -56,10 +56,47 @@ def test_slow_stays_slow_until_there_is_room() -> None:
 
 
 def test_gate_that_leaves_no_room_is_named() -> None:
-    needs = (StepNeed("Shadow", 0.0, "", 60.0), StepNeed("Canary", math.inf, "tail", 60.0))
+    needs = (StepNeed("Shadow", 0.0, "", 60.0), StepNeed("Canary", math.inf, "tail", 60.0, "its limit"))
     told = foresee(needs, rate=100.0, spent=0.0, deadline=24 * HOUR, was_slow=False)
     assert told.slow
     assert "Canary: gate tail can never pass" in told.message
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "says"),
+    [
+        (
+            "Shadow",
+            {"sampleFraction": "0%"},
+            "Shadow: gate output can never pass: no request is answered twice",
+        ),
+        (
+            "Canary",
+            {"sampleFraction": "100%"},
+            "Canary: gate tail can never pass: every request is answered twice, which leaves none",
+        ),
+        (
+            "Full",
+            {"holdback": "0%"},
+            "Full: gate tail can never pass: no request is left on the baseline to compare with",
+        ),
+        ("Full", {"holdback": "0%", "sampleFraction": "1%"}, "no request is left on the baseline"),
+    ],
+    ids=["compares-none", "times-none", "holds-none-back", "holds-none-back-and-compares"],
+)
+async def test_a_step_without_what_a_gate_counts_is_said_before_the_start(
+    stage: str, changes: dict[str, str], says: str
+) -> None:
+    world = World()
+    stages = [
+        {**one, **changes} if one["name"] == stage else one
+        for one in copied(world.api.objects[world.rollout]["spec"]["stages"])
+    ]
+    world = World(stages=stages)
+    await world.pass_()
+    found = world.condition("Feasible")
+    assert (found["status"], found["reason"]) == ("True", "EvidenceSlow")
+    assert says in found["message"]
 
 
 def test_every_step_is_planned_with_its_own_fraction_and_a_retry_takes_more() -> None:
