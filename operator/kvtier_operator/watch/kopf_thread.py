@@ -23,6 +23,7 @@ import kopf
 from kvtier_operator.kube import RESOURCES, load_configuration
 from kvtier_operator.ports import Clock, JsonObject, Kind, ObjectKey
 from kvtier_operator.store import WatchStore
+from kvtier_operator.watch.nothing_kept import NoDiffBase, NoProgress
 from kvtier_operator.watch.triggers import SELECTORS, WATCHED, affected, relevant
 from kvtier_operator.watch.trimmed import trimmed
 
@@ -139,6 +140,9 @@ def settings() -> kopf.OperatorSettings:
     made.peering.standalone = True
     made.scanning.disabled = True
     made.persistence.finalizer = "kvtier.dev/kopf-is-not-used-for-finalizers"
+    # kopf's own copy the whole object with each event, for handlers that compare it with what was before.
+    made.persistence.diffbase_storage = NoDiffBase()
+    made.persistence.progress_storage = NoProgress()
     made.watching.server_timeout = 300
     made.watching.client_timeout = 330
     made.watching.connect_timeout = 10

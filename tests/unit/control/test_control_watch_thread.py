@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import threading
 
+import kopf
 import pytest
 
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch.kopf_thread import WATCHER, Backoffs, KopfThread, WatchDeps, WatchEnded, settings
+from kvtier_operator.watch.nothing_kept import UnexpectedHandler
 from tests.unit.control.control_fakes import FakeClock
 
 
@@ -61,6 +63,26 @@ def test_kopf_stores_nothing_and_posts_nothing() -> None:
     assert not made.posting.enabled
     assert made.watching.server_timeout is not None
     assert sorted(made.watching.label_selectors.values()) == ["kvtier.dev/component=agent"] * 2
+
+
+def test_with_an_event_kopf_copies_no_object() -> None:
+    made = settings().persistence
+    body = kopf.Body({"metadata": {"name": "chat", "labels": {"a": "b"}}, "spec": {"tiers": [1, 2]}})
+    essence = made.diffbase_storage.build(body=body)
+    assert essence == {}
+    assert made.diffbase_storage.fetch(body=body) is None
+    assert made.progress_storage.clear(essence=essence) is essence
+
+
+def test_a_handler_for_which_kopf_would_keep_something_is_not_served() -> None:
+    made = settings().persistence
+    body, patch = kopf.Body({"metadata": {"name": "chat"}}), kopf.Patch()
+    record: kopf.ProgressRecord = {"success": True}
+    with pytest.raises(UnexpectedHandler):
+        made.diffbase_storage.store(body=body, patch=patch, essence={})
+    with pytest.raises(UnexpectedHandler):
+        made.progress_storage.store(key=kopf.HandlerId("on"), record=record, body=body, patch=patch)
+    assert not patch
 
 
 class Losing(KopfThread):
