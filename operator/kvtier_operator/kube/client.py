@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from urllib.parse import quote, urlencode
 from urllib.request import getproxies_environment
 
 import aiohttp
@@ -290,16 +291,13 @@ class KubeClient:
         started = self._clock.monotonic()
         code = "none"
         try:
-            _, url, headers, payload, _ = await self._transport.param_serialize(
-                method=method,
-                resource_path=path,
-                query_params=list(query),
-                header_params={"Accept": "application/json", "Content-Type": content_type},
-                body=body,
-                auth_settings=["BearerToken"],
-            )
+            url = f"{self._transport.configuration.host}{path}"
+            if query:
+                url = f"{url}?{urlencode(query, quote_via=quote)}"
+            headers = await self._headers()
+            headers |= {"Accept": "application/json", "Content-Type": content_type}
             response = await self._transport.call_api(
-                method, url, headers, payload, _request_timeout=REQUEST_SECONDS
+                method, url, headers, body, _request_timeout=REQUEST_SECONDS
             )
             data = await response.read()
             code = str(response.status)
@@ -312,3 +310,14 @@ class KubeClient:
             raise error_for(response.status, data, creating=method == "POST", retry_after=wait)
         answer: JsonObject = json.loads(data)
         return answer
+
+    async def _headers(self) -> dict[str, str]:
+        """With the token, read anew where it has run out. Bodies are plain JSON, so nothing of what
+        `param_serialize` looks for in each of their values can be there."""
+        token = await self._transport.configuration.get_api_key_with_prefix(
+            "BearerToken", alias="authorization"
+        )
+        headers: dict[str, str] = dict(self._transport.default_headers)
+        if token:
+            headers["authorization"] = token
+        return headers
