@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from kvtier_operator.kube.resources import version_of
 from kvtier_operator.ports import JsonObject, ObjectKey
 
 MAX_KEPT = 16_384
@@ -39,7 +40,7 @@ class LastReads:
         known = self._known.get(key)
         if known is not None and known.at > at:
             return
-        self._known[key] = _Read(*_version(obj), at)
+        self._known[key] = _Read(*version_of(obj), at)
         self._known.move_to_end(key)
         while len(self._known) > MAX_KEPT:
             self._known.popitem(last=False)
@@ -49,7 +50,7 @@ class LastReads:
         known = self._known.get(key)
         if known is None or cached is None or known.at < since:
             return False
-        return (known.uid, known.version) == _version(cached)
+        return (known.uid, known.version) == version_of(cached)
 
     def forget(self, key: ObjectKey) -> None:
         self._known.pop(key, None)
@@ -58,7 +59,7 @@ class LastReads:
         """The server's answer to a write. by: whose run it was, which looks at what it wrote, or comes again
         by itself."""
         with self._lock:
-            self._ours[key] = _version(obj), by
+            self._ours[key] = version_of(obj), by
             self._ours.move_to_end(key)
             while len(self._ours) > MAX_KEPT:
                 self._ours.popitem(last=False)
@@ -68,9 +69,4 @@ class LastReads:
         watch was faster than the answer: one look too many."""
         with self._lock:
             version, by = self._ours.get(key, (None, None))
-            return by if version == _version(obj) else None
-
-
-def _version(obj: JsonObject) -> tuple[str, str]:
-    metadata = obj["metadata"]
-    return str(metadata.get("uid")), str(metadata.get("resourceVersion"))
+            return by if version == version_of(obj) else None

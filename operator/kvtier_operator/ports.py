@@ -164,6 +164,10 @@ class EventType(StrEnum):
     WARNING = "Warning"
 
 
+Known = Callable[[ObjectKey], JsonObject | None]
+"""What the read cache holds."""
+
+
 class KubeApi(Protocol):
     """The API server. Every call has a deadline of its own; every writing call passes the leader gate first
     (raises NotLeader) and is counted in `kvtier_operator_api_writes_total`.
@@ -173,15 +177,22 @@ class KubeApi(Protocol):
     with tests on `/metadata/uid` and `/status/fence`; the status that `patch_status` sends never holds them.
     """
 
-    async def get(self, key: ObjectKey) -> JsonObject:
-        """Reads from the server, never from the cache. Raises NotFound."""
+    async def get(self, key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
+        """Asks the server, never the cache alone. known: from the cache; it is the answer where the server
+        says that it still has just that version, and then no object travels. Raises NotFound."""
 
     async def list_all(
-        self, kind: Kind, namespace: str = "", label_selector: str = "", field_selector: str = ""
+        self,
+        kind: Kind,
+        namespace: str = "",
+        label_selector: str = "",
+        field_selector: str = "",
+        *,
+        known: Known | None = None,
     ) -> list[JsonObject]:
         """All pages. An empty namespace lists the whole cluster. field_selector: by a field that the kind's
         definition calls selectable; ApiError with status 400 where a definition of an earlier version does
-        not."""
+        not. known: as with `get`."""
 
     async def apply(
         self, manifest: JsonObject, *, manager: str = FIELD_MANAGER, force: bool = True

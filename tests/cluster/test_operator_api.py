@@ -75,6 +75,35 @@ def uid(control_plane: Cluster) -> str:
     return str(control_plane.get("kvcache", "subject", "-n", NAMESPACE)["metadata"]["uid"])
 
 
+async def test_of_what_is_known_the_server_says_whether_it_is_still_so(kubeconfig: Path, uid: str) -> None:
+    async with client(kubeconfig) as api:
+        known = await api.get(KEY)
+        assert await api.get(KEY, known=known) is known
+        listed = await api.list_all(KEY.kind, NAMESPACE, known={KEY: known}.get)
+        assert [one for one in listed if one["metadata"]["uid"] == uid] == [known]
+        assert any(one is known for one in listed)
+        written = await api.compare_and_swap(
+            KEY, [expect_op("/status", None), add_op("/status", {"fence": 1})]
+        )
+        assert await api.get(KEY, known=known) == written
+        listed = await api.list_all(KEY.kind, NAMESPACE, known={KEY: known}.get)
+        assert [one["status"] for one in listed if one["metadata"]["uid"] == uid] == [{"fence": 1}]
+
+
+async def test_what_is_not_known_of_a_list_is_read_by_the_right_to_list(
+    control_plane: Cluster, kubeconfig: Path
+) -> None:
+    """Of Leases, Nodes, DaemonSets and KVNodes the operator may get none."""
+    names = ["agent-a", "agent-b"]
+    for name in names:
+        kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+        apply(control_plane, {**kind, "metadata": {"name": name, "namespace": NAMESPACE}, "spec": {}})
+    async with client(kubeconfig) as api:
+        whole = await api.list_all(Kind.LEASE, NAMESPACE)
+        assert [one["metadata"]["name"] for one in whole] == names
+        assert await api.list_all(Kind.LEASE, NAMESPACE, known=lambda _key: None) == whole
+
+
 async def test_compare_and_swap_on_a_status_that_does_not_exist_yet(kubeconfig: Path, uid: str) -> None:
     ops = [expect_op("/metadata/uid", uid), expect_op("/status", None), add_op("/status", {"fence": 1})]
     async with client(kubeconfig) as api:

@@ -90,7 +90,10 @@ class LeaseReads:
             async with self._slots:
                 at = self._deps.clock.monotonic()
                 rollouts, caches = await asyncio.gather(
-                    api.list_all(Kind.KV_ROLLOUT, namespace), api.list_all(Kind.KV_CACHE, namespace)
+                    *(
+                        api.list_all(kind, namespace, known=self._deps.store.get)
+                        for kind in (Kind.KV_ROLLOUT, Kind.KV_CACHE)
+                    )
                 )
         except ApiError as error:
             told = {"namespace": namespace, "rollouts": len(seen), "error": str(error)}
@@ -120,9 +123,7 @@ class LeaseReads:
         try:
             async with self._slots:
                 at = self._deps.clock.monotonic()
-                rollout, cache = await asyncio.gather(
-                    self._deps.api.get(key), self._deps.api.get(cache_key_of(key, seen))
-                )
+                rollout, cache = await asyncio.gather(self._get(key), self._get(cache_key_of(key, seen)))
         except ApiError as error:
             if isinstance(error, NotFound):
                 # One of the two, nobody says which.
@@ -132,6 +133,9 @@ class LeaseReads:
             return key, None
         self._note((rollout, cache), at)
         return key, BothRead(rollout, cache, at)
+
+    async def _get(self, key: ObjectKey) -> JsonObject:
+        return await self._deps.api.get(key, known=self._deps.store.get(key))
 
     def _note(self, objects: Iterable[JsonObject], at: float) -> None:
         for obj in objects:

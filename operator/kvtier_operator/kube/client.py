@@ -20,7 +20,7 @@ from kubernetes.aio import client as aio_client
 from kubernetes.aio import config as aio_config
 
 from kvtier_operator.kube.errors import error_for
-from kvtier_operator.kube.resources import RESOURCES, key_of
+from kvtier_operator.kube.resources import RESOURCES, key_of, version_of
 from kvtier_operator.ports import (
     FIELD_MANAGER,
     AlreadyExists,
@@ -30,6 +30,7 @@ from kvtier_operator.ports import (
     EventType,
     JsonObject,
     Kind,
+    Known,
     NotFound,
     ObjectKey,
     PatchOp,
@@ -44,6 +45,11 @@ EVENT_REPEAT_SECONDS = 3600.0
 EVENT_MEMORY = 4096
 APPLY_PATCH = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
+METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+"""In place of the object, whose version is in its metadata."""
+METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+MAX_SINGLE = 8
+"""Objects of a page that are asked for one by one: as many cost about what the page does."""
 
 
 class ApiMetrics(Protocol):
@@ -91,7 +97,11 @@ class KubeClient:
         self._instance = instance
         self._posted: OrderedDict[str, float] = OrderedDict()
 
-    async def get(self, key: ObjectKey) -> JsonObject:
+    async def get(self, key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
+        if known is not None:
+            found = await self._request("GET", self._path(key), accept=METADATA_ONLY)
+            if version_of(found) == version_of(known):
+                return known
         return await self._request("GET", self._path(key))
 
     async def list_all(
@@ -102,9 +112,10 @@ class KubeClient:
         field_selector: str = "",
         *,
         each: Callable[[JsonObject], JsonObject] = lambda obj: obj,
+        known: Known | None = None,
     ) -> list[JsonObject]:
-        """each: what is kept of an object, as its page comes."""
-        resource = RESOURCES[kind]
+        """each: what is kept of an object that travels, as its page comes."""
+        path = RESOURCES[kind].collection_path(namespace)
         objects: list[JsonObject] = []
         query: list[tuple[str, str]] = [("limit", str(LIST_PAGE))]
         if label_selector:
@@ -113,19 +124,44 @@ class KubeClient:
             query.append(("fieldSelector", field_selector))
         resume = ""
         while True:
-            page = await self._request(
-                "GET",
-                resource.collection_path(namespace),
-                query=[*query, *([("continue", resume)] if resume else [])],
-            )
-            for item in page["items"]:
-                # Items of a list carry neither, and callers want whole objects.
-                item.setdefault("apiVersion", resource.api_version)
-                item.setdefault("kind", kind.value)
-                objects.append(each(item))
+            asked = [*query, *([("continue", resume)] if resume else [])]
+            found: list[JsonObject] | None = None
+            if known is not None:
+                page = await self._request("GET", path, query=asked, accept=METADATA_LIST)
+                found = await self._filled(kind, page["items"], known, each)
+            if found is None:
+                page = await self._request("GET", path, query=asked)
+                found = [each(_whole(kind, item)) for item in page["items"]]
+            objects += found
             resume = page["metadata"].get("continue") or ""
             if not resume:
                 return objects
+
+    async def _filled(
+        self, kind: Kind, items: list[JsonObject], known: Known, each: Callable[[JsonObject], JsonObject]
+    ) -> list[JsonObject] | None:
+        """The objects whose metadata a page holds: those of a known version, the others one by one. None:
+        of these there are too many."""
+        keys = [
+            ObjectKey(kind, item["metadata"].get("namespace", ""), item["metadata"]["name"]) for item in items
+        ]
+        held = [known(key) for key in keys]
+        same = [
+            obj if obj is not None and version_of(obj) == version_of(item) else None
+            for obj, item in zip(held, items, strict=True)
+        ]
+        if same.count(None) > MAX_SINGLE:
+            return None
+        found: list[JsonObject] = []
+        for key, obj in zip(keys, same, strict=True):
+            if obj is not None:
+                found.append(obj)
+                continue
+            # Of some kinds the operator may list all, but get none.
+            path = RESOURCES[kind].collection_path(key.namespace)
+            one = await self._request("GET", path, query=[("fieldSelector", f"metadata.name={key.name}")])
+            found += [each(_whole(kind, item)) for item in one["items"]]
+        return found
 
     async def apply(
         self, manifest: JsonObject, *, manager: str = FIELD_MANAGER, force: bool = True
@@ -286,6 +322,7 @@ class KubeClient:
         *,
         body: Any = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
         query: Sequence[tuple[str, str]] = (),
     ) -> JsonObject:
         started = self._clock.monotonic()
@@ -295,7 +332,7 @@ class KubeClient:
             if query:
                 url = f"{url}?{urlencode(query, quote_via=quote)}"
             headers = await self._headers()
-            headers |= {"Accept": "application/json", "Content-Type": content_type}
+            headers |= {"Accept": accept, "Content-Type": content_type}
             response = await self._transport.call_api(
                 method, url, headers, body, _request_timeout=REQUEST_SECONDS
             )
@@ -321,3 +358,10 @@ class KubeClient:
         if token:
             headers["authorization"] = token
         return headers
+
+
+def _whole(kind: Kind, item: JsonObject) -> JsonObject:
+    """Items of a list carry neither, and callers want whole objects."""
+    item.setdefault("apiVersion", RESOURCES[kind].api_version)
+    item.setdefault("kind", kind.value)
+    return item

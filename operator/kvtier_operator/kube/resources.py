@@ -59,3 +59,9 @@ def key_of(manifest: JsonObject) -> ObjectKey:
     """The key of an object as it came from, or goes to, the API server."""
     metadata = manifest["metadata"]
     return ObjectKey(Kind(manifest["kind"]), metadata.get("namespace", ""), metadata["name"])
+
+
+def version_of(obj: JsonObject) -> tuple[str, str]:
+    """Its uid and resource version: two objects of one key that share both are equal."""
+    metadata = obj["metadata"]
+    return str(metadata.get("uid")), str(metadata.get("resourceVersion"))

@@ -67,7 +67,7 @@ class Pairs:
         deps = self._deps
         asked = deps.clock.monotonic()
         try:
-            obj = await deps.api.get(key)
+            obj = await deps.api.get(key, known=deps.store.get(key))
         except NotFound:
             deps.reads.forget(key)
             return None

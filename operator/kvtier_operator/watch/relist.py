@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from kvtier_operator.kube.resources import key_of
-from kvtier_operator.ports import ApiError, Clock, JsonObject, Kind, ObjectKey
+from kvtier_operator.ports import ApiError, Clock, JsonObject, Kind, Known, ObjectKey
 from kvtier_operator.store import Repair, WatchStore
 from kvtier_operator.watch.triggers import RECONCILED, SELECTORS, WATCHED, affected, relevant
 from kvtier_operator.watch.trimmed import trimmed
@@ -37,6 +37,7 @@ class Lister(Protocol):
         field_selector: str = "",
         *,
         each: Callable[[JsonObject], JsonObject],
+        known: Known,
     ) -> list[JsonObject]: ...
 
 
@@ -114,9 +115,12 @@ class Relist:
         self._on_done(Relisted(changed, missed))
 
     async def _list(self, kind: Kind) -> list[JsonObject]:
-        """Trimmed as they come: all of a thousand objects at once, whole, would be a third of the memory."""
+        """Only what the read cache lacks, and trimmed as it comes: all of a thousand objects at once, whole,
+        would be a third of the memory."""
         keep = partial(trimmed, kind)
-        return await self._api.list_all(kind, label_selector=SELECTORS.get(kind, ""), each=keep)
+        return await self._api.list_all(
+            kind, label_selector=SELECTORS.get(kind, ""), each=keep, known=self._store.get
+        )
 
     async def one(self, kind: Kind) -> Repair:
         """Raises ApiError, and then changes nothing."""

@@ -29,6 +29,7 @@ from kvtier_operator.ports import (
     EventType,
     JsonObject,
     Kind,
+    Known,
     NotFound,
     ObjectKey,
     PatchOp,
@@ -90,13 +91,19 @@ class FakeApi:
         self.store.put(key, copy.deepcopy(made))
         return made
 
-    async def get(self, key: ObjectKey) -> JsonObject:
+    async def get(self, key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
         if key not in self.objects:
             raise NotFound(404, "NotFound", str(key))
         return copy.deepcopy(self.objects[key])
 
     async def list_all(
-        self, kind: Kind, namespace: str = "", label_selector: str = "", field_selector: str = ""
+        self,
+        kind: Kind,
+        namespace: str = "",
+        label_selector: str = "",
+        field_selector: str = "",
+        *,
+        known: Known | None = None,
     ) -> list[JsonObject]:
         return [
             copy.deepcopy(obj)

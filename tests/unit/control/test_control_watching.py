@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_operator.lastreads import LastReads
-from kvtier_operator.ports import ApiError, JsonObject, Kind, ObjectKey
+from kvtier_operator.ports import ApiError, JsonObject, Kind, Known, ObjectKey
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch.kopf_thread import WatchDeps, accept
 from kvtier_operator.watch.relist import INTERVAL_SECONDS, RESYNC_SECONDS, Relist, Relisted, looks_after
@@ -455,6 +455,7 @@ class Lister:
         field_selector: str = "",
         *,
         each: Callable[[JsonObject], JsonObject],
+        known: Known,
     ) -> list[JsonObject]:
         self.asked.append((kind, label_selector))
         if kind in self.broken:

@@ -25,6 +25,7 @@ from kvtier_crds.compile import compile_manifest
 from kvtier_crds.models.kvcache import KVCache
 from kvtier_crds.models.tierclass import TierClass
 from kvtier_evidence.carry import Carry
+from kvtier_operator.kube.resources import version_of
 from kvtier_operator.lastreads import LastReads
 from kvtier_operator.ports import (
     AgentError,
@@ -37,6 +38,7 @@ from kvtier_operator.ports import (
     EventType,
     JsonObject,
     Kind,
+    Known,
     NodeView,
     NotFound,
     ObjectKey,
@@ -147,13 +149,20 @@ class Api:
         self.objects[key] = obj
         return key
 
-    async def get(self, key: ObjectKey) -> JsonObject:
+    async def get(self, key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
         if key not in self.objects:
             raise NotFound(404, "NotFound", str(key))
-        return copied(self.objects[key])
+        found = self.objects[key]
+        return known if known is not None and version_of(known) == version_of(found) else copied(found)
 
     async def list_all(
-        self, kind: Kind, namespace: str = "", label_selector: str = "", field_selector: str = ""
+        self,
+        kind: Kind,
+        namespace: str = "",
+        label_selector: str = "",
+        field_selector: str = "",
+        *,
+        known: Known | None = None,
     ) -> list[JsonObject]:
         return [
             copied(obj)

@@ -39,10 +39,10 @@ async def resting(**spec: Any) -> tuple[World, list[ObjectKey]]:
     asked: list[ObjectKey] = []
     get = world.api.get
 
-    async def noted(key: ObjectKey) -> JsonObject:
+    async def noted(key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
         if key.kind in OURS:
             asked.append(key)
-        return await get(key)
+        return await get(key, known=known)
 
     world.api.get = noted  # type: ignore[method-assign]
     return world, asked

@@ -13,7 +13,7 @@ from kvtier_operator.agents import renewal
 from kvtier_operator.agents.heldleases import LIST_FROM, MAX_READS, SLOW_SECONDS, LeaseReads
 from kvtier_operator.agents.renewal import LeaseRenewer
 from kvtier_operator.lastreads import LastReads
-from kvtier_operator.ports import AgentTarget, ApiError, JsonObject, Kind, NotFound, ObjectKey
+from kvtier_operator.ports import AgentTarget, ApiError, JsonObject, Kind, Known, NotFound, ObjectKey
 from tests.unit.rollout.rollout_world import Clock, World, held
 
 
@@ -40,13 +40,13 @@ class Server:
     def list_all(self, kind: Kind, namespace: str = "") -> list[JsonObject]:
         return [obj for key, obj in self.objects.items() if (key.kind, key.namespace) == (kind, namespace)]
 
-    async def _get(self, key: ObjectKey) -> JsonObject:
+    async def _get(self, key: ObjectKey, *, known: JsonObject | None) -> JsonObject:
         self.asked.append("get")
         if key not in self.objects:
             raise NotFound(404, "NotFound", str(key))
         return self.objects[key]
 
-    async def _list(self, kind: Kind, namespace: str = "") -> list[JsonObject]:
+    async def _list(self, kind: Kind, namespace: str = "", *, known: Known) -> list[JsonObject]:
         self.asked.append("list")
         self.clock.seconds += self.takes
         if namespace == self.broken:
@@ -58,6 +58,9 @@ class Server:
         self.clock = Clock()
         deps: Any = SimpleNamespace(api=self.api, store=self, clock=self.clock, reads=self.noted)
         return LeaseReads(deps)
+
+    def get(self, key: ObjectKey) -> JsonObject | None:
+        return self.objects.get(key)
 
     def due(self, space: str, count: int) -> list[JsonObject]:
         return self.list_all(Kind.KV_ROLLOUT, space)[:count]
@@ -199,8 +202,8 @@ async def test_what_was_read_too_long_ago_is_not_renewed_by_it_and_read_again_so
     asked: list[float] = []
     list_of = world.deps.api.get
 
-    async def slow(key: ObjectKey) -> JsonObject:
-        answer = await list_of(key)
+    async def slow(key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
+        answer = await list_of(key, known=known)
         if key == world.cache_key:
             asked.append(world.clock.seconds)
             world.clock.seconds += 2.0
