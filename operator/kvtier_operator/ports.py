@@ -165,7 +165,6 @@ class EventType(StrEnum):
 
 
 Known = Callable[[ObjectKey], JsonObject | None]
-"""What the read cache holds."""
 
 
 class KubeApi(Protocol):
@@ -240,6 +239,8 @@ class Store(Protocol):
 
     def list_all(self, kind: Kind, namespace: str = "") -> list[JsonObject]:
         """Sorted by namespace and name. An empty namespace lists all."""
+
+    def rollouts_of(self, namespace: str, cache: str) -> list[JsonObject]: ...
 
     def revision(self, kind: Kind) -> int:
         """Grows with every change of an object of this kind; to be asked for before a list that is kept."""

@@ -318,10 +318,9 @@ class KVCacheReconciler:
         if (cache.get("status") or {}).get("approved"):
             return True
         return any(
-            rollout["spec"]["cacheRef"]["name"] == cache["metadata"]["name"]
-            and (rollout.get("status") or {}).get("phase", "Pending") not in FINISHED_PHASES
+            (rollout.get("status") or {}).get("phase", "Pending") not in FINISHED_PHASES
             and (rollout.get("status") or {}).get("fence")
-            for rollout in self._deps.store.list_all(Kind.KV_ROLLOUT, _namespace(cache))
+            for rollout in self._rollouts(cache)
         )
 
     # --- the status --------------------------------------------------------------------------------------
@@ -411,13 +410,15 @@ class KVCacheReconciler:
         self._overtaken.pop(uid, None)
         return Done()
 
+    def _rollouts(self, cache: JsonObject) -> list[JsonObject]:
+        return self._deps.store.rollouts_of(_namespace(cache), cache["metadata"]["name"])
+
     def _removal_grace(self, cache: JsonObject) -> timedelta:
         """As long as a lease may last: by the longest TTL that a rollout of this cache declares."""
         ttls = [
             parse_duration(text, "spec.leaseTTL")
-            for rollout in self._deps.store.list_all(Kind.KV_ROLLOUT, _namespace(cache))
-            if rollout["spec"]["cacheRef"]["name"] == cache["metadata"]["name"]
-            and (text := rollout["spec"].get("leaseTTL"))
+            for rollout in self._rollouts(cache)
+            if (text := rollout["spec"].get("leaseTTL"))
         ]
         return max(REMOVAL_GRACE, timedelta(seconds=1.1 * max(ttls, default=0.0)))
 

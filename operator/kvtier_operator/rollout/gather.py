@@ -55,6 +55,7 @@ from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, Rollo
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp, read_holders
 from kvtier_operator.rollout.vocabulary import CandidateClass, Phase, Stage
+from kvtier_operator.store import cache_of
 
 
 @dataclass
@@ -346,8 +347,8 @@ class Gatherer:
         """Before a start, and when something happened to an approval, the server itself is asked; else the
         watch cache will do. So it will for one that waits for another: of a thousand that wait, each would
         list all of them."""
-        namespace = rollout["metadata"]["namespace"]
-        others = rivals(rollout, self._deps.store.list_all(Kind.KV_ROLLOUT, namespace))
+        namespace, cache = rollout["metadata"]["namespace"], cache_of(rollout)
+        others = rivals(rollout, self._deps.store.rollouts_of(namespace, cache))
         # While an older candidate is revoked nothing begins, whoever else waits.
         starting = state.stage is Stage.OFF and state.revoking is None and inputs.candidate.ref is not None
         starting = starting and not busy_with(rollout, others)

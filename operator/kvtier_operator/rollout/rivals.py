@@ -11,18 +11,19 @@ from http import HTTPStatus
 
 from kvtier_operator.ports import ApiError, JsonObject, Kind, KubeApi
 from kvtier_operator.rollout.vocabulary import FINISHED, Phase, Stage
+from kvtier_operator.store import cache_of
 
 
 def rivals(rollout: JsonObject, others: Iterable[JsonObject]) -> list[JsonObject]:
     """The other rollouts of the same cache; all that `busy_with` and `superseded_by` look at."""
     mine = rollout["metadata"]["uid"]
-    cache = _cache(rollout)
-    return [other for other in others if _cache(other) == cache and other["metadata"]["uid"] != mine]
+    cache = cache_of(rollout)
+    return [other for other in others if cache_of(other) == cache and other["metadata"]["uid"] != mine]
 
 
 async def rivals_now(api: KubeApi, rollout: JsonObject) -> list[JsonObject]:
     """As the server says. It is asked for those of one cache: a namespace may hold a thousand."""
-    namespace, cache = rollout["metadata"]["namespace"], _cache(rollout)
+    namespace, cache = rollout["metadata"]["namespace"], cache_of(rollout)
     try:
         found = await api.list_all(Kind.KV_ROLLOUT, namespace, field_selector=f"spec.cacheRef.name={cache}")
     except ApiError as error:
@@ -52,10 +53,6 @@ def superseded_by(rollout: JsonObject, others: Iterable[JsonObject], *, complete
         if _unfinished(other) and _begun(other) and (completed or _age(other) < _age(rollout))
     ]
     return _name(min(ahead, key=_turn)) if ahead else ""
-
-
-def _cache(rollout: JsonObject) -> str:
-    return str(((rollout.get("spec") or {}).get("cacheRef") or {}).get("name", ""))
 
 
 def _name(rollout: JsonObject) -> str:

@@ -152,8 +152,7 @@ def _no_news(key: ObjectKey, before: JsonObject, after: JsonObject, store: Store
         return False
     if _fence(before) == _fence(after):
         return True
-    owners = store.list_all(Kind.KV_ROLLOUT, key.namespace)
-    return any(_cache_name(one.get("spec") or {}) == key.name and _standing(one)[1] for one in owners)
+    return any(_standing(one)[1] for one in store.rollouts_of(key.namespace, key.name))
 
 
 def _for_a_cache(cache: JsonObject) -> tuple[object, ...]:
@@ -261,7 +260,7 @@ def _rollouts(store: Store, namespace: str, wanted: _SpecTest) -> set[ObjectKey]
 
 
 def _rollouts_of(store: Store, namespace: str, cache: str) -> set[ObjectKey]:
-    return _rollouts(store, namespace, lambda spec: _cache_name(spec) == cache)
+    return {_key(Kind.KV_ROLLOUT, rollout) for rollout in store.rollouts_of(namespace, cache)}
 
 
 def _of_pool(store: Store, namespace: str, name: str) -> set[ObjectKey]:

@@ -123,6 +123,37 @@ def test_lists_are_in_order_whatever_came_and_went(steps: list[tuple[bool, str, 
         assert store.list_all(Kind.KV_CACHE, "a") == mine
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["put", "remove", "list"]), st.sampled_from("xyz"), st.sampled_from("ab")),
+        max_size=40,
+    )
+)
+def test_the_rollouts_of_a_cache_are_those_that_name_it_now(steps: list[tuple[str, str, str]]) -> None:
+    """Also one that is made anew for another cache, and after a list that lacks one."""
+    store, truth = WatchStore(), dict[ObjectKey, JsonObject]()
+    for number, (what, name, cache) in enumerate(steps):
+        one = key(Kind.KV_ROLLOUT, name)
+        if what == "put":
+            spec = {"cacheRef": {"name": cache}}
+            truth[one] = {
+                "metadata": {"name": name, "uid": f"u-{number}", "resourceVersion": "1"},
+                "spec": spec,
+            }
+            store.put(one, truth[one])
+        else:
+            truth.pop(one, None)
+            if what == "remove":
+                store.remove(one)
+            else:
+                store.repair(Kind.KV_ROLLOUT, truth.items(), store.moment())
+        for of in "ab":
+            mine = [truth[found] for found in sorted(truth) if truth[found]["spec"]["cacheRef"]["name"] == of]
+            assert store.rollouts_of(one.namespace, of) == mine
+            assert store.rollouts_of("elsewhere", of) == []
+
+
 def test_what_nobody_reads_is_not_kept() -> None:
     """Neither from a watch nor from a list; what is read stays as it was."""
     store = WatchStore()

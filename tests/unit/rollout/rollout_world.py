@@ -56,6 +56,7 @@ from kvtier_operator.rollout.moves import current_step
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import DesignEffect, RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
+from kvtier_operator.store import cache_of
 from tests.unit.selecting import selected
 
 EXAMPLES = Path(__file__).parents[3] / "crds" / "examples"
@@ -480,6 +481,9 @@ class StoreView:
 
     def get(self, key: ObjectKey) -> JsonObject | None:
         return self._api.objects.get(key)
+
+    def rollouts_of(self, namespace: str, cache: str) -> list[JsonObject]:
+        return [one for one in self.list_all(Kind.KV_ROLLOUT, namespace) if cache_of(one) == cache]
 
     def revision(self, kind: Kind) -> int:
         raise AssertionError("the rollout keeps no list")
