@@ -17,7 +17,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layer_runner import MAX_WAIT_SECONDS, ThreadWaiter, Waiter
 from kvtier_core.tiers.base import BlockIdentity, SlotRef, Tier, seal_checksum, slot_stride
 from kvtier_core.tiers.nvme import NvmeTier
-from kvtier_core.tiers.staging import StagingBuffer
+from kvtier_core.tiers.staging import HUGE_PAGE, StagingRoom, block_bytes
 from kvtier_core.tiers.transfer import Landing, Ranges, TransferItem, move_bytes
 from kvtier_core.units import BytesPerSecond
 
@@ -39,7 +39,8 @@ def measure(tier: Tier, clock: Callable[[], float]) -> None:
     size = tier.layout.payload_bytes
     rounds = _rounds(size)
     identity = BlockIdentity(bytes(32), 0, 0, 0, size, seal_checksum(payload))
-    buffer = StagingBuffer(tier.layout)
+    # Memory as frames have it that read ahead.
+    buffer = StagingRoom(tier.layout, HUGE_PAGE // block_bytes(tier.layout) + 1).buffer(0)
     written = read = 0.0
     try:
         for _ in range(rounds):

@@ -23,7 +23,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.tiers.base import PoolTier, Tier
 from kvtier_core.tiers.slots import BlockIdentity, SlotRef
-from kvtier_core.tiers.staging import StagingBuffer, block_bytes
+from kvtier_core.tiers.staging import StagingBuffer, StagingRoom, block_bytes
 from kvtier_core.tiers.transfer import Landing, Ranges, TransferItem
 
 READ_TIMEOUT_SECONDS = 30.0
@@ -51,6 +51,7 @@ class BufferPool:
         self._lock = threading.Lock()
         self._free: list[StagingBuffer] = []
         self._made = 0
+        self._room: StagingRoom | None = None
 
     @property
     def bytes(self) -> int:
@@ -69,10 +70,13 @@ class BufferPool:
                 return self._free.pop()
             if self._made == self.limit:
                 return None
+            if self._room is None:
+                self._room = StagingRoom(self.layout, self.limit)
+            room, at = self._room, self._made
             self._made += 1
         # It outlives the frame that asks first, whose mode must not stick to it.
         with torch.inference_mode(mode=False):
-            return StagingBuffer(self.layout)
+            return room.buffer(at)
 
     def give(self, buffer: StagingBuffer) -> None:
         with self._lock:
@@ -105,7 +109,9 @@ class Meter:
 class Arrival:
     """One block in its buffer: the sink of its read. A second report of the same read changes nothing. The
     buffer goes back to the pool when its reader is done with it and no byte can arrive any more, whichever is
-    later."""
+    later.
+
+    over: its bytes are there, or what ended the read is in `error`."""
 
     def __init__(self, block: Block, buffer: StagingBuffer, pool: BufferPool, meter: Meter) -> None:
         self.block = block

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import mmap
 import os
 import statistics
 import tempfile
@@ -39,6 +38,8 @@ import torch
 
 from kvtier_client.client import AttentionClient
 from kvtier_client.hf import KvtierCache, attach
+from kvtier_core.layout import ChunkLayout
+from kvtier_core.tiers.staging import HUGE_PAGE, StagingRoom
 from tests.bench.rows import Row
 from tests.engine.agent_process import default_tiers, running_agent
 from tests.engine.exactness import (
@@ -206,11 +207,13 @@ def _opened(tiers: Tiers, model: Any, most: int) -> KvtierCache:
 
 
 def _storage_rate(blocks: int = 200) -> float:
-    """Bytes a second of a slot's size at a time, past the page cache where the filesystem lets us: the best
-    of some passes."""
-    with tempfile.TemporaryDirectory() as folder, mmap.mmap(-1, SLOT_BYTES) as buffer:
+    """Bytes a second of a slot's size at a time, into huge pages and past the page cache where kernel and
+    filesystem let us: the best of some passes."""
+    layout = ChunkLayout(GEOMETRY.kv_heads, CHUNK_TOKENS, GEOMETRY.head_dim)
+    buffer = StagingRoom(layout, HUGE_PAGE // SLOT_BYTES + 1).buffer(0).block
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "blocks"
-        buffer.write(os.urandom(SLOT_BYTES))
+        buffer[:] = os.urandom(SLOT_BYTES)
         with path.open("wb") as file:
             for _ in range(blocks):
                 file.write(buffer)
@@ -226,7 +229,7 @@ def _storage_rate(blocks: int = 200) -> float:
             os.close(fd)
 
 
-def _read_rate(fd: int, buffer: mmap.mmap, blocks: int) -> float:
+def _read_rate(fd: int, buffer: memoryview, blocks: int) -> float:
     started = time.perf_counter()
     for block in range(blocks):
         os.preadv(fd, [buffer], block * SLOT_BYTES)

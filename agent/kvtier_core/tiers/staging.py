@@ -6,6 +6,7 @@ was read is attended without a copy. It must not know what a block's header says
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from kvtier_core.layout import ChunkLayout
 
 PAGE = 4096
+HUGE_PAGE = 2 << 20
 
 
 def block_bytes(layout: ChunkLayout) -> int:
@@ -31,18 +33,48 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
+class StagingRoom:
+    """Memory for `count` buffers of a layout, in transparent huge pages where the kernel gives them: a read
+    past the page cache names every page to the device, which is half of what a block of ordinary pages costs
+    a processor. A page is taken when it is first touched; all of them hold no more than the buffers."""
+
+    def __init__(self, layout: ChunkLayout, count: int) -> None:
+        self._layout, self._count = layout, count
+        self._stride = block_bytes(layout)
+        # Private, for shared memory has huge pages only where the whole machine is set to it.
+        self._map = mmap.mmap(
+            -1, count * self._stride + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        self._memory = memoryview(self._map)
+        self._start = -address_of(self._memory) % HUGE_PAGE
+        whole = count * self._stride // HUGE_PAGE * HUGE_PAGE
+        # A device writes here: what a fork would copy could be the page that it is about to fill.
+        self._map.madvise(mmap.MADV_DONTFORK)
+        if whole:
+            # A kernel without them has ordinary pages, and all else is the same.
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE, self._start, whole)
+
+    def buffer(self, at: int) -> StagingBuffer:
+        """The buffer at place `at`, the same memory each time."""
+        if not 0 <= at < self._count:
+            raise ValueError(f"buffer {at} of {self._count}")
+        first = self._start + at * self._stride
+        return StagingBuffer(self._layout, self._memory[first : first + self._stride])
+
+
 class StagingBuffer:
     """`block` is header page and payload, padded to whole pages; `payload` views it as [2, Hk, C, d]."""
 
-    def __init__(self, layout: ChunkLayout) -> None:
-        self._map = mmap.mmap(-1, block_bytes(layout))
-        self.block = memoryview(self._map)
+    def __init__(self, layout: ChunkLayout, memory: memoryview | None = None) -> None:
+        """memory: page-aligned, of a block's size; None: its own."""
+        self.block = memoryview(mmap.mmap(-1, block_bytes(layout))) if memory is None else memory
         self.header = self.block[:PAGE]
         self.body = self.block[PAGE : PAGE + layout.payload_bytes]
         # Made within a step, and written by a thread that is in none.
         with torch.inference_mode(False):
             self.payload: Tensor = torch.frombuffer(
-                self._map, dtype=torch.float32, count=layout.floats, offset=PAGE
+                self.block, dtype=torch.float32, count=layout.floats, offset=PAGE
             ).view(layout.shape)
 
     def __len__(self) -> int:
