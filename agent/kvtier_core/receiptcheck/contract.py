@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ class TensorContract:
         return (self.layers if layers is None else layers) * tokens * self.row_bytes
 
 
+@lru_cache(maxsize=64)
 def grouped_map(query_heads: int, kv_heads: int) -> tuple[int, ...]:
     """The usual map: neighbouring query heads share a KV head (A.6)."""
     return tuple(head // (query_heads // kv_heads) for head in range(query_heads))

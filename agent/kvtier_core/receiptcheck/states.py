@@ -13,11 +13,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from kvtier_core.checksums import checksum
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import SourceBinding, digest
 from kvtier_core.receiptcheck.partial import STATE_SCHEMA
@@ -97,7 +98,9 @@ class StateTerms:
         return self.queries * len(self.query_to_kv) * (2 + self.value_dim) * 4
 
 
+@lru_cache(maxsize=1024)
 def ranges_digest(support: Ranges) -> bytes:
+    """Kept for some ranges: all layers and tokens have the same, and both ends of a receipt digest them."""
     flat = np.array([edge for one in support for edge in one], dtype=np.int64)
     return digest("support", [("scope", "ranges"), ("ranges", flat)])
 
@@ -106,8 +109,11 @@ def states_checksum(
     m: NDArray[np.float32] | None, l: NDArray[np.float32] | None, u: NDArray[np.float32]
 ) -> int:
     """XXH3-64 over the bytes of m, l and u; what is missing is left out."""
-    parts = [np.ascontiguousarray(part) for part in (m, l, u) if part is not None]
-    return checksum("xxh3", b"".join(part.tobytes() for part in parts))
+    running = xxhash.xxh3_64()
+    for part in (m, l, u):
+        if part is not None:
+            running.update(np.ascontiguousarray(part).data)
+    return running.intdigest()
 
 
 def check_state(terms: StateTerms, receipt: StateReceipt) -> None:
@@ -170,13 +176,15 @@ def _check_numbers(terms: StateTerms, receipt: StateReceipt) -> None:
     seen = _seen(terms, receipt.support)
     m, l = receipt.m, receipt.l
     if seen is None:
-        sound, empty = bool(np.isfinite(m).all() and (l > 0.0).all()), bool((l == 0.0).any())
+        # Least and greatest are NaN where one is: every comparison with those is false.
+        sound = bool(-np.inf < m.min() and m.max() < np.inf and l.min() > 0.0)
+        empty = not sound and bool((l == 0.0).any())
     else:
         m_seen, l_seen = m[seen], l[seen]
         sound = bool(np.isfinite(m_seen).all() and (l_seen > 0.0).all())
         sound = sound and bool((m[~seen] == -np.inf).all() and (l[~seen] == 0.0).all())
         empty = bool((l_seen == 0.0).any())
-    if not sound or not np.isfinite(l).all():
+    if not sound or not l.max() < np.inf:
         raise _refused(Reason.EMPTY_SUPPORT if empty else Reason.STATE_INVALID, receipt)
     if receipt.u.shape != (*shape, terms.value_dim):
         raise _refused(Reason.STATE_SHAPE, receipt)
