@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,42 @@ class Streamed:
     hidden_seconds: float
     peak_buffer_bytes: int
     promised_bytes: int
+
+
+class _Arrived:
+    """As a `BlockStream`, of a promise whose blocks have all come."""
+
+    stall_seconds = 0.0
+
+    def __init__(self, promise: Promise, block_bytes: int) -> None:
+        self._arrivals = promise.arrivals
+        self._came = 0
+        self.transfer_seconds = promise.meter.seconds
+        self.promised_blocks = len(promise.arrivals)
+        self.buffer_bytes = len(promise.arrivals) * block_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for arrival in self._arrivals:
+            arrival.leave()
+
+    def here(self, most: int) -> bool:
+        return True
+
+    def some(self, most: int) -> list[StagingBuffer]:
+        first, self._came = self._came, self._came + most
+        return [arrival.buffer for arrival in self._arrivals[first : self._came]]
+
+
+def _has_come(promise: Promise, blocks: Sequence[Block]) -> bool:
+    """Whether these blocks, in this order and no others, are here, each verified."""
+    arrivals = promise.arrivals
+    return len(arrivals) == len(blocks) and all(
+        arrival.over and arrival.error is None and arrival.is_of(block)
+        for arrival, block in zip(arrivals, blocks, strict=True)
+    )
 
 
 class StreamedDecode:
@@ -142,16 +178,7 @@ class StreamedDecode:
         readers = self._store.directory.readers
         readers[kept.lines] += 1
         try:
-            with BlockStream(
-                kept.blocks,
-                self._buffers,
-                self._clock,
-                window=self._window,
-                executor=self._executor,
-                deadline=deadline,
-                promised=() if promise is None else promise.arrivals,
-                meter=None if promise is None else promise.meter,
-            ) as stream:
+            with self._stream(kept.blocks, deadline, promise) as stream:
                 tiers = self._store.tiers
                 reduction = reduction_of(kept.groups, append, query, layout, tiers, self._clock, visible)
                 states.begin(query.q, (visible - 1) % layout.chunk_tokens + 1)
@@ -166,9 +193,12 @@ class StreamedDecode:
                         continue
                     first, last = came, came + len(group)
                     while came < last:
-                        most = min(TOGETHER, last - came)
+                        # All that have come in one call: between two, threads that read want the interpreter.
+                        most = last - came
                         if not stream.here(most):
-                            follow()
+                            most = min(TOGETHER, most)
+                            if not stream.here(most):
+                                follow()
                         buffers = stream.some(most)
                         states.take(came, [self._run_of(buffer) for buffer in buffers])
                         came += len(buffers)
@@ -183,6 +213,22 @@ class StreamedDecode:
             max(0.0, stream.transfer_seconds - stream.stall_seconds),
             stream.buffer_bytes,
             stream.promised_blocks * layout.payload_bytes,
+        )
+
+    def _stream(
+        self, blocks: Sequence[Block], deadline: float | None, promise: Promise | None
+    ) -> BlockStream | _Arrived:
+        if promise is not None and _has_come(promise, blocks):
+            return _Arrived(promise, self._buffers.block_bytes)
+        return BlockStream(
+            blocks,
+            self._buffers,
+            self._clock,
+            window=self._window,
+            executor=self._executor,
+            deadline=deadline,
+            promised=() if promise is None else promise.arrivals,
+            meter=None if promise is None else promise.meter,
         )
 
     @staticmethod

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Self
 
 import torch
@@ -119,9 +119,12 @@ class Arrival:
         self._pool = pool
         self._meter = meter
         self._lock = threading.Lock()
-        self._event = threading.Event()
+        # Held until the read is over. An event is a dozen objects, and there is one of these for each block.
+        self._on_its_way = threading.Lock()
+        self._on_its_way.acquire()
         self.error: CoreError | None = None
-        self._over = self._drained = self._left = self._returned = False
+        self.over = False
+        self._told = self._drained = self._left = self._returned = False
 
     def begin(self) -> TransferItem | None:
         """Counts the read as under way; None when the block is an open chunk, which is copied here and
@@ -160,32 +163,31 @@ class Arrival:
 
     def done(self, index: int, error: CoreError | None) -> None:
         with self._lock:
-            if self._over:
+            if self._told:
                 return
-            self._over, self.error = True, error
+            self._told, self.error = True, error
         self._meter.end()
-        self._event.set()
+        self.over = True
+        self._on_its_way.release()
 
     def drained(self, index: int) -> None:
-        with self._lock:
-            self._drained = True
-        self._give_back()
-
-    @property
-    def over(self) -> bool:
-        return self._event.is_set()
+        self._give_back(drained=True)
 
     def wait(self, seconds: float) -> bool:
-        return self._event.wait(seconds)
+        """Whether it is over within so many seconds."""
+        if not self.over and self._on_its_way.acquire(timeout=seconds):
+            # Somebody else may wait as well.
+            self._on_its_way.release()
+        return self.over
 
     def leave(self) -> None:
         """The reader needs the buffer no more."""
-        with self._lock:
-            self._left = True
-        self._give_back()
+        if not self._returned:
+            self._give_back(left=True)
 
-    def _give_back(self) -> None:
+    def _give_back(self, *, left: bool = False, drained: bool = False) -> None:
         with self._lock:
+            self._left, self._drained = self._left or left, self._drained or drained
             if self._returned or not (self._left and self._drained):
                 return
             self._returned = True
@@ -194,6 +196,8 @@ class Arrival:
     def is_of(self, block: Block) -> bool:
         """Whether what arrives is all of what `block` names: the same copy in the same life of its slot."""
         mine = self.block
+        if mine is block:
+            return mine.ranges is None
         return (
             mine.ranges is None
             and mine.tier is block.tier
@@ -382,7 +386,8 @@ class BlockStream:
 
     def here(self, most: int) -> bool:
         """Whether `some(most)` would not wait: the next blocks have come, or what ended their reads has."""
-        return all(arrival.over for arrival in islice(self._waiting, most)) and bool(self._waiting)
+        following = list(islice(chain(self._waiting, self._blocks), most))
+        return bool(following) and all(isinstance(one, Arrival) and one.over for one in following)
 
     def next(self) -> StagingBuffer:
         """The next block; see `some`."""

@@ -21,6 +21,8 @@ from kvtier_core.tiers.nvme.crypto import MemoryKeys
 from kvtier_core.tiers.nvme.tier import NvmeTier
 from kvtier_core.tiers.staging import PAGE
 from kvtier_core.transactions import MoveKind
+from kvtier_kernels.ops.chunk_attention.keptstates import KeptStates
+from kvtier_kernels.ops.chunk_attention.runs import ChunkRun
 from tests.unit.core.builders import (
     CHUNK,
     LAYERS,
@@ -87,6 +89,49 @@ def test_encrypted_blocks_are_streamed_with_the_same_bits(
         receipt = driver.answers[-1].receipt
         assert set(receipt.plan) == {"nvme:near", "cpu:partial"}
         assert receipt.promised_bytes == receipt.bytes_by_tier["flash"] > 0
+
+
+def arrived(driver: Driver) -> None:
+    """Waits until all that is on its way to the session is here."""
+    for promise in driver.engine._plans._promises._open.get(driver.handle.session_id, ()):
+        assert all(arrival.wait(60.0) for arrival in promise.arrivals)
+
+
+@pytest.mark.parametrize("flawed", [False, True], ids=["all here", "one is flawed"])
+def test_blocks_that_have_all_come_are_attended_in_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flawed: bool
+) -> None:
+    """More of them than one call has of those that are waited for. One whose read failed is read again."""
+    count, near = 7 * CHUNK + 5, 7
+    rows = Rows.random(count + DECODE)
+    with engine(tmp_path / "all", [cpu(64)]) as built:
+        want = Driver.open(built, rows).play(count, DECODE)
+    files, taken = Flaw(), []
+    take = KeptStates.take
+
+    def counted(states: KeptStates, first: int, chunks: Sequence[ChunkRun]) -> None:
+        taken.append((first, len(chunks)))
+        take(states, first, chunks)
+
+    with engine(tmp_path / "near", STORED, files=files) as built:
+        driver = Driver.open(built, rows)
+        driver.forward(count)
+        decoded(driver)
+        monkeypatch.setattr(KeptStates, "take", counted)
+        at = driver.position
+        assert torch.equal(built.step(driver.request(0, at, at + 1)).out, want[0, at : at + 1])
+        if flawed:
+            files.of(driver, 1, "flipped", 1)
+        # Promised behind the frame, so that all of it is there before the next one asks.
+        session = built._contexts[driver.handle.session_id].session
+        built._plans.promise(session, driver.step, 1)
+        arrived(driver)
+        taken.clear()
+        answer = built.step(driver.request(1, at, at + 1))
+        assert torch.equal(answer.out, want[1, at : at + 1])
+        assert taken == [(0, near)]
+        assert answer.receipt.promised_bytes == (near - flawed) * built._store.layout.payload_bytes
+        assert built._plans.buffers.available == built._plans.buffers.limit
 
 
 class Flaw(OsFileOps):

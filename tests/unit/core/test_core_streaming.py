@@ -179,6 +179,23 @@ def test_promised_blocks_are_used_and_others_are_let_go() -> None:
     assert drained(pool)
 
 
+def test_what_is_here_counts_beyond_the_window_and_nothing_that_has_not_begun() -> None:
+    tier, pool, clock = ScriptedTier(4), BufferPool(LAYOUT, 6), FakeClock()
+    meter = Meter(clock)
+    early = promised(tier, pool, meter, blocks(tier)[:3])
+    for read in tier.reads[:2]:
+        read.end()
+    with BlockStream(blocks(tier), pool, clock, window=1, promised=early, meter=meter) as reads:
+        assert [reads.here(most) for most in (1, 2, 3)] == [True, True, False]
+        tier.reads[2].end()
+        assert [reads.here(most) for most in (3, 4)] == [True, False]
+        tier.answer = Read.end
+        for _ in range(4):
+            reads.next()
+        assert not reads.here(1)
+    assert drained(pool)
+
+
 def test_a_promise_that_fails_while_it_is_awaited_is_read_again() -> None:
     tier, pool, clock = ScriptedTier(1), BufferPool(LAYOUT, 4), FakeClock()
     meter = Meter(clock)
