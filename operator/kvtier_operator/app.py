@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -26,7 +27,7 @@ from kvtier_operator.external.serving import sources
 from kvtier_operator.fleet import StoreFleet
 from kvtier_operator.health import Health, HealthServer
 from kvtier_operator.kube import KubeClient, connect
-from kvtier_operator.lastreads import LastReads
+from kvtier_operator.lastreads import LastReads, Seen
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import (
     Agents,
@@ -107,6 +108,7 @@ class Operator:
         self.election: LeaseElection | None = None
         self.ready = asyncio.Event()
         self._relist: Relist | None = None
+        self._reads = LastReads()
 
     def relist_soon(self) -> None:
         """Lists everything within seconds instead of minutes; in the loop's thread only."""
@@ -143,7 +145,6 @@ class Operator:
         stack.push_async_callback(clients.close)
         api, agents = self._through(gated, clients)
         external = await stack.enter_async_context(sources(options.external))
-        reads = LastReads()
         deps = Deps(
             api=api,
             store=self.store,
@@ -155,16 +156,14 @@ class Operator:
             randomness=self._random.random,
             nonce=lambda: os.urandom(16),
             telemetry=self._telemetry,
-            reads=reads,
+            reads=self._reads,
             external=external,
             rolled_back=self.metrics.rolled_back,
         )
         relist = Relist(ungated, self.store, clock, self._random.random, self._relisted)
         self._relist = relist
         self._build(build_reconcilers(deps), relist.request)
-        kopf_thread = KopfThread(
-            WatchDeps(self.store, self._from_watch, options.kubeconfig, clock, reads.writer)
-        )
+        kopf_thread = KopfThread(WatchDeps(self.store, self._from_watch, options.kubeconfig, clock))
         health = Health(
             alive=lambda: kopf_thread.down_seconds() < WATCH_DOWN_SECONDS,
             ready=lambda: self.ready.is_set(),
@@ -258,19 +257,22 @@ class Operator:
         for key, seconds in looks_after(found, self.store, self._random.random):
             self._add(key, seconds)
 
-    def _from_watch(self, keys: set[ObjectKey]) -> None:
+    def _from_watch(self, keys: set[ObjectKey], seen: Seen | None = None) -> None:
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._add_all, keys)
+            loop.call_soon_threadsafe(self._add_all, keys, seen)
 
-    def _add_all(self, keys: set[ObjectKey]) -> None:
+    def _add_all(self, keys: set[ObjectKey], seen: Seen | None) -> None:
         for key in sorted(keys):
-            self._add(key)
+            self._add(key, own=None if seen is None else partial(self._wrote, key, seen))
 
-    def _add(self, key: ObjectKey, after_seconds: float = 0.0) -> None:
+    def _wrote(self, key: ObjectKey, seen: Seen) -> bool:
+        return self._reads.writer(seen) == key
+
+    def _add(self, key: ObjectKey, after_seconds: float = 0.0, own: Callable[[], bool] | None = None) -> None:
         controller = self._controllers.get(key.kind)
         if controller is not None:
-            controller.add(key, after_seconds)
+            controller.add(key, after_seconds, own)
 
 
 async def _until(stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:

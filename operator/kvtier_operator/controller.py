@@ -31,6 +31,8 @@ from kvtier_operator.queue import Added, Backoff, QueueState
 _log = logging.getLogger(__name__)
 
 MAX_IDLE_SECONDS = 5.0
+MAX_ASKED = 16
+"""Of one run's questions; with one more the key runs again in any case."""
 NOT_LEADER_SECONDS = 0.5
 
 
@@ -95,6 +97,7 @@ class Controller:
         self._in_flight: set[asyncio.Task[Result]] = set()
         self._looks: set[asyncio.Task[Result]] = set()
         self._unbegun: dict[ObjectKey, asyncio.Task[Result]] = {}
+        self._asked: dict[ObjectKey, list[tuple[float, Callable[[], bool]]]] = {}
 
     @property
     def idle(self) -> bool:
@@ -102,8 +105,17 @@ class Controller:
         due = self._state.next_due()
         return not self._state.running and (due is None or due > self._clock.monotonic())
 
-    def add(self, key: ObjectKey, after_seconds: float = 0.0) -> None:
-        """In the loop's thread only."""
+    def add(self, key: ObjectKey, after_seconds: float = 0.0, own: Callable[[], bool] | None = None) -> None:
+        """In the loop's thread only. own: whether what has changed was written by this key's own run, which
+        has looked at it. A run that is under way may hear only later that its write was done, so it is asked
+        at the end of that run."""
+        if own is not None:
+            if own():
+                return
+            asked = self._asked.setdefault(key, []) if self._state.runs(key) else None
+            if asked is not None and len(asked) < MAX_ASKED:
+                asked.append((self._clock.monotonic(), own))
+                return
         if self._state.add(key, self._clock.monotonic(), after_seconds) is Added.REFUSED:
             self._metrics.queue_refused(self._kind)
             self._on_overflow()
@@ -148,8 +160,16 @@ class Controller:
         if self._unbegun.get(key) is task:
             # Cancelled before it could note anything. Its key may be out again already, for another run.
             del self._unbegun[key]
+            self._asked.pop(key, None)
             self._state.succeeded(key, self._clock.monotonic(), 0.0)
         self._changed.set()
+
+    def _answer(self, key: ObjectKey, now: float) -> None:
+        """At the end of a run: it runs again for the first change that was not its own."""
+        for at, own in self._asked.pop(key, []):
+            if not own():
+                self._state.add(key, now, at - now)
+                return
 
     async def _wait_for_work(self, *, full: bool, told_only: bool) -> None:
         due = self._state.next_due(told_only=told_only)
@@ -173,6 +193,7 @@ class Controller:
         finally:
             now = self._clock.monotonic()
             self._metrics.reconciled(self._kind, result.value, now - started)
+            self._answer(key, now)
             if result in (Result.DONE, Result.REQUEUE):
                 self._state.succeeded(key, now, requeue)
             elif result is Result.CANCELLED:

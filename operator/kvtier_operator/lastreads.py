@@ -8,7 +8,7 @@ what a version means.
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ from kvtier_operator.ports import JsonObject, ObjectKey
 
 MAX_KEPT = 16_384
 """Objects remembered; to forget one costs a request."""
+MAX_VERSIONS = 6
+"""Of one object that were written here: a run writes several before a watch has told of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +28,25 @@ class _Read:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The version of an object that a watch has told of."""
+
+    key: ObjectKey
+    uid: str
+    version: str
+
+    @classmethod
+    def of(cls, key: ObjectKey, obj: JsonObject) -> Seen:
+        return cls(key, *version_of(obj))
+
+
 class LastReads:
-    """In the operator's loop only, but for `writer`. Times are seconds of one monotonic clock."""
+    """In the operator's loop only. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[ObjectKey, _Read] = OrderedDict()
-        self._lock = threading.Lock()
-        self._ours: OrderedDict[ObjectKey, tuple[tuple[str, str], ObjectKey]] = OrderedDict()
+        self._ours: OrderedDict[ObjectKey, tuple[tuple[str, str, ObjectKey], ...]] = OrderedDict()
 
     def note(self, key: ObjectKey, obj: JsonObject, at: float) -> None:
         """The server's answer. at: when it was asked; of two answers the one that was asked for later
@@ -58,15 +72,16 @@ class LastReads:
     def wrote(self, key: ObjectKey, obj: JsonObject, by: ObjectKey) -> None:
         """The server's answer to a write. by: whose run it was, which looks at what it wrote, or comes again
         by itself."""
-        with self._lock:
-            self._ours[key] = version_of(obj), by
-            self._ours.move_to_end(key)
-            while len(self._ours) > MAX_KEPT:
-                self._ours.popitem(last=False)
+        uid, version = version_of(obj)
+        self._ours[key] = (*self._ours.get(key, ()), (sys.intern(uid), version, by))[-MAX_VERSIONS:]
+        self._ours.move_to_end(key)
+        while len(self._ours) > MAX_KEPT:
+            self._ours.popitem(last=False)
 
-    def writer(self, key: ObjectKey, obj: JsonObject) -> ObjectKey | None:
-        """Whose run wrote this version, the last that was written here; from any thread. None, too, where the
-        watch was faster than the answer: one look too many."""
-        with self._lock:
-            version, by = self._ours.get(key, (None, None))
-            return by if version == version_of(obj) else None
+    def writer(self, seen: Seen) -> ObjectKey | None:
+        """Whose run wrote this version, one of the last that were written here. None, too, where a watch is
+        faster than the server's answer, which may yet come while that run is under way."""
+        for uid, version, by in self._ours.get(seen.key, ()):
+            if (uid, version) == (seen.uid, seen.version):
+                return by
+        return None

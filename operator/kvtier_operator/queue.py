@@ -81,6 +81,9 @@ class QueueState:
     def running(self) -> frozenset[ObjectKey]:
         return frozenset(self._running)
 
+    def runs(self, key: ObjectKey) -> bool:
+        return key in self._running
+
     def failures(self, key: ObjectKey) -> int:
         return self._failures.get(key, 0)
 

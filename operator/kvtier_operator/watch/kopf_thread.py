@@ -21,6 +21,7 @@ from typing import Any
 import kopf
 
 from kvtier_operator.kube import RESOURCES, load_configuration
+from kvtier_operator.lastreads import Seen
 from kvtier_operator.ports import Clock, JsonObject, Kind, ObjectKey
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch.nothing_kept import NoDiffBase, NoProgress
@@ -29,7 +30,8 @@ from kvtier_operator.watch.trimmed import trimmed
 
 _log = logging.getLogger(__name__)
 
-OnKeys = Callable[[set[ObjectKey]], None]
+OnKeys = Callable[[set[ObjectKey], Seen | None], None]
+"""Keys that have to be looked at, and the version that says so; None: an object is gone."""
 Sleep = Callable[[float], Awaitable[None]]
 STOP_SECONDS = 8.0
 LOOK_SECONDS = 1.0
@@ -40,14 +42,12 @@ RELOGIN = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class WatchDeps:
-    """`on_keys` is called in kopf's thread. `kubeconfig` None: the pod's service account. writer: whose
-    reconcile here wrote this version, and need not be told of it."""
+    """`on_keys` is called in kopf's thread. `kubeconfig` None: the pod's service account."""
 
     store: WatchStore
     on_keys: OnKeys
     kubeconfig: str | None
     clock: Clock
-    writer: Callable[[ObjectKey, JsonObject], ObjectKey | None] = lambda _key, _obj: None
 
 
 def register(registry: kopf.OperatorRegistry, deps: WatchDeps) -> None:
@@ -84,10 +84,8 @@ def accept(deps: WatchDeps, kind: Kind, deleted: bool, obj: JsonObject) -> None:
     obj = trimmed(kind, obj)
     before = deps.store.remove(key) if deleted else deps.store.put(key, obj)
     keys = affected(key, before, None if deleted else obj, deps.store)
-    if not deleted and (writer := deps.writer(key, obj)) is not None:
-        keys.discard(writer)
     if keys:
-        deps.on_keys(keys)
+        deps.on_keys(keys, None if deleted else Seen.of(key, obj))
 
 
 async def connection_info(kubeconfig: str | None) -> kopf.ConnectionInfo:

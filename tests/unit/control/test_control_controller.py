@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -14,7 +15,7 @@ from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
 from kvtier_operator.clock import SystemClock
-from kvtier_operator.controller import NOT_LEADER_SECONDS, Controller, Limits
+from kvtier_operator.controller import MAX_ASKED, NOT_LEADER_SECONDS, Controller, Limits
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import (
     ApiError,
@@ -187,6 +188,40 @@ async def test_a_key_added_while_it_runs_runs_once_more_and_not_beside_itself() 
         bench.controller.add(key("sentinel"))
         await bench.reconciler.until(3)
     assert bench.reconciler.ran == ["a", "a", "sentinel"]
+
+
+@pytest.mark.parametrize(
+    "writers, runs",
+    [
+        pytest.param(["a"], 1, id="its-own"),
+        pytest.param(["a"] * 3, 1, id="its-own-writes"),
+        pytest.param(["a", "somebody"], 2, id="and-somebody-elses"),
+        pytest.param(["a"] * (MAX_ASKED + 1), 2, id="more-than-are-asked-about"),
+    ],
+)
+async def test_a_watch_that_is_faster_than_the_answer_does_not_have_a_run_look_at_its_own_write(
+    writers: list[str], runs: int
+) -> None:
+    async with running(workers=1) as bench:
+        answered: list[bool] = []
+        bench.reconciler.gate.clear()
+        bench.controller.add(key("a"))
+        async with asyncio.timeout(60):
+            await bench.reconciler.entered.wait()
+
+        def own(writer: str) -> bool:
+            return bool(answered) and writer == "a"
+
+        for writer in writers:
+            bench.controller.add(key("a"), own=partial(own, writer))
+        # Only then does the run hear that it has written.
+        answered.append(True)
+        bench.reconciler.gate.set()
+        await bench.reconciler.until(runs)
+        bench.controller.add(key("a"), own=lambda: True)
+        bench.controller.add(key("sentinel"))
+        await bench.reconciler.until(runs + 1)
+    assert bench.reconciler.ran == [*["a"] * runs, "sentinel"]
 
 
 async def test_without_the_lease_nothing_runs_and_what_ran_is_cancelled_and_kept() -> None:

@@ -19,7 +19,9 @@ class Breaking(KopfThread):
     """Fails `failures` times, then watches until it is stopped."""
 
     def __init__(self, clock: FakeClock, failures: int) -> None:
-        super().__init__(WatchDeps(WatchStore(), lambda _keys: None, None, clock), restart_seconds=(0.001,))
+        super().__init__(
+            WatchDeps(WatchStore(), lambda _keys, _seen: None, None, clock), restart_seconds=(0.001,)
+        )
         self.failures = failures
         self.starts = 0
         self.watching = threading.Event()
@@ -89,7 +91,7 @@ class Losing(KopfThread):
     """Loses one of two watches without ending, as kopf does."""
 
     def __init__(self) -> None:
-        deps = WatchDeps(WatchStore(), lambda _keys: None, None, FakeClock())
+        deps = WatchDeps(WatchStore(), lambda _keys, _seen: None, None, FakeClock())
         super().__init__(deps, sleep=self._look)
         self.looks = 0
         self.looked = asyncio.Event()

@@ -157,7 +157,7 @@ def test_the_rollouts_of_a_cache_are_those_that_name_it_now(steps: list[tuple[st
 def test_what_nobody_reads_is_not_kept() -> None:
     """Neither from a watch nor from a list; what is read stays as it was."""
     store = WatchStore()
-    deps = WatchDeps(store, lambda _: None, None, FakeClock())
+    deps = WatchDeps(store, lambda _keys, _seen: None, None, FakeClock())
     managed = version(1, spec={"a": 1}, status={"b": 2})
     managed["metadata"]["managedFields"] = [{"manager": "kubectl", "fieldsV1": {}}]
     node = {"metadata": {"name": "a", "uid": "n", "labels": {"x": "y"}}, "spec": {"unschedulable": True}}
@@ -171,7 +171,7 @@ def test_what_nobody_reads_is_not_kept() -> None:
 
 def test_names_and_short_values_of_all_objects_are_held_once() -> None:
     store = WatchStore()
-    deps = WatchDeps(store, lambda _: None, None, FakeClock())
+    deps = WatchDeps(store, lambda _keys, _seen: None, None, FakeClock())
     for name in ("a", "b"):
         text = json.dumps(version(1, spec={"tierClassName": "cpu dram", "rows": [{"text": "x" * 99}]}))
         obj = json.loads(text)
@@ -437,7 +437,7 @@ def test_a_daemonset_wakes_the_pool_that_owns_it(bench: Bench) -> None:
 
 def test_leases_that_are_not_agents_are_not_kept() -> None:
     store, woken = WatchStore(), []
-    deps = WatchDeps(store, woken.append, None, FakeClock())
+    deps = WatchDeps(store, lambda keys, _seen: woken.append(keys), None, FakeClock())
     other = {"metadata": {"name": "kube-scheduler", "namespace": "kube-system", "uid": "u"}}
     accept(deps, Kind.LEASE, False, other)
     assert store.list_all(Kind.LEASE) == []
@@ -445,26 +445,20 @@ def test_leases_that_are_not_agents_are_not_kept() -> None:
     assert woken == [{ObjectKey(Kind.KV_CACHE, "", "chat")}]
 
 
-def test_a_version_that_its_own_run_wrote_wakes_others_and_not_itself(bench: Bench) -> None:
-    """Its run has looked at it already. Of any other version, and of its end, it is told."""
+def test_with_its_keys_a_change_says_which_version_it_is(bench: Bench) -> None:
+    """So that its own run is not told of what it wrote. Of an end everybody is told."""
     reads, woken = LastReads(), []
-    deps = WatchDeps(bench.store, woken.append, None, FakeClock(), reads.writer)
+    deps = WatchDeps(bench.store, lambda keys, seen: woken.append((keys, seen)), None, FakeClock())
     rollout = copy.deepcopy(bench.store.get(ROLLOUT))
     assert rollout is not None
     spec, status = rollout["spec"], {"phase": "Completed", "fence": 3}
-
-    def told(number: str, *, deleted: bool = False) -> set[ObjectKey]:
-        woken.clear()
+    for number, deleted in (("1000", False), ("1001", False), ("1002", True)):
         metadata = {**rollout["metadata"], "resourceVersion": number}
         accept(deps, Kind.KV_ROLLOUT, deleted, {"metadata": metadata, "spec": spec, "status": status})
-        return set().union(*woken)
-
-    written = {"metadata": {**rollout["metadata"], "resourceVersion": "1000"}}
-    reads.wrote(ROLLOUT, written, ROLLOUT)
-    assert told("1000") == {CACHE, POOL, key(Kind.KV_SELECTOR, "quest-64")}, "its candidate is approved"
-    assert ROLLOUT in told("1001"), "somebody else's"
-    reads.wrote(ROLLOUT, {"metadata": {**written["metadata"], "resourceVersion": "1003"}}, ROLLOUT)
-    assert ROLLOUT in told("1003", deleted=True)
+    reads.wrote(ROLLOUT, {"metadata": {**rollout["metadata"], "resourceVersion": "1000"}}, ROLLOUT)
+    (first, written), (_, other), (_, gone) = woken
+    assert first == {ROLLOUT, CACHE, POOL, key(Kind.KV_SELECTOR, "quest-64")}, "its candidate is approved"
+    assert (reads.writer(written), reads.writer(other), gone) == (ROLLOUT, None, None)
 
 
 # --- the relist ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier_operator.agents.recent import RecentAgents
 from kvtier_operator.agents.renewal import LeaseRenewer
-from kvtier_operator.lastreads import LastReads
+from kvtier_operator.lastreads import LastReads, Seen
 from kvtier_operator.ports import JsonObject, Kind, ObjectKey, Requeue
 from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
 from kvtier_operator.rollout.pairs import VOUCHED_SECONDS
@@ -218,17 +218,24 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not reads.vouch(keys[2], read("1"), 0.0)
 
 
-def test_of_what_was_written_the_last_version_is_ours_and_the_number_of_them_is_bounded(
+def test_of_what_was_written_the_last_versions_are_ours_and_the_number_of_them_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtier_operator.lastreads.MAX_KEPT", 2)
+    monkeypatch.setattr("kvtier_operator.lastreads.MAX_VERSIONS", 2)
     reads = LastReads()
     keys = [ObjectKey(Kind.KV_ROLLOUT, "serving", name) for name in "abc"]
+
+    def writer(key: ObjectKey, version: str, uid: str = "u") -> ObjectKey | None:
+        return reads.writer(Seen.of(key, read(version, uid)))
+
     for key in keys:
         reads.wrote(key, read("1"), key)
-    assert [reads.writer(key, read("1")) for key in keys] == [None, *keys[1:]]
+    assert [writer(key, "1") for key in keys] == [None, *keys[1:]]
     reads.wrote(keys[2], read("2"), keys[0])
-    assert [reads.writer(keys[2], read(version)) for version in "12"] == [None, keys[0]]
-    assert reads.writer(keys[2], read("2", "other")) is None
+    assert [writer(keys[2], version) for version in "12"] == [keys[2], keys[0]]
+    reads.wrote(keys[2], read("3"), keys[0])
+    assert [writer(keys[2], version) for version in "123"] == [None, keys[0], keys[0]]
+    assert writer(keys[2], "2", "other") is None
     reads.note(keys[1], read("3"), 9.0)
-    assert reads.writer(keys[1], read("3")) is None, "what was read is somebody else's"
+    assert writer(keys[1], "3") is None, "what was read is somebody else's"
