@@ -8,7 +8,7 @@ the status that is applied here never holds it. Stages, grants and evidence are 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from kvtier_crds.manifest import ManifestError, RuntimeManifest
@@ -111,10 +111,14 @@ class KVCacheReconciler:
         except RevisionDamaged as error:
             damaged = str(error)
         rollout = self._owned_by_rollout(cache)
-        fence = adopted.fence if adopted is not None else 0
-        results = await self._converge(key, cache, adopted, views, feasible, rollout=rollout)
-        if self._overtakes(cache, results, fence, rollout=rollout):
-            return Requeue(RETRY_SECONDS, "agents are told again under the number that has just been taken")
+        results, fence = await self._converge(key, cache, adopted, views, feasible, rollout=rollout)
+        if adopted is not None and fence > adopted.fence and self._overtakes(cache):
+            # Told again at once under the number that has just been taken, unless a rollout has it by now.
+            rollout, adopted = self._owned_by_rollout(cache), replace(adopted, fence=fence)
+            cache = {**cache, "status": {**cache["status"], "fence": fence}}
+            results, _ = await self._converge(
+                key, cache, adopted, views, feasible, rollout=rollout, again=True
+            )
         findings = Findings(
             cache=cache,
             missing=resolved.missing,
@@ -259,7 +263,9 @@ class KVCacheReconciler:
         feasible: Feasibility,
         *,
         rollout: bool,
-    ) -> list[NodeResult]:
+        again: bool = False,
+    ) -> tuple[list[NodeResult], int]:
+        """What came of it at each node, and the number in force after it. again: a moment after the last."""
         baseline = None
         if adopted is not None and not cache["spec"].get("suspend"):
             baseline = Baseline(
@@ -270,27 +276,27 @@ class KVCacheReconciler:
                 key_secret(cache),
                 admission_of(cache, adopted.manifest),
             )
-        results = await self._nodes.converge(views, baseline, uid=_uid(cache), rollout=rollout)
+        results = await self._nodes.converge(views, baseline, uid=_uid(cache), rollout=rollout, again=again)
+        fence = 0 if adopted is None else adopted.fence
         refused = [result for result in results if result.fence_refused]
         if refused and adopted is not None and not rollout:
-            # No rollout owns the number now, so it may advance; the next reconcile sends the new one.
-            highest = max(adopted.fence, *(result.highest_fence for result in refused))
-            await self._advance_fence(key, cache, highest + 1)
-        return results
+            # No rollout owns the number now, so it may advance.
+            highest = max(fence, *(result.highest_fence for result in refused))
+            fence = await self._advance_fence(key, cache, highest + 1)
+        return results, fence
 
-    def _overtakes(self, cache: JsonObject, results: list[NodeResult], fence: int, *, rollout: bool) -> bool:
-        """Whether agents refused only the number, and a higher one was taken: an edit of what they are told
-        of a cache has none of its own. Nobody need hear of it, unless it happens twice for one edit."""
+    def _overtakes(self, cache: JsonObject) -> bool:
+        """Agents refused only the number, and a higher one was taken: an edit of what they are told of a
+        cache has none of its own. Whether nobody need hear of it: unless it happens twice for one edit."""
         generation = int(cache["metadata"].get("generation") or 1)
-        if rollout or not fence or not any(result.fence_refused for result in results):
-            return False
         again = self._overtaken.get(_uid(cache)) == generation
         self._overtaken[_uid(cache)] = generation
         return not again
 
     async def _advance_fence(self, key: ObjectKey, cache: JsonObject, to: int) -> int:
-        before = (cache.get("status") or {}).get("fence")
-        await self._deps.api.compare_and_swap(
+        """This run goes on with the new number, or comes again in a moment: it need not be woken for it."""
+        before, asked = (cache.get("status") or {}).get("fence"), self._deps.clock.monotonic()
+        moved = await self._deps.api.compare_and_swap(
             key,
             [
                 expect_op("/metadata/uid", _uid(cache)),
@@ -298,6 +304,8 @@ class KVCacheReconciler:
                 add_op("/status/fence", to),
             ],
         )
+        self._deps.reads.note(key, moved, asked)
+        self._deps.reads.wrote(key, moved, key)
         return to
 
     def _views(self, cache: JsonObject) -> list[NodeView]:

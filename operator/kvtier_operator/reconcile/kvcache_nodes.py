@@ -68,12 +68,19 @@ class CacheNodes:
         self._proved = {key: value for key, value in self._proved.items() if key[0] != uid}
 
     async def converge(
-        self, views: Sequence[NodeView], baseline: Baseline | None, *, uid: str, rollout: bool
+        self,
+        views: Sequence[NodeView],
+        baseline: Baseline | None,
+        *,
+        uid: str,
+        rollout: bool,
+        again: bool = False,
     ) -> list[NodeResult]:
         """One result for each node, all at once. With `baseline` None nodes are only looked at. `rollout`:
-        one is unfinished, so a candidate may be held and the current fence is not ours to use up."""
+        one is unfinished, so a candidate may be held and the current fence is not ours to use up. again: the
+        caller was here a moment ago, and what those said whom it told nothing will do."""
         now = self._deps.clock.monotonic()
-        recent = now - self._looked.get(uid, now) >= BEAT_SECONDS
+        recent = again or now - self._looked.get(uid, now) >= BEAT_SECONDS
         self._looked[uid] = now
         return list(
             await asyncio.gather(
@@ -114,6 +121,11 @@ class CacheNodes:
         if baseline is None:
             return NodeResult(NodeFinding(name, Standing.APPLYING, "no baseline yet"), highest)
         target = replace(view.target, boot_id=state.boot_id)
+        if not rollout and _lacks_number(held, baseline):
+            # It would refuse it, as each of them, before the number is taken.
+            self._proved.pop((uid, name), None)
+            detail = f"FENCE_CONFLICT: {baseline.fence} has brought other words"
+            return NodeResult(NodeFinding(name, Standing.REFUSED, detail), highest, fence_refused=True)
         try:
             finding = await self._prove(target, held, baseline, rollout=rollout)
         except AgentError as error:
@@ -236,6 +248,14 @@ class CacheNodes:
         except AgentUnreachable as error:
             return _short(error) if view.live else "its Lease has ended"
         return ""
+
+
+def _lacks_number(held: control.CacheState | None, baseline: Baseline) -> bool:
+    """Whether all that is to be told are other words beside the same digest, and an agent takes those under a
+    higher number alone."""
+    if held is None or held.baseline_digest != baseline.digest or not held.HasField("admission"):
+        return False
+    return held.admission != baseline.admission and held.highest_fence >= baseline.fence
 
 
 def _held(state: control.GetStateResponse, uid: str) -> control.CacheState | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from kvtier.v1 import control_pb2 as control
 from kvtier_operator.agents.recent import RecentAgents
+from kvtier_operator.lastreads import LastReads, Seen
 from kvtier_operator.ports import (
     CACHE_FINALIZER,
     AgentError,
@@ -16,6 +19,7 @@ from kvtier_operator.ports import (
     JsonObject,
     Kind,
     ObjectKey,
+    PatchOp,
     Requeue,
     add_op,
 )
@@ -338,6 +342,35 @@ async def test_a_number_that_an_edit_of_admission_lacks_is_no_problem_of_any_age
     assert len(bench.api.writes) == 2, "the number, and that the edit was seen"
     assert cache["status"]["observedGeneration"] == 2
     assert {one.queue for one in bench.agents.admissions.values()} == {9}
+
+
+async def test_an_edit_of_admission_is_told_in_one_run_and_each_agent_once() -> None:
+    """No agent is told what it can only refuse, and none is asked again what it has just said; the run is not
+    woken by the number that it took."""
+    bench = bench_with()
+    reads = LastReads()
+    deps = replace(bench.deps, agents=RecentAgents(bench.agents, bench.clock), reads=reads)
+    reconciler = KVCacheReconciler(deps)
+    cache = await settle(bench, reconciler)
+    cache["spec"]["admission"] = {"queue": 9}
+    cache["metadata"]["generation"] = 2
+    bench.api.catch_up()
+    bench.clock.advance(1)
+    bench.agents.calls.clear()
+    numbers = []
+
+    async def swapped(key: ObjectKey, ops: Sequence[PatchOp], **more: str) -> JsonObject:
+        numbers.append(await swap(key, ops, **more))
+        return numbers[-1]
+
+    swap = bench.api.compare_and_swap
+    bench.api.compare_and_swap = swapped  # type: ignore[assignment, method-assign]
+    await reconciler.reconcile(KEY)
+    assert {one.queue for one in bench.agents.admissions.values()} == {9}
+    assert bench.api.objects[KEY]["status"]["observedGeneration"] == 2
+    told = Counter(bench.agents.calls)
+    assert told == {"GetState": 4, "ApplyBaseline": 2, "Prove": 2}, "as they are, and as they are after it"
+    assert [reads.writer(Seen.of(KEY, obj)) for obj in numbers] == [KEY]
 
 
 async def test_a_number_that_is_refused_again_is_told() -> None:
