@@ -73,8 +73,8 @@ def affected(
             else:
                 # Its own reconcile is of its liveness and its boot, which are among those facts.
                 keys.discard(key)
-                for namespace, name in _let_go(before, after):
-                    keys |= _rollouts_of(store, namespace, name)
+                for namespace, cache, digest in _held(before) - _held(after):
+                    keys |= _waiting_for(store, namespace, cache, digest)
         case Kind.LEASE:
             node = key.name.removeprefix(LEASE_PREFIX)
             if (
@@ -213,12 +213,8 @@ def _agent_facts(kv_node: JsonObject) -> tuple[object, ...]:
     )
 
 
-def _let_go(before: JsonObject, after: JsonObject) -> set[tuple[str, str]]:
-    """Namespace and name of caches whose candidate this agent held, and holds no more."""
-    return {(row[0], row[1]) for row in _held(before) - _held(after)}
-
-
 def _held(kv_node: JsonObject) -> set[tuple[str, str, str]]:
+    """Namespace and name of caches whose candidate this agent holds, and its digest."""
     rows = (kv_node.get("status") or {}).get("candidates") or []
     return {(row.get("namespace", ""), row.get("cache", ""), row.get("digest", "")) for row in rows}
 
@@ -261,6 +257,22 @@ def _rollouts(store: Store, namespace: str, wanted: _SpecTest) -> set[ObjectKey]
 
 def _rollouts_of(store: Store, namespace: str, cache: str) -> set[ObjectKey]:
     return {_key(Kind.KV_ROLLOUT, rollout) for rollout in store.rollouts_of(namespace, cache)}
+
+
+def _waiting_for(store: Store, namespace: str, cache: str, digest: str) -> set[ObjectKey]:
+    """Of a cache's rollouts those to which it is news that an agent let go of this candidate: not one that
+    goes on with another, and has heard so from the agent itself, seconds ago."""
+    return {
+        _key(Kind.KV_ROLLOUT, one)
+        for one in store.rollouts_of(namespace, cache)
+        if not _goes_on_with_another(one, digest)
+    }
+
+
+def _goes_on_with_another(rollout: JsonObject, digest: str) -> bool:
+    status = rollout.get("status") or {}
+    candidate = (status.get("candidate") or {}).get("digest", digest)
+    return status.get("phase") == "Progressing" and "revoking" not in status and candidate != digest
 
 
 def _of_pool(store: Store, namespace: str, name: str) -> set[ObjectKey]:

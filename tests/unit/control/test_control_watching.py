@@ -390,6 +390,25 @@ def test_of_an_agents_status_only_what_others_decide_by_wakes_them(
     assert affected(NODE_A, before, after, bench.store) == itself | woken
 
 
+@pytest.mark.parametrize(
+    "status, woken",
+    [
+        pytest.param({"candidate": {"digest": "e"}}, False, id="goes-on-with-another"),
+        pytest.param({"candidate": {"digest": "d"}}, True, id="its-own-is-gone"),
+        pytest.param({"candidate": {"digest": "e"}, "phase": "RollingBack"}, True, id="returns"),
+        pytest.param({"candidate": {"digest": "e"}, "revoking": {}}, True, id="waits-for-another-to-end"),
+        pytest.param({}, True, id="has-none-yet"),
+    ],
+)
+def test_an_agent_that_let_go_wakes_whom_it_is_news_to(bench: Bench, status: JsonObject, woken: bool) -> None:
+    """Each of them says so some seconds later, one after another, and every time all would be asked."""
+    rollout = copy.deepcopy(bench.store.get(ROLLOUT))
+    assert rollout is not None
+    bench.api.add(rollout | {"status": {"phase": "Progressing", "stage": "Shadow", "fence": 5} | status})
+    before, after = agent(candidates=[holding("chat")]), agent(candidates=[holding("chat", "e")])
+    assert affected(NODE_A, before, after, bench.store) == ({ROLLOUT} if woken else set())
+
+
 LEASE = key(Kind.LEASE, "kvnode-a")
 
 
