@@ -51,12 +51,20 @@ class Pairs:
         return Pair(key, rollout, cache_key, cache)
 
     async def live(self, key: ObjectKey) -> Pair | None:
-        """From the server; None when the rollout does not exist."""
-        rollout = await self._get(key)
-        if rollout is None:
+        """From the server; None when the rollout does not exist. Which cache is its, the read cache mostly
+        knows: then both are asked for at once."""
+        known = self._deps.store.get(key)
+        if known is None:
+            rollout = await self._get(key)
+            pair = None if rollout is None else Pair(key, rollout, cache_key_of(key, rollout), None)
+        else:
+            pair = await self.again(key, cache_key_of(key, known))
+        if pair is None:
             return None
-        cache_key = cache_key_of(key, rollout)
-        return Pair(key, rollout, cache_key, await self._get(cache_key))
+        cache_key = cache_key_of(key, pair.rollout)
+        if known is None or cache_key != pair.cache_key:
+            pair = Pair(key, pair.rollout, cache_key, await self._get(cache_key))
+        return pair
 
     async def again(self, key: ObjectKey, cache_key: ObjectKey) -> Pair | None:
         """Both from the server, at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from kvtier_operator.agents.renewal import LeaseRenewer
 from kvtier_operator.lastreads import LastReads, Seen
 from kvtier_operator.ports import JsonObject, Kind, ObjectKey, Requeue
 from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
-from kvtier_operator.rollout.pairs import VOUCHED_SECONDS
+from kvtier_operator.rollout.pairs import VOUCHED_SECONDS, Pairs
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import StoreView, World, copied, held
 
@@ -179,6 +180,41 @@ async def test_nothing_goes_on_by_what_an_agent_told_another_before_it_fell_sile
     assert world.feed.looks > looks
     assert world.where == ("Progressing", "Canary", 0)
     assert [one["node"] for one in world.status["unreachable"]] == ["node-0"]
+
+
+async def test_rollout_and_cache_are_asked_for_at_once() -> None:
+    world, _ = await resting()
+    get, asked, both = world.api.get, set[ObjectKey](), asyncio.Event()
+
+    async def together(key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
+        asked.add(key)
+        if asked == {world.rollout, world.cache_key}:
+            both.set()
+        async with asyncio.timeout(60):
+            await both.wait()
+        return await get(key)
+
+    world.api.get = together  # type: ignore[method-assign]
+    pair = await Pairs(world.deps).live(world.rollout)
+    assert pair is not None and pair.cache is not None
+    assert (pair.cache_key, pair.cache["metadata"]["name"]) == (world.cache_key, "chat")
+
+
+@pytest.mark.parametrize("known", [None, "elsewhere"])
+async def test_its_cache_is_the_one_that_the_server_names(known: str | None) -> None:
+    """Not the one of an older object of that name, which the read cache still has."""
+    world, asked = await resting()
+    behind = Behind(world)
+    object.__setattr__(world.deps, "store", behind)
+    if known is None:
+        del behind._then[world.rollout]
+    else:
+        behind._then[world.rollout]["spec"]["cacheRef"]["name"] = known
+        behind._then[world.rollout]["metadata"] |= {"uid": "before", "resourceVersion": "1"}
+    pair = await Pairs(world.deps).live(world.rollout)
+    assert pair is not None and pair.cache is not None
+    assert (pair.cache_key, pair.cache["metadata"]["name"]) == (world.cache_key, "chat")
+    assert asked[-1] == world.cache_key
 
 
 def read(version: str, uid: str = "u") -> JsonObject:
