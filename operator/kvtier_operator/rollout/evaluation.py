@@ -95,8 +95,8 @@ def record_look(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Rollo
 def _following(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> float:
     """The pool's next beat, or before it the moment at which the step may end: a step of as many intervals
     as it lasts would else end up to one later, by where its pool's beats lie."""
-    pool = inputs.cache.pool if inputs.cache is not None else ""
-    beat = next_beat(pool, tick_seconds(spec), inputs.now)
+    share = inputs.cache.beat if inputs.cache is not None else 0.0
+    beat = next_beat(share, tick_seconds(spec), inputs.now)
     if state.window is None or state.phase is not Phase.PROGRESSING:
         return beat
     least = max(current_step(state, spec).min_seconds, spec.warmup + spec.settle)

@@ -15,6 +15,7 @@ from kvtier_crds.quantity import QuantityError, parse_duration
 from kvtier_operator.feasible import room_beside
 from kvtier_operator.ports import Deps, JsonObject, Kind, NodeView, NotFound, ObjectKey
 from kvtier_operator.revisions import RevisionDamaged, read_revision
+from kvtier_operator.rollout.beats import PoolBeats
 from kvtier_operator.rollout.candidate import (
     Compiled,
     Sources,
@@ -117,6 +118,7 @@ class Gatherer:
         self._feed = feed
         self._observer = Observer(deps.agents)
         self._probes = ProbeReads(deps.api, deps.clock)
+        self._beats = PoolBeats(deps.store)
 
     async def gather(self, pair: Pair, kept: Kept, run: Run) -> Facts:
         key, rollout, cache = pair.key, pair.rollout, pair.cache
@@ -145,7 +147,7 @@ class Gatherer:
             spec=spec,
             spec_error=spec_error,
             deleting="deletionTimestamp" in rollout["metadata"],
-            cache=cache_view(cache),
+            cache=self._cache_view(cache),
             busy_with="",
             superseded_by="",
             candidate=self._with_room(compiled, cache, state, members, pool, kept),
@@ -185,6 +187,14 @@ class Gatherer:
         if kept.parsed is None or kept.parsed[0] != version:
             kept.parsed = version, _parsed(raw, probes, exact)
         return kept.parsed[1]
+
+    def _cache_view(self, cache: JsonObject | None) -> CacheView | None:
+        """With where its pool's beats lie."""
+        view = cache_view(cache)
+        if view is None or cache is None:
+            return None
+        pool = str((cache["spec"].get("poolRef") or {}).get("name", ""))
+        return replace(view, beat=self._beats.share(cache["metadata"]["namespace"], pool))
 
     def _members(self, cache: JsonObject | None) -> list[NodeView]:
         if cache is None:
@@ -420,7 +430,6 @@ def cache_view(cache: JsonObject | None) -> CacheView | None:
         return None
     status, spec = cache.get("status") or {}, cache.get("spec") or {}
     baseline, approved = status.get("baseline"), status.get("approved")
-    pool = (spec.get("poolRef") or {}).get("name", "")
     return CacheView(
         uid=cache["metadata"]["uid"],
         fence=int(status.get("fence") or 0),
@@ -435,7 +444,6 @@ def cache_view(cache: JsonObject | None) -> CacheView | None:
         else None,
         deleting="deletionTimestamp" in cache["metadata"],
         suspended=bool(spec.get("suspend")),
-        pool=f"{cache['metadata']['namespace']}/{pool}",
     )
 
 

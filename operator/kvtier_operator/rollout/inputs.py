@@ -28,7 +28,7 @@ class Approved:
 
 @dataclass(frozen=True)
 class CacheView:
-    """`pool`: namespace and name of the AgentPool whose agents hold it."""
+    """beat: where in an interval the looks of its pool lie, from 0 to 1; see `beats`."""
 
     uid: str
     fence: int
@@ -36,7 +36,7 @@ class CacheView:
     approved: Approved | None
     deleting: bool = False
     suspended: bool = False
-    pool: str = ""
+    beat: float = 0.0
 
 
 @dataclass(frozen=True)
