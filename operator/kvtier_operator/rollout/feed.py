@@ -86,6 +86,7 @@ class EvidenceFeed:
         self._clock = clock
         self._external = external
         self._open: dict[str, _Open] = {}
+        self._judging = asyncio.Lock()
 
     def forget(self, uid: str) -> None:
         self._open.pop(uid, None)
@@ -122,9 +123,13 @@ class EvidenceFeed:
         given = (reader.version, evidence.complete, evidence.error, expected, gates, terms, state.carry)
         judged = opened.judged
         if judged is None or external or judged.given != given:
-            judgement = judge(gates, evidence, terms, state.carry)
-            effects = effects_of(gates, evidence.merged, float(step.traffic), external)
-            judged = _Judged(given, judgement, effects, thresholds_of(spec, evidence.merged))
+            # One at a time, and the loop turns in between: all looks of a pool have their answers at the same
+            # moment, and each step of what somebody waits for would wait until all of them are judged.
+            async with self._judging:
+                await asyncio.sleep(0)
+                judgement = judge(gates, evidence, terms, state.carry)
+                effects = effects_of(gates, evidence.merged, float(step.traffic), external)
+                judged = _Judged(given, judgement, effects, thresholds_of(spec, evidence.merged))
             opened.judged = None if external else judged
         judgement = judged.judgement
         return Look(

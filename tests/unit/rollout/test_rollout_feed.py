@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +104,41 @@ async def test_a_look_says_the_baselines_quantiles_of_every_ratio_gate_of_the_la
     assert set(told) == ratio_gates(spec) != set()
     assert set(told.values()) == {quantile(0.99), quantile(0.5)}, "a tail and its median guard"
     assert look.pair_thresholds == tuple(sorted(told.items()))
+
+
+async def test_looks_whose_answers_come_at_once_are_judged_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop turns between any two of them: others need not wait until all are judged."""
+    world = World()
+    await world.until("Progressing", "Shadow")
+    spec = parse_spec(world.api.objects[world.rollout]["spec"])
+    state = from_status(world.status)
+    feed = EvidenceFeed(EvidenceOf(tpot(*[FAST] * 90)), world.clock)  # type: ignore[arg-type]
+    turns, judged_at, judge = 0, list[int](), feed_module.judge
+
+    def noted(*given: Any) -> Any:
+        judged_at.append(turns)
+        return judge(*given)
+
+    monkeypatch.setattr(feed_module, "judge", noted)
+
+    async def look(number: int) -> None:
+        uid = f"u{number}"
+        reading = Reading(
+            cache=common.CacheRef(namespace="serving", name="chat"),
+            fence=fence_of(state, uid),
+            key=window_key(state, spec, uid),
+            nodes=(AgentTarget("node-0", "uid-0", "10.0.0.1:7443", "boot"),),
+        )
+        await feed.look(reading, state, spec, world.clock.seconds)
+
+    looks = asyncio.gather(*(look(number) for number in range(5)))
+    while not looks.done():
+        turns += 1
+        await asyncio.sleep(0)
+    await looks
+    assert len(set(judged_at)) == len(judged_at) == 5
 
 
 async def test_another_operator_judges_by_the_design_effects_of_the_status() -> None:
