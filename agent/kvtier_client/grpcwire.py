@@ -39,19 +39,25 @@ class GrpcWire:
 
     @property
     def left_behind(self) -> bool:
-        return bool(self._shapes) and self.stream.broken is None
+        return bool(self._shapes or self.stream.outstanding) and self.stream.broken is None
 
     def has_room(self, frames: Sequence[Frame]) -> bool:
         return self.stream.outstanding < MAX_OUTSTANDING
 
     def send(self, frames: Sequence[Frame]) -> None:
         messages = [frame_message(frame) for frame in frames]
-        if isinstance(self.stream, AttendManyStream):
-            self.stream.send(messages)
-        else:
-            (one,) = messages
-            self.stream.send(one)
+        # Before they go: a call that is interrupted here must be seen to have left its answer behind, or the
+        # next one would take that for its own.
         self._shapes.append([frame.q.shape for frame in frames])
+        try:
+            if isinstance(self.stream, AttendManyStream):
+                self.stream.send(messages)
+            else:
+                (one,) = messages
+                self.stream.send(one)
+        except KvtierError:
+            self._shapes.pop()
+            raise
 
     def receive(self, timeout: float) -> list[Answer | KvtierError]:
         if isinstance(self.stream, AttendManyStream):

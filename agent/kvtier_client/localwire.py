@@ -48,19 +48,22 @@ class Attached:
 
 
 class LocalWire:
-    """One connection with its two rings, and the sessions attached to it. One engine thread drives it.
-
-    `tokens` holds, by session id, what attaches each session again elsewhere.
-    """
+    """One connection with its two rings, and the sessions attached to it. One engine thread drives it."""
 
     name: WireName = "local"
 
     def __init__(
-        self, offers: Sequence[tuple[Sender, bytes]], offer: attention_pb2.LocalChannel, wanted: int
+        self,
+        senders: Sequence[Sender],
+        tokens: dict[str, bytes],
+        offer: attention_pb2.LocalChannel,
+        wanted: int,
     ) -> None:
-        """offers: the sessions to attach with their tokens; offer: where. wanted: bytes of tensors of a
-        message. Raises KvtierError: typed as the agent says it, DRAINING when nobody is there."""
-        self.tokens: dict[str, bytes] = {}
+        """senders: the sessions to attach; tokens: by session id, what attaches each. What attaches one again
+        elsewhere takes the place of what attached it here, also when the next one cannot be attached. offer:
+        where. wanted: bytes of tensors of a message. Raises KvtierError: typed as the agent says it, DRAINING
+        when nobody is there."""
+        self._tokens = tokens
         self.broken: KvtierError | None = None
         self.lost = False
         self.max_frames = min(wire.MAX_FRAMES, offer.max_frames or wire.MAX_FRAMES)
@@ -85,10 +88,10 @@ class LocalWire:
             raise KvtierError(Reason.NO_STAGING, f"no socket for a local channel: {error}") from None
         try:
             self._connect(offer.socket)
-            (first, token), *others = offers
-            self._hello(first, token, size)
-            for sender, token in others:
-                self._attach(sender, token)
+            first, *others = senders
+            self._hello(first, tokens[first.opened.session_id], size)
+            for sender in others:
+                self._attach(sender, tokens[sender.opened.session_id])
             if not others:
                 self.lone = LoneFrames(self, first, self._attached[first])
         except OSError as error:
@@ -154,13 +157,16 @@ class LocalWire:
             waiting.append((self.sequence, offset, frame.q.shape))
             offset = wire.aligned(at)
         try:
-            self.socket.send(wire.pack_frames(records, time.monotonic_ns()))
+            message = wire.pack_frames(records, time.monotonic_ns())
         except wire.MalformedError as error:
             raise KvtierError(Reason.FRAME_INVALID, str(error)) from None
-        except OSError as error:
-            raise self.not_sent(error) from None
+        # Before it goes: a call that is interrupted here must be seen to have left its answer behind.
         self.ring.take(start, size)
         self.waiting.append(waiting)
+        try:
+            self.socket.send(message)
+        except OSError as error:
+            raise self.not_sent(error) from None
 
     def receive(self, timeout: float) -> list[Answer | KvtierError]:
         if self.broken is not None:
@@ -339,7 +345,7 @@ class LocalWire:
         self._attached[sender] = Attached(
             answered.attachment, opened.generation, wire.tag(opened.session_id), wire.tag(opened.boot_id)
         )
-        self.tokens[opened.session_id] = answered.next_token
+        self._tokens[opened.session_id] = answered.next_token
 
     def set_timeout(self, seconds: float) -> None:
         whole = int(seconds)

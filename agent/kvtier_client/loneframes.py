@@ -106,15 +106,17 @@ class LoneFrames:
                 self._sender.position_epoch,
                 sequence,
             )
-            of.socket.send(self._message)
         except struct.error:
             # A number that has no place in its field; the general way says which.
             return None
+        # Before it goes: a call that is interrupted here must be seen to have left its answer behind.
+        of.ring.take(*self._span)
+        of.waiting.append([(sequence, 0, q.shape)])
+        try:
+            of.socket.send(self._message)
         except OSError as error:
             of.not_sent(error)
             return None
-        of.ring.take(*self._span)
-        of.waiting.append([(sequence, 0, q.shape)])
         # In the time that the agent needs.
         out = torch.empty(q.shape, dtype=float32)
         to, view = out.data_ptr(), self._view

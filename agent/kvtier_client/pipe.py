@@ -252,13 +252,10 @@ class AttendPipe:
         return GrpcWire(self._streams.attend_many() if several else self._streams.attend())
 
     def _local(self) -> Wire:
-        offers = []
         for sender in self._senders:
             opened = sender.opened
             if not opened.HasField("local_channel"):
                 refused = opened.local_channel_refused or "the agent offers no local channel"
                 raise KvtierError(Reason.UNSUPPORTED, refused)
-            offers.append((sender, self._tokens[opened.session_id]))
-        made = LocalWire(offers, self._senders[0].opened.local_channel, self._message_bytes)
-        self._tokens.update(made.tokens)
-        return made
+        offer = self._senders[0].opened.local_channel
+        return LocalWire(self._senders, self._tokens, offer, self._message_bytes)

@@ -121,6 +121,6 @@ def test_an_engine_without_descriptors_is_told_so_and_keeps_none(monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr("kvtier_client.localwire.socket.socket", scarce)
         with pytest.raises(KvtierError) as refused:
-            LocalWire([], offer, 4096)
+            LocalWire([], {}, offer, 4096)
     assert refused.value.reason is Reason.NO_STAGING
     assert open_descriptors() == before
