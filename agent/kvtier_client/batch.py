@@ -39,6 +39,7 @@ class AttentionBatch:
         if not requests:
             raise KvtierError(Reason.BAD_ARGUMENT, "a batch of no session")
         self._seconds, self._grace = deadline_seconds, grace_seconds
+        self._wire_failed = False
         self.sessions: list[AttentionSession] = []
         try:
             for request in requests:
@@ -74,11 +75,17 @@ class AttentionBatch:
         """The outputs of one layer for parts of different sessions (AttentionSession.part), [N, Hq, d] each.
 
         Raises the first KvtierError; a session whose frame was refused has it as `failure`, and the others'
-        rows are in. When the wire itself fails no session can go on.
+        rows are in. When the wire itself fails no session can go on before its rows are taken back
+        (`truncate`).
         """
         try:
+            if self._wire_failed:
+                # Parts come of sessions that can go on; what failed them all before does not.
+                self._pipe.renew()
+                self._wire_failed = False
             self._pipe.attend(parts, self._seconds, self._grace, note)
         except KvtierError as error:
+            self._wire_failed = True
             for session in self.sessions:
                 session.failure = session.failure or error
             raise

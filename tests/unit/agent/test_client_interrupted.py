@@ -1,5 +1,5 @@
-"""A call that ends in the middle of its frames: what comes next is answered with its own rows' answer or
-refused, and never with what was left behind."""
+"""A call that ends in the middle of its frames, and a wire that fails a batch: what comes next is answered
+with its own rows' answer or refused, and never with what was left behind."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ import torch
 
 from kvtier.v1 import attention_pb2
 from kvtier_agent import attendframes
+from kvtier_client.batch import AttentionBatch
+from kvtier_client.client import AttentionClient
 from kvtier_client.errors import KvtierError
+from kvtier_client.grpcwire import GrpcWire
 from kvtier_client.localwire import LocalWire
 from kvtier_client.pipe import AttendPipe
+from kvtier_client.session import Geometry, SessionRequest
 from kvtier_client.stream import AttendStream
 from kvtier_core.errors import Reason
+from tests.engine.fake_agent import FINGERPRINT, FakeAgent, serve
 from tests.unit.agent.local_channel_rig import ChannelRig, channel_rig
 from tests.unit.agent.local_client_rig import WAYS, Sender, Way, ask, one_pipe, part
 
@@ -128,3 +133,58 @@ def test_a_session_that_was_attached_before_another_could_not_be_is_attached_aga
     ask(pipe, *parts)
     assert all(one.out is not None and torch.equal(one.out, one.q) for one in parts)
     pipe.close()
+
+
+class Editable(FakeAgent):
+    """Takes rows back, too."""
+
+    def EditSession(self, request: Any, context: Any) -> attention_pb2.EditSessionResponse:
+        session, to = self.sessions[request.session_id], request.truncate.to
+        session.k[:] = [k[:to] for k in session.k]
+        session.v[:] = [v[:to] for v in session.v]
+        return attention_pb2.EditSessionResponse(
+            changed=True, position_epoch=request.position_epoch + 1, next_position=to, rows=to
+        )
+
+
+def test_a_batch_whose_wire_failed_goes_on_when_its_sessions_took_their_rows_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = SessionRequest(
+        namespace="serving",
+        name="cache",
+        tenant="alpha",
+        model_fingerprint=FINGERPRINT,
+        geometry=Geometry(1, 6, 2, 64),
+        score_scale=0.125,
+        session_root_id="root",
+        max_tokens=64,
+    )
+    made = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, heads, 64, generator=made) for heads in (6, 2, 2))
+    receive = GrpcWire.receive
+
+    def late(wire: GrpcWire, timeout: float) -> Any:
+        receive(wire, timeout)
+        error = KvtierError(Reason.DEADLINE, "no answer in time")
+        wire.stream._break(error)
+        raise error
+
+    with (
+        serve(Editable(), tmp_path / "engine.sock"),
+        AttentionClient(tmp_path / "engine.sock", transport="grpc") as client,
+        AttentionBatch(client, [request] * 2, deadline_seconds=60.0) as batch,
+    ):
+
+        def attend() -> list[torch.Tensor]:
+            return batch.attend([one.part(1, 0, 0, q, k, v, 0) for one in batch.sessions])
+
+        with monkeypatch.context() as patched:
+            patched.setattr(GrpcWire, "receive", late)
+            with pytest.raises(KvtierError):
+                attend()
+        for session in batch.sessions:
+            assert session.failure is not None
+            session.truncate(0)
+        first, second = attend()
+        assert torch.equal(first, second)
