@@ -1,8 +1,8 @@
 """Reads the ConfigMaps that probeRefs name: once for the rollouts that look in the same moment.
 
-They are not watched, since a cluster has many that are none of ours. A plan of thousands of prompts is parsed
-once while its text stays. Nobody is shown one reading twice, so an edit is seen by the next look. It must not
-judge.
+They are not watched, since a cluster has many that are none of ours. A plan of thousands of prompts travels,
+and is parsed, once while its text stays. Nobody is shown one reading twice, so an edit is seen by the next
+look. It must not judge.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvtier_operator.ports import Clock, KubeApi, NotFound, ObjectKey
+from kvtier_operator.ports import Clock, JsonObject, KubeApi, NotFound, ObjectKey
 from kvtier_operator.rollout.gateset import ProbeSet
 from kvtier_operator.rollout.probesets import probe_set
 
@@ -21,10 +21,10 @@ MAX_KEPT = 1024
 
 @dataclass(frozen=True)
 class _Reading:
-    """readers: uids of the rollouts that have seen it. data: the object's, None where there is none."""
+    """readers: uids of the rollouts that have seen it. obj: None where there is none."""
 
     at: float
-    data: object
+    obj: JsonObject | None
     found: ProbeSet
     readers: set[str]
 
@@ -45,14 +45,17 @@ class ProbeReads:
             known.readers.add(reader)
             return known.found
         try:
-            obj = await self._api.get(where)
+            obj = await self._api.get(where, known=None if known is None else known.obj)
         except NotFound:
             obj = None
-        data = None if obj is None else obj.get("data")
-        same = known is not None and data is not None and known.data == data
+        same = known is not None and _data(obj) is not None and _data(known.obj) == _data(obj)
         found = known.found if known is not None and same else probe_set(obj)
-        self._known[where] = _Reading(started, data, found, {reader})
+        self._known[where] = _Reading(started, obj, found, {reader})
         self._known.move_to_end(where)
         while len(self._known) > MAX_KEPT:
             self._known.popitem(last=False)
         return found
+
+
+def _data(config_map: JsonObject | None) -> object:
+    return None if config_map is None else config_map.get("data")

@@ -34,6 +34,10 @@ GOLDEN = ObjectKey(Kind.CONFIG_MAP, "serving", "golden")
 NOW = datetime(2027, 1, 15, tzinfo=UTC)
 
 
+def edit_plan(world: World, text: str) -> None:
+    world.api.put({**world.api.objects[GOLDEN], "data": {"plan.json": text}})
+
+
 def world_with(plan: object = PLAN, **spec: Any) -> World:
     world = World(**spec)
     world.api.objects[GOLDEN]["data"] = {"plan.json": json.dumps(plan)}
@@ -162,7 +166,7 @@ async def test_an_edited_plan_has_a_job_of_its_own_and_the_old_one_ends() -> Non
     await world.run(15)
     (before,) = jobs_of(world)
     fence = world.status["fence"]
-    world.api.objects[GOLDEN]["data"]["plan.json"] = json.dumps({**PLAN, "seeds": [2]})
+    edit_plan(world, json.dumps({**PLAN, "seeds": [2]}))
     await world.run(30)
     (after,) = jobs_of(world)
     assert after["metadata"]["name"] != before["metadata"]["name"]
@@ -255,7 +259,7 @@ async def test_a_plan_that_breaks_in_mid_step_is_told() -> None:
     world = world_with()
     hold(world)
     await world.until("Progressing", "Shadow")
-    world.api.objects[GOLDEN]["data"]["plan.json"] = "{"
+    edit_plan(world, "{")
     await world.run(30)
     found = world.condition("Degraded")
     assert (found["status"], found["reason"]) == ("True", "ProbePlanInvalid")
