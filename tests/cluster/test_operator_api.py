@@ -102,6 +102,7 @@ async def test_what_is_not_known_of_a_list_is_read_by_the_right_to_list(
         whole = await api.list_all(Kind.LEASE, NAMESPACE)
         assert [one["metadata"]["name"] for one in whole] == names
         assert await api.list_all(Kind.LEASE, NAMESPACE, known=lambda _key: None) == whole
+        assert await api.list_all(Kind.LEASE, "op-api-empty", known=lambda _key: None) == []
 
 
 async def test_compare_and_swap_on_a_status_that_does_not_exist_yet(kubeconfig: Path, uid: str) -> None:

@@ -128,7 +128,8 @@ class KubeClient:
             found: list[JsonObject] | None = None
             if known is not None:
                 page = await self._request("GET", path, query=asked, accept=METADATA_LIST)
-                found = await self._filled(kind, page["items"], known, each)
+                # Of metadata, a list of nothing has none.
+                found = await self._filled(kind, page["items"] or [], known, each)
             if found is None:
                 page = await self._request("GET", path, query=asked)
                 found = [each(_whole(kind, item)) for item in page["items"]]

@@ -154,7 +154,7 @@ class Collection(Transport):
         if name:
             page = [one for one in self.objects.values() if one["metadata"]["name"] == name]
         if headers["Accept"] == METADATA_LIST:
-            page = [{"kind": "PartialObjectMetadata", "metadata": one["metadata"]} for one in page]
+            page = [{"kind": "PartialObjectMetadata", "metadata": one["metadata"]} for one in page] or None
         items = {"metadata": {} if "continue=" in query else {"continue": "more"}, "items": page}
 
         async def read() -> bytes:
@@ -187,6 +187,10 @@ async def test_of_a_list_only_what_is_not_known_travels(behind: int, accepted: l
     assert [one["spec"] for one in found] == [one["spec"] for one in served]
     assert found[-1] is cached[ObjectKey(Kind.KV_ROLLOUT, "serving", "r-39")]
     assert transport.accepted == accepted
+
+
+async def test_a_list_of_nothing_is_empty() -> None:
+    assert await client(Collection([])).list_all(Kind.KV_ROLLOUT, "serving", known=lambda _key: None) == []
 
 
 async def test_what_goes_while_it_is_listed_is_left_out() -> None:
