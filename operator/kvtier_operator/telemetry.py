@@ -2,31 +2,32 @@
 
 A span here is short and is emitted as it ends; a span that stays open for a rollout's days would be lost
 with the process. A normal retry (a conflict, a lost leadership) is no error of a span. This module must not
-know what a rollout does; it turns (uid, attempt) into ids.
+know what a rollout does; it turns (uid, attempt) into ids. What records and sends spans is imported only for
+somebody to send them to (`spans`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context, attach, detach
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from kvtier_operator.ports import AgentUnreachable, Conflict, NotLeader
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+
 Attributes = Mapping[str, str | int | float | bool]
 
 QUIET_ERRORS: tuple[type[BaseException], ...] = (Conflict, NotLeader)
-EXPORT_TIMEOUT_MILLIS = 2000
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
@@ -66,33 +67,17 @@ def current_traceparent() -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-_forced: ContextVar[AttemptTrace | None] = ContextVar("kvtier_forced_span_ids", default=None)
-
-
-class DerivedIdGenerator(IdGenerator):
-    """Random ids, except for the root span of an attempt."""
-
-    def __init__(self) -> None:
-        self._random = RandomIdGenerator()
-
-    def generate_trace_id(self) -> int:
-        forced = _forced.get()
-        return forced.trace_id if forced else self._random.generate_trace_id()
-
-    def generate_span_id(self) -> int:
-        forced = _forced.get()
-        return forced.span_id if forced else self._random.generate_span_id()
+forced_ids: ContextVar[AttemptTrace | None] = ContextVar("kvtier_forced_span_ids", default=None)
+"""Of the span that is begun next, instead of random ones."""
 
 
 class Telemetry:
     """Implements `kvtier_operator.ports.TelemetryPort`. Holds the only tracer provider; nothing is global."""
 
-    def __init__(self, provider: TracerProvider, *, recording: bool = True) -> None:
-        """Without `recording` spans have ids, for those of agents to hang on, and no more."""
+    def __init__(self, provider: TracerProvider | None) -> None:
+        """Without a provider spans have ids, for those of agents to hang on, and no more."""
         self._provider = provider
-        self._tracer = provider.get_tracer("kvtier_operator")
-        self._recording = recording
-        self._ids = RandomIdGenerator()
+        self._tracer = provider.get_tracer("kvtier_operator") if provider is not None else None
 
     @contextlib.contextmanager
     def span(
@@ -101,7 +86,7 @@ class Telemetry:
         """A span that is current inside the block. An exception marks it as an error, unless it is one of
         the quiet ones that only mean "look again"."""
         context = trace_context(uid, attempt).context if uid else None
-        if not self._recording:
+        if self._tracer is None:
             with self._unrecorded(context) as bare:
                 yield bare
             return
@@ -129,8 +114,8 @@ class Telemetry:
     @contextlib.contextmanager
     def _unrecorded(self, context: Context | None) -> Iterator[Span]:
         parent = trace.get_current_span(context).get_span_context()
-        trace_id = parent.trace_id if parent.is_valid else self._ids.generate_trace_id()
-        ids = SpanContext(trace_id, self._ids.generate_span_id(), is_remote=False, trace_flags=_SAMPLED)
+        trace_id = parent.trace_id if parent.is_valid else random.getrandbits(128) or 1
+        ids = SpanContext(trace_id, random.getrandbits(64) or 1, is_remote=False, trace_flags=_SAMPLED)
         span = NonRecordingSpan(ids)
         token = attach(trace.set_span_in_context(span, context))
         try:
@@ -141,17 +126,20 @@ class Telemetry:
     def attempt_root(self, uid: str, attempt: int, attributes: Mapping[str, str]) -> str:
         """Emits the attempt's root span, at once and with no length of its own."""
         ids = trace_context(uid, attempt)
-        token = _forced.set(ids)
+        if self._tracer is None:
+            return ids.traceparent
+        token = forced_ids.set(ids)
         try:
             span = self._tracer.start_span("rollout attempt", context=Context(), attributes=dict(attributes))
         finally:
-            _forced.reset(token)
+            forced_ids.reset(token)
         span.end()
         return ids.traceparent
 
     def shutdown(self) -> None:
         """Exports what is left; bounded by the exporter's timeout."""
-        self._provider.shutdown()
+        if self._provider is not None:
+            self._provider.shutdown()
 
 
 def build_telemetry(
@@ -159,29 +147,9 @@ def build_telemetry(
 ) -> Telemetry:
     """A telemetry that sends spans by OTLP over gRPC to `otlp_endpoint` ("host:port", plain text inside the
     cluster, or "https://host:port"). Empty: spans go to `processors` only, and are not recorded without."""
-    provider = TracerProvider(
-        resource=Resource.create(
-            {"service.name": "kvtier-operator", "service.instance.id": instance, "service.version": version}
-        ),
-        id_generator=DerivedIdGenerator(),
-    )
-    for processor in processors:
-        provider.add_span_processor(processor)
-    if otlp_endpoint:
-        # Imported here: it costs 20 MB that an operator without a collector need not hold.
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    if not otlp_endpoint and not processors:
+        return Telemetry(None)
+    # Imported here: it costs 5 MB, and its exporter 20, that an operator without a collector need not hold.
+    from kvtier_operator.spans import recording
 
-        exporter = OTLPSpanExporter(
-            endpoint=otlp_endpoint,
-            insecure=not otlp_endpoint.startswith("https://"),
-            timeout=EXPORT_TIMEOUT_MILLIS / 1000,
-        )
-        provider.add_span_processor(
-            BatchSpanProcessor(
-                exporter,
-                max_queue_size=4096,
-                schedule_delay_millis=500,
-                export_timeout_millis=EXPORT_TIMEOUT_MILLIS,
-            )
-        )
-    return Telemetry(provider, recording=bool(otlp_endpoint or processors))
+    return Telemetry(recording(otlp_endpoint, instance, version, processors))
