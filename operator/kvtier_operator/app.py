@@ -26,7 +26,7 @@ from kvtier_operator.external.config import ExternalOptions
 from kvtier_operator.external.serving import sources
 from kvtier_operator.fleet import StoreFleet
 from kvtier_operator.health import Health, HealthServer
-from kvtier_operator.kube import KubeClient, connect
+from kvtier_operator.kube import KubeClient, Transport, connect
 from kvtier_operator.lastreads import LastReads, Seen
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import (
@@ -123,7 +123,7 @@ class Operator:
             stack.push_async_callback(transport.close)
             await self._run(stop, stack, transport)
 
-    async def _run(self, stop: asyncio.Event, stack: contextlib.AsyncExitStack, transport: object) -> None:
+    async def _run(self, stop: asyncio.Event, stack: contextlib.AsyncExitStack, transport: Transport) -> None:
         options, clock = self._options, self.clock
         ungated = KubeClient(
             transport, gate=lambda: None, metrics=self.metrics, clock=clock, instance=options.identity

@@ -1,6 +1,8 @@
-"""The one client of the API server: typed verbs over kubernetes.aio. Knows no reconcile."""
+"""The one client of the API server. Knows no reconcile."""
 
-from kvtier_operator.kube.client import KubeClient, connect, load_configuration
+from kvtier_operator.kube.access import load_access
+from kvtier_operator.kube.client import KubeClient
 from kvtier_operator.kube.resources import RESOURCES, Resource, key_of
+from kvtier_operator.kube.transport import Transport, connect
 
-__all__ = ["RESOURCES", "KubeClient", "Resource", "connect", "key_of", "load_configuration"]
+__all__ = ["RESOURCES", "KubeClient", "Resource", "Transport", "connect", "key_of", "load_access"]

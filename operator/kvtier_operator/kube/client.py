@@ -1,4 +1,4 @@
-"""Typed verbs over `kubernetes.aio`, whose job here is authentication, TLS and pooling.
+"""Typed verbs of the API server.
 
 Every call has a deadline; every write passes the gate and is counted before it is sent, also when it is
 refused. This module must not know which objects are worth writing.
@@ -12,15 +12,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from urllib.parse import quote, urlencode
-from urllib.request import getproxies_environment
 
 import aiohttp
-from kubernetes.aio import client as aio_client
-from kubernetes.aio import config as aio_config
 
 from kvtier_operator.kube.errors import error_for
 from kvtier_operator.kube.resources import RESOURCES, key_of, version_of
+from kvtier_operator.kube.transport import Transport
 from kvtier_operator.ports import (
     FIELD_MANAGER,
     AlreadyExists,
@@ -58,32 +55,12 @@ class ApiMetrics(Protocol):
     def api_request(self, verb: str, code: str, seconds: float) -> None: ...
 
 
-async def load_configuration(kubeconfig: str | None) -> Any:
-    """A kubernetes.aio Configuration from a kubeconfig file, or from the pod's service account when None."""
-    configuration = aio_client.Configuration()
-    if kubeconfig is None:
-        aio_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    else:
-        await aio_config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=kubeconfig, client_configuration=configuration, persist_config=False
-        )
-    configuration.connection_pool_maxsize = 32
-    # Else aiohttp has threads look for a proxy and a ~/.netrc at each request: two thirds of what one costs.
-    configuration.client_session_kwargs = {"trust_env": bool(getproxies_environment())}
-    return configuration
-
-
-async def connect(kubeconfig: str | None) -> Any:
-    """An ApiClient; the caller closes it."""
-    return aio_client.ApiClient(configuration=await load_configuration(kubeconfig))
-
-
 class KubeClient:
     """Implements `kvtier_operator.ports.KubeApi`. `gate` raises NotLeader when writing is not allowed."""
 
     def __init__(
         self,
-        transport: Any,
+        transport: Transport,
         *,
         gate: Callable[[], None],
         metrics: ApiMetrics,
@@ -329,36 +306,27 @@ class KubeClient:
         started = self._clock.monotonic()
         code = "none"
         try:
-            url = f"{self._transport.configuration.host}{path}"
-            if query:
-                url = f"{url}?{urlencode(query, quote_via=quote)}"
-            headers = await self._headers()
-            headers |= {"Accept": accept, "Content-Type": content_type}
-            response = await self._transport.call_api(
-                method, url, headers, body, _request_timeout=REQUEST_SECONDS
+            response = await self._transport.send(
+                method,
+                path,
+                query=query,
+                body=body,
+                accept=accept,
+                content_type=content_type,
+                seconds=REQUEST_SECONDS,
             )
-            data = await response.read()
             code = str(response.status)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ApiError(0, "Unreachable", f"{method} {path}: {type(error).__name__}: {error}") from error
         finally:
             self._metrics.api_request(method, code, self._clock.monotonic() - started)
         if not 200 <= response.status <= 299:
-            wait = response.getheader("Retry-After")
-            raise error_for(response.status, data, creating=method == "POST", retry_after=wait)
-        answer: JsonObject = json.loads(data)
+            creating = method == "POST"
+            raise error_for(
+                response.status, response.data, creating=creating, retry_after=response.retry_after
+            )
+        answer: JsonObject = json.loads(response.data)
         return answer
-
-    async def _headers(self) -> dict[str, str]:
-        """With the token, read anew where it has run out. Bodies are plain JSON, so nothing of what
-        `param_serialize` looks for in each of their values can be there."""
-        token = await self._transport.configuration.get_api_key_with_prefix(
-            "BearerToken", alias="authorization"
-        )
-        headers: dict[str, str] = dict(self._transport.default_headers)
-        if token:
-            headers["authorization"] = token
-        return headers
 
 
 def _whole(kind: Kind, item: JsonObject) -> JsonObject:

@@ -18,12 +18,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import kopf
-
-from kvtier_operator.kube import RESOURCES, load_configuration
+from kvtier_operator.kube import RESOURCES, load_access
+from kvtier_operator.kube.access import Pem
 from kvtier_operator.lastreads import Seen
 from kvtier_operator.ports import Clock, JsonObject, Kind, ObjectKey
 from kvtier_operator.store import WatchStore
+from kvtier_operator.watch.kopf_alone import kopf
 from kvtier_operator.watch.nothing_kept import NoDiffBase, NoProgress
 from kvtier_operator.watch.triggers import SELECTORS, WATCHED, affected, relevant
 from kvtier_operator.watch.trimmed import trimmed
@@ -89,21 +89,24 @@ def accept(deps: WatchDeps, kind: Kind, deleted: bool, obj: JsonObject) -> None:
 
 
 async def connection_info(kubeconfig: str | None) -> kopf.ConnectionInfo:
-    """What `kubernetes.aio` found, in kopf's terms. It ends after some minutes, so that a rotated token is
-    read again."""
-    configuration = await load_configuration(kubeconfig)
-    authorization = (configuration.api_key or {}).get("BearerToken") or ""
-    scheme, _, token = authorization.partition(" ")
+    """What `kube.access` found, in kopf's terms. It ends after some minutes, so that a rotated token is read
+    again."""
+    access = await load_access(kubeconfig)
+    scheme, _, token = access.authorization().partition(" ")
     return kopf.ConnectionInfo(
-        server=configuration.host,
-        ca_path=configuration.ssl_ca_cert or None,
-        insecure=not configuration.verify_ssl,
-        scheme=scheme.capitalize() if token else None,
-        token=token.strip() or None,
-        certificate_path=configuration.cert_file or None,
-        private_key_path=configuration.key_file or None,
+        server=access.server,
+        **_pem("ca", access.ca),
+        **_pem("certificate", access.certificate),
+        **_pem("private_key", access.key),
+        insecure=not access.verify,
+        scheme=scheme or None,
+        token=token or None,
         expiration=datetime.datetime.now(datetime.UTC) + RELOGIN,
     )
+
+
+def _pem(name: str, pem: Pem) -> dict[str, Any]:
+    return {f"{name}_data" if isinstance(pem, bytes) else f"{name}_path": pem}
 
 
 class Backoffs:

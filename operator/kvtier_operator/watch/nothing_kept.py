@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Never
 
-import kopf
+from kvtier_operator.watch.kopf_alone import kopf
 
 
 class UnexpectedHandler(Exception):

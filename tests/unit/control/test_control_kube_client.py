@@ -1,59 +1,68 @@
-"""What the client sends: whose token, and how little of what is known already it asks for."""
+"""What the client sends, and how little of what is known already it asks for."""
 
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any
-from urllib.parse import parse_qs
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvtier_operator.kube.client import MAX_SINGLE, METADATA_LIST, METADATA_ONLY, KubeClient
+from kvtier_operator.kube.transport import Answer
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import JsonObject, Kind, NotFound, ObjectKey, add_op
 from tests.unit.control.control_fakes import FakeClock
 
 KEY = ObjectKey(Kind.KV_CACHE, "serving", "chat")
-PATH = "https://server:6443/apis/kvtier.dev/v1alpha1/namespaces/serving/kvcaches"
+PATH = "/apis/kvtier.dev/v1alpha1/namespaces/serving/kvcaches"
 
 
 def cache(version: str, uid: str = "u", **fields: Any) -> JsonObject:
     return {"kind": "KVCache", "metadata": {"name": "chat", "uid": uid, "resourceVersion": version}, **fields}
 
 
+class Sent(NamedTuple):
+    method: str
+    path: str
+    query: dict[str, str]
+    accept: str
+    content_type: str
+    body: Any
+
+
 class Transport:
-    """An ApiClient whose server has one object, and gives its metadata to who asks for no more."""
+    """A server that has one object, and gives its metadata to who asks for no more."""
 
     def __init__(self, obj: JsonObject | None) -> None:
         self.obj = obj
-        self.sent: list[tuple[str, str, dict[str, str], Any]] = []
-        self.token = "bearer t"
-        self.default_headers = {"User-Agent": "kvtier"}
-        self.configuration = SimpleNamespace(host="https://server:6443", get_api_key_with_prefix=self._token)
+        self.sent: list[Sent] = []
 
-    async def _token(self, _name: str, alias: str) -> str:
-        return self.token
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Sequence[tuple[str, str]],
+        body: Any,
+        accept: str,
+        content_type: str,
+        seconds: float,
+    ) -> Answer:
+        self.sent.append(Sent(method, path, dict(query), accept, content_type, body))
+        answer = self.answer(self.sent[-1])
+        return Answer(200 if self.obj else 404, json.dumps(answer).encode(), None)
 
-    async def call_api(
-        self, method: str, url: str, headers: dict[str, str], body: Any, *, _request_timeout: float
-    ) -> Any:
-        self.sent.append((method, url, headers, body))
+    def answer(self, asked: Sent) -> JsonObject:
         answer: JsonObject = self.obj or {}
-        if headers["Accept"] == METADATA_ONLY:
+        if asked.accept == METADATA_ONLY:
             answer = {"kind": "PartialObjectMetadata", "metadata": answer.get("metadata")}
-        if method == "GET" and url == PATH:
-            answer = {"metadata": {}, "items": [answer]}
-
-        async def read() -> bytes:
-            return json.dumps(answer).encode()
-
-        return SimpleNamespace(status=200 if self.obj else 404, read=read, getheader=lambda _name: None)
+        return {"metadata": {}, "items": [answer]} if (asked.method, asked.path) == ("GET", PATH) else answer
 
     @property
     def accepted(self) -> list[str]:
-        return [headers["Accept"] for _, _, headers, _ in self.sent]
+        return [one.accept for one in self.sent]
 
 
 def client(transport: Transport) -> KubeClient:
@@ -88,35 +97,19 @@ async def test_what_is_known_and_gone_is_not_found() -> None:
         await client(Transport(None)).get(KEY, known=cache("7"))
 
 
-async def test_each_request_has_the_token_of_its_moment() -> None:
-    transport = Transport(cache("7"))
-    api = client(transport)
-    await api.get(KEY)
-    transport.token = "bearer anew"
-    await api.get(KEY)
-    sent = [headers["authorization"] for _, _, headers, _ in transport.sent]
-    assert sent == ["bearer t", "bearer anew"]
-    assert {headers["User-Agent"] for _, _, headers, _ in transport.sent} == {"kvtier"}
-
-
-async def test_without_a_token_none_is_sent() -> None:
-    transport = Transport(cache("7"))
-    transport.token = ""
-    await client(transport).get(KEY)
-    assert "authorization" not in transport.sent[0][2]
-
-
-async def test_a_selector_is_quoted_and_a_body_sent_as_it_is() -> None:
+async def test_a_body_is_sent_as_it_is_and_a_list_by_its_selector() -> None:
     transport = Transport(cache("7"))
     api = client(transport)
     await api.compare_and_swap(KEY, [add_op("/status/fence", 3)])
-    method, url, headers, body = transport.sent[0]
-    assert (method, url) == ("PATCH", f"{PATH}/chat/status?fieldManager=kvtier-operator-cas")
-    assert headers["Content-Type"] == "application/json-patch+json"
-    assert body == [{"op": "add", "path": "/status/fence", "value": 3}]
+    one = transport.sent[0]
+    assert (one.method, one.path) == ("PATCH", f"{PATH}/chat/status")
+    assert one.query == {"fieldManager": "kvtier-operator-cas"}
+    assert one.content_type == "application/json-patch+json"
+    assert one.body == [{"op": "add", "path": "/status/fence", "value": 3}]
     transport.obj = {"metadata": {}, "items": []}
     await api.list_all(Kind.KV_CACHE, "serving", "a=b c,d")
-    assert transport.sent[1][1] == f"{PATH}?limit=100&labelSelector=a%3Db%20c%2Cd"
+    assert transport.sent[1].path == PATH
+    assert transport.sent[1].query == {"limit": "100", "labelSelector": "a=b c,d"}
 
 
 def rollouts(count: int, version: str = "7") -> list[JsonObject]:
@@ -142,25 +135,16 @@ class Collection(Transport):
         super().__init__({"metadata": {}})
         self.objects = {one["metadata"]["name"]: one for one in objects}
 
-    async def call_api(
-        self, method: str, url: str, headers: dict[str, str], body: Any, *, _request_timeout: float
-    ) -> Any:
-        self.sent.append((method, url, headers, body))
-        query = url.partition("?")[2]
+    def answer(self, asked: Sent) -> JsonObject:
         half = len(self.objects) // 2
         page = list(self.objects.values())
-        page = page[half:] if "continue=" in query else page[:half]
-        name = parse_qs(query).get("fieldSelector", [""])[0].removeprefix("metadata.name=")
+        page = page[half:] if "continue" in asked.query else page[:half]
+        name = asked.query.get("fieldSelector", "").removeprefix("metadata.name=")
         if name:
             page = [one for one in self.objects.values() if one["metadata"]["name"] == name]
-        if headers["Accept"] == METADATA_LIST:
+        if asked.accept == METADATA_LIST:
             page = [{"kind": "PartialObjectMetadata", "metadata": one["metadata"]} for one in page] or None
-        items = {"metadata": {} if "continue=" in query else {"continue": "more"}, "items": page}
-
-        async def read() -> bytes:
-            return json.dumps(items).encode()
-
-        return SimpleNamespace(status=200, read=read, getheader=lambda _name: None)
+        return {"metadata": {} if "continue" in asked.query else {"continue": "more"}, "items": page}
 
 
 @pytest.mark.parametrize(
