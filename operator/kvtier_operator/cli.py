@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import importlib.metadata
 import json
 import logging
@@ -21,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtier_operator.footprint import rare_collections, small_tls_buffers
 from kvtier_operator.logs import configure
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LEVELS = ("debug", "info", "warning", "error")
-YOUNG_OBJECTS = 5_000
-"""After so many new ones their cycles are looked for, instead of after 700."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,9 +103,8 @@ async def serve(options: Options, otlp_endpoint: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     operator = Operator(options, telemetry)
-    # What is loaded by now stays; and of a request hardly anything is left that counting references misses.
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
+    small_tls_buffers()
+    rare_collections()
     announcing = asyncio.create_task(_announce(operator, options))
     try:
         await operator.run(stop)
