@@ -139,6 +139,8 @@ FormatName = Annotated[
 Sha256 = Annotated[str, Field(min_length=71, max_length=71, pattern=r"^sha256:[0-9a-f]{64}$")]
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 Int64 = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
+MAX_ATTEMPTS = 1_000_000_000
+"""Each edit of a candidate begins one: two writers who do not agree make thousands in a day."""
 Number = Annotated[str, Field(max_length=32)]
 """A printed decimal in a status; may carry a sign or an exponent, is never computed with by the server."""
 

@@ -11,6 +11,7 @@ from kvtier_crds.manifest import AdmissionPolicy, Dtype, Exactness, Fallback, Po
 from kvtier_crds.models.common import (
     AGE,
     ATOMIC_LIST,
+    MAX_ATTEMPTS,
     NAME_BECOMES_LABEL,
     SET_LIST,
     Budget,
@@ -319,7 +320,7 @@ class DigestBudget(Struct):
     """Attempts that a candidate digest has spent on this cache, so that retries cannot farm luck."""
 
     digest: Sha256
-    attempts: Annotated[int, Field(ge=0, le=1000)]
+    attempts: Annotated[int, Field(ge=0, le=MAX_ATTEMPTS)]
 
 
 class KVCacheStatus(Status):

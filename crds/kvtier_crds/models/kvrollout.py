@@ -10,6 +10,7 @@ from pydantic import Field
 from kvtier_crds.models.common import (
     AGE,
     ATOMIC_LIST,
+    MAX_ATTEMPTS,
     Column,
     DecimalString,
     Duration,
@@ -187,7 +188,7 @@ class Intent(Struct):
 
     seq: Annotated[int, Field(ge=1, le=2**53 - 1, json_schema_extra={"format": "int64"})]
     verb: Verb
-    attempt: Annotated[int, Field(ge=1, le=1000)]
+    attempt: Annotated[int, Field(ge=1, le=MAX_ATTEMPTS)]
     expected_stage: StatusStage | None = None
     expected_step: Annotated[int, Field(ge=0, le=64)] | None = None
 

@@ -14,6 +14,7 @@ from kvtier_crds.manifest import Exactness
 from kvtier_crds.models.common import (
     ATOMIC_LIST,
     ATOMIC_OBJECT,
+    MAX_ATTEMPTS,
     Budget,
     DigestRef,
     Duration,
@@ -260,7 +261,7 @@ class Window(Struct):
 class DigestBudgetStatus(Struct):
     """How much of the candidate digest's false-promotion budget is spent."""
 
-    attempts_used: Annotated[int, Field(ge=0, le=1000)] = 0
+    attempts_used: Annotated[int, Field(ge=0, le=MAX_ATTEMPTS)] = 0
 
 
 class KVRolloutStatus(Status):
@@ -271,7 +272,7 @@ class KVRolloutStatus(Status):
     phase: Phase | None = None
     stage: StatusStage | None = None
     step: Step | None = None
-    attempt: Annotated[int, Field(ge=0, le=1000)] | None = None
+    attempt: Annotated[int, Field(ge=0, le=MAX_ATTEMPTS)] | None = None
     resumes: Annotated[int, Field(ge=0, le=3)] | None = None
     """How often this step was granted again after an expired lease; at most 3."""
     fence: Int64 | None = None

@@ -60,6 +60,15 @@ def says(judgement: Judgement, name: str) -> Reason:
     return only(judgement, name).reason
 
 
+@pytest.mark.parametrize("share", [460, 1000, 100_000])
+def test_however_many_shares_are_spent_harm_is_found_and_luck_does_not_pass(share: int) -> None:
+    """0.2 to such a power is no number that a computer has."""
+    harm = look([OUTPUT], evidence(Counts().output(200, 40)), terms(share=share))
+    assert says(harm, OUTPUT.name) is Reason.BOUND_OUTSIDE_LIMIT
+    good = look([OUTPUT, TAIL], evidence(Counts().output(20_000, 0)), terms(share=share))
+    assert only(good, OUTPUT.name).verdict is Verdict.INSUFFICIENT
+
+
 FAST, SAME, SLOW = lognormal(3000, 0.030), lognormal(6000, 0.030), lognormal(3000, 0.063)
 QUIET = [(0.0, 900), (0.004, 300)]
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from kvtier_crds.models.rolloutstatus import KVRolloutStatus
 from kvtier_operator.ports import Kind, ObjectKey
 from kvtier_operator.rollout.state import DesignEffect
 from kvtier_operator.rollout.vocabulary import Verdict
@@ -440,6 +441,25 @@ async def test_share_is_kept_by_digest_when_the_rollout_is_made_again() -> None:
     again = world.add_rollout("again")
     await world.run(3, keys=[again])
     assert world.status_of(again)["digestBudget"]["attemptsUsed"] == 2
+
+
+async def test_attempts_without_end_are_walked_and_written() -> None:
+    """Two writers that do not agree on a field make thousands of edits in a day."""
+    world = World()
+    await world.until("Progressing", "Shadow")
+    digest = world.status["candidate"]["digest"]
+    world.api.objects[world.cache_key]["status"]["digestBudget"] = [{"digest": digest, "attempts": 4999}]
+    rollout = world.api.objects[world.rollout]
+    rollout["status"]["attempt"] = 4999
+    world.api.put(rollout)
+    world.edit(candidate={"selectorRef": {"name": "quest-32"}})
+    await world.until("Progressing", "Shadow", limit=30)
+    world.edit(candidate={"selectorRef": {"name": "quest-64"}})
+    await world.until("Progressing", "Shadow", limit=30)
+    assert (world.status["attempt"], world.status["digestBudget"]["attemptsUsed"]) == (5001, 5000)
+    KVRolloutStatus.model_validate(world.status)
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack", limit=30)
 
 
 async def test_finished_rollout_goes_after_its_time() -> None:
