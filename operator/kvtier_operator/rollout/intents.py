@@ -33,7 +33,8 @@ def pending_intent(state: RolloutState, inputs: Inputs) -> Intent | None:
     if last is None or intent.seq > last.seq:
         return intent
     repeated = intent.seq == last.seq and last.verb == intent.verb
-    return None if repeated or f"replay of {intent.seq}" in last.message else intent
+    # With its colon: the replay of 12 is no answer to one of 1.
+    return None if repeated or last.message.startswith(f"replay of {intent.seq}:") else intent
 
 
 def judge_intent(state: RolloutState, intent: Intent, *, suspended: bool = False) -> tuple[IntentResult, str]:

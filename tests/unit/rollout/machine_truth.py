@@ -76,7 +76,7 @@ def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
         told = Told(str(intent.verb), True, intent.attempt, intent.expected_stage, intent.expected_step)
     elif intent is not None and last is not None:
         repeated = intent.seq == last.seq and last.verb == intent.verb
-        if not repeated and f"replay of {intent.seq}" not in last.message:
+        if not repeated and f"replay of {intent.seq}:" not in last.message:
             told = Told(str(intent.verb), False, intent.attempt, intent.expected_stage, 0)
     exact = state.candidate is not None and state.candidate.kind is CandidateClass.EXACT
     adopted = exact and now.baseline.digest == digest and state.stage is Stage.FULL

@@ -41,6 +41,18 @@ def test_replay_is_refused_whatever_it_asks(seq: int) -> None:
         assert judge_intent(state, Intent(seq, verb, 1, "Canary", 0))[0] is IntentResult.REPLAYED
 
 
+async def test_each_replay_is_refused_aloud_once() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    for seq in (20, 12, 1):
+        # What the server would refuse: an object that was put back from an older copy.
+        world.intent("Pause", seq, step=3)
+        await world.run(3)
+    told = [text for reason, text in world.api.events if reason == "IntentRefused"]
+    assert [text.partition(":")[0] for text in told] == ["Pause seq 20", "Pause seq 12", "Pause seq 1"]
+    assert world.status["lastIntent"]["seq"] == 20
+
+
 async def test_pause_holds_a_passing_step_and_resume_lets_it_go() -> None:
     world = World()
     await world.until("Progressing", "Canary")
