@@ -201,6 +201,16 @@ async def test_no_gate_is_left_out_of_a_promotion() -> None:
         assert world.where == ("Progressing", "Shadow", 0), gate
 
 
+async def test_a_gate_that_can_only_fail_holds_the_step_while_it_cannot_be_read() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.feed.gates["tail-median"] = Verdict.PROVIDER_ERROR
+    await world.run(90)
+    assert world.where == ("Progressing", "Canary", 0)
+    world.feed.gates["tail-median"] = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Ramp")
+
+
 async def test_unreadable_evidence_holds_and_says_so() -> None:
     world = World()
     world.feed.gates["output"] = Verdict.PROVIDER_ERROR
