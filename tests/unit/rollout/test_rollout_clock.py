@@ -12,6 +12,8 @@ import pytest
 import kvtier_agent
 import kvtier_core.release
 from kvtier_agent.boottime import boottime_ns
+from kvtier_operator.rollout.inputs import CandidateView, Inputs
+from kvtier_operator.rollout.moves import lease_end
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World, held
 
@@ -22,6 +24,22 @@ QUICK = [
     {"name": "Canary", "trafficFraction": "5%", "minDuration": "1s"},
     {"name": "Full", "soak": "1s", "holdback": "2%"},
 ]
+
+
+@pytest.mark.parametrize(("ttl", "wait"), [(2.0, 3.0), (10.0, 11.0), (60.0, 66.0), (HOUR, 3960.0)])
+@pytest.mark.parametrize("measured", [False, True], ids=["by-the-wall", "by-what-was-waited"])
+def test_a_lease_has_provably_ended_a_tenth_after_its_ttl_and_at_least_a_second(
+    ttl: float, wait: float, measured: bool
+) -> None:
+    """Clocks of two machines may go apart by so much."""
+    since, now = 1000.0, 1005.0
+    inputs = Inputs(
+        now=now, uid="u", name="n", generation=1, spec=None, spec_error="", deleting=False, cache=None,
+        busy_with="", superseded_by="", candidate=CandidateView(), agents=(), lease_ttl=ttl,
+        quiet_since=since + 2.0, waited={since: 3.0} if measured else {},
+    )  # fmt: skip
+    # A leader that began two seconds later knows of no renewal before.
+    assert lease_end(inputs, since) == pytest.approx(since + 2.0 + wait)
 
 
 @pytest.mark.parametrize("jump", [-HOUR, -1.0, 1.0, HOUR], ids=lambda jump: f"{jump:+.0f}s")
