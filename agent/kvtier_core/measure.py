@@ -16,8 +16,9 @@ from torch import Tensor
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.layer_runner import MAX_WAIT_SECONDS, ThreadWaiter, Waiter
 from kvtier_core.tiers.base import BlockIdentity, SlotRef, Tier, seal_checksum, slot_stride
+from kvtier_core.tiers.hostmemory import HUGE_PAGE
 from kvtier_core.tiers.nvme import NvmeTier
-from kvtier_core.tiers.staging import HUGE_PAGE, StagingRoom, block_bytes
+from kvtier_core.tiers.staging import StagingRoom, block_bytes
 from kvtier_core.tiers.transfer import Landing, Ranges, TransferItem, move_bytes
 from kvtier_core.units import BytesPerSecond
 
@@ -40,7 +41,8 @@ def measure(tier: Tier, clock: Callable[[], float]) -> None:
     rounds = _rounds(size)
     identity = BlockIdentity(bytes(32), 0, 0, 0, size, seal_checksum(payload))
     # Memory as frames have it that read ahead.
-    buffer = StagingRoom(tier.layout, HUGE_PAGE // block_bytes(tier.layout) + 1).buffer(0)
+    room = StagingRoom(tier.layout, HUGE_PAGE // block_bytes(tier.layout) + 1)
+    buffer = room.buffer(0)
     written = read = 0.0
     try:
         for _ in range(rounds):
@@ -59,6 +61,7 @@ def measure(tier: Tier, clock: Callable[[], float]) -> None:
         if isinstance(tier, NvmeTier):
             started = clock()
             tier.sync()
+            tier.measured.probes["huge_pages"] = room.huge_pages
             tier.measured.probes["fsync_seconds"] = f"{clock() - started:.6f}"
             measure_calls(tier, payload, identity, clock)
     except CoreError as error:

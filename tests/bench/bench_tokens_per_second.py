@@ -39,7 +39,8 @@ import torch
 from kvtier_client.client import AttentionClient
 from kvtier_client.hf import KvtierCache, attach
 from kvtier_core.layout import ChunkLayout
-from kvtier_core.tiers.staging import HUGE_PAGE, StagingRoom
+from kvtier_core.tiers.hostmemory import HUGE_PAGE
+from kvtier_core.tiers.staging import StagingRoom
 from tests.bench.rows import Row
 from tests.engine.agent_process import default_tiers, running_agent
 from tests.engine.exactness import (

@@ -25,8 +25,29 @@ _SEALS = {
 }
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED = 1
+_PRIVATE_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _NODES = Path("/sys/devices/system/node/online")
+
+
+def advise_private(memory: mmap.mmap, start: int, size: int) -> str:
+    """Asks for transparent huge pages for a part of private memory; returns what becomes of it. A kernel that
+    refuses has ordinary pages there, and all else is the same."""
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE, start, size)
+    except OSError as error:
+        return f"none ({errno.errorcode.get(error.errno or 0, 'unknown')})"
+    return _made_of(_PRIVATE_HUGE, ("always", "madvise"))
+
+
+def _made_of(kind: Path, giving: tuple[str, ...]) -> str:
+    """What the kernel's setting makes of a request that it took."""
+    try:
+        setting = kind.read_text()
+    except OSError:
+        return "transparent (setting unknown)"
+    chosen = setting[setting.find("[") + 1 : setting.find("]")]
+    return "transparent" if chosen in giving else f"none ({chosen})"
 
 
 class HostMemory(Protocol):
@@ -109,12 +130,7 @@ class LinuxHostMemory:
 
     def advise_huge(self, memory: mmap.mmap) -> str:
         memory.madvise(mmap.MADV_HUGEPAGE)
-        try:
-            setting = _SHMEM_HUGE.read_text()
-        except OSError:
-            return "transparent (setting unknown)"
-        chosen = setting[setting.find("[") + 1 : setting.find("]")]
-        return "transparent" if chosen in ("always", "within_size", "advise", "force") else f"none ({chosen})"
+        return _made_of(_SHMEM_HUGE, ("always", "within_size", "advise", "force"))
 
     def bind(self, memory: mmap.mmap, node: int) -> None:
         number = _MBIND.get(platform.machine())

@@ -1,4 +1,4 @@
-"""Page-aligned memory for one block: what storage reads into and writes from, in one I/O.
+"""Page-aligned memory for blocks: what storage reads into and writes from, in one I/O.
 
 Why it exists: O_DIRECT needs aligned memory and attention needs a tensor; one buffer is both, so a block that
 was read is attended without a copy. It must not know what a block's header says.
@@ -6,7 +6,6 @@ was read is attended without a copy. It must not know what a block's header says
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvtier_core.layout import ChunkLayout
+from kvtier_core.tiers.hostmemory import HUGE_PAGE, advise_private
 
 PAGE = 4096
-HUGE_PAGE = 2 << 20
 
 
 def block_bytes(layout: ChunkLayout) -> int:
@@ -36,7 +35,9 @@ def address_of(view: memoryview) -> int:
 class StagingRoom:
     """Memory for `count` buffers of a layout, in transparent huge pages where the kernel gives them: a read
     past the page cache names every page to the device, which is half of what a block of ordinary pages costs
-    a processor. A page is taken when it is first touched; all of them hold no more than the buffers."""
+    a processor. A page is taken when it is first touched; all of them hold no more than the buffers.
+
+    huge_pages: what the kernel made of it, in a word."""
 
     def __init__(self, layout: ChunkLayout, count: int) -> None:
         self._layout, self._count = layout, count
@@ -50,10 +51,7 @@ class StagingRoom:
         whole = count * self._stride // HUGE_PAGE * HUGE_PAGE
         # A device writes here: what a fork would copy could be the page that it is about to fill.
         self._map.madvise(mmap.MADV_DONTFORK)
-        if whole:
-            # A kernel without them has ordinary pages, and all else is the same.
-            with contextlib.suppress(OSError):
-                self._map.madvise(mmap.MADV_HUGEPAGE, self._start, whole)
+        self.huge_pages = advise_private(self._map, self._start, whole) if whole else "none (too small)"
 
     def buffer(self, at: int) -> StagingBuffer:
         """The buffer at place `at`, the same memory each time."""

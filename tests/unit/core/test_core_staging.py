@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvtier_core.layout import ChunkLayout
+from kvtier_core.measure import measure
 from kvtier_core.streaming import BufferPool
-from kvtier_core.tiers.staging import HUGE_PAGE, PAGE, StagingBuffer, StagingRoom, address_of, block_bytes
+from kvtier_core.tiers import hostmemory
+from kvtier_core.tiers.fileops import OsFileOps
+from kvtier_core.tiers.hostmemory import HUGE_PAGE
+from kvtier_core.tiers.nvme.tier import NvmeTier
+from kvtier_core.tiers.staging import PAGE, StagingBuffer, StagingRoom, address_of, block_bytes
 
 # 397,312 bytes a block, as SmolLM2's.
 LAYOUT = ChunkLayout(kv_heads=3, head_dim=64, chunk_tokens=256)
@@ -69,8 +76,54 @@ def test_whole_huge_pages_are_asked_for_and_none_beyond_the_buffers() -> None:
 
 
 def test_a_room_smaller_than_a_huge_page_has_none() -> None:
-    buffer = StagingRoom(LAYOUT, 2).buffer(0)
-    assert "hg" not in flags_at(address_of(buffer.block))
+    room = StagingRoom(LAYOUT, 2)
+    assert room.huge_pages == "none (too small)"
+    assert "hg" not in flags_at(address_of(room.buffer(0).block))
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ("[always] madvise never", "transparent"),
+        ("always [madvise] never", "transparent"),
+        ("always madvise [never]", "none (never)"),
+        (None, "transparent (setting unknown)"),
+    ],
+)
+def test_a_room_says_what_the_kernels_setting_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, word: str
+) -> None:
+    kind = tmp_path / "enabled"
+    if setting is not None:
+        kind.write_text(setting + "\n")
+    monkeypatch.setattr(hostmemory, "_PRIVATE_HUGE", kind)
+    taken: list[tuple[int, int]] = []
+
+    class Taking:
+        def madvise(self, advice: int, start: int, size: int) -> None:
+            taken.append((start, size))
+
+    assert hostmemory.advise_private(Taking(), 4096, 8192) == word  # type: ignore[arg-type]
+    assert taken == [(4096, 8192)]
+
+
+def test_a_kernel_without_huge_pages_is_named_and_the_memory_is_there() -> None:
+    class Refusing:
+        def madvise(self, advice: int, start: int, size: int) -> None:
+            raise OSError(errno.EINVAL, "no huge pages here")
+
+    assert hostmemory.advise_private(Refusing(), 0, HUGE_PAGE) == "none (EINVAL)"  # type: ignore[arg-type]
+
+
+def test_a_storage_tier_that_was_measured_says_which_pages_it_read_into(tmp_path: Path) -> None:
+    options = {"folder": tmp_path, "file_key": "probe", "files": OsFileOps(), "clock": time.monotonic}
+    tier = NvmeTier("flash", LAYOUT, 4, **options)  # type: ignore[arg-type]
+    try:
+        measure(tier, time.monotonic)
+        assert tier.measured.probes["huge_pages"] == StagingRoom(LAYOUT, 6).huge_pages
+        assert tier.measured.read_bytes_per_second > 0.0
+    finally:
+        tier.close()
 
 
 def test_a_pool_gives_buffers_of_one_room() -> None:
