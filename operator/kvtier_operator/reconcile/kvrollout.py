@@ -249,6 +249,8 @@ class KVRolloutReconciler:
         if self._deps.clock.monotonic() - kept.written_at < quiet:
             return False
         read, wanted = _without_looks(facts.state), _without_looks(plan.state)
+        # One object where they say the same, as mostly: it is kept for each rollout.
+        wanted = read if wanted == read else wanted
         if kept.moved is None or kept.moved[:2] != (read, wanted):
             deadline = facts.spec.progress_deadline if facts.spec else 0.0
             written = _without_looks(as_written(plan.state, deadline))

@@ -15,11 +15,12 @@ from typing import Protocol
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier.v1 import evidence_pb2 as wire
+from kvtier_evidence.carry import Carry
 from kvtier_evidence.collector import cohort_seconds
 from kvtier_evidence.design import Estimate
 from kvtier_evidence.external import ExternalReading
 from kvtier_evidence.gatespec import GateSpec
-from kvtier_evidence.judge import GateResult, Judgement, Terms, judge
+from kvtier_evidence.judge import GateResult, Terms, judge
 from kvtier_evidence.measure import estimates, pair_thresholds
 from kvtier_evidence.reader import Applied, WindowReader
 from kvtier_evidence.window import WindowCounts, WindowKey
@@ -53,10 +54,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Judged:
-    """given: all that the rest is a function of."""
+    """given: all that the rest is a function of. Kept for each rollout, so it is what a look says and no
+    more."""
 
     given: tuple[object, ...]
-    judgement: Judgement
+    verdicts: tuple[GateVerdict, ...]
+    carry: Carry
+    failed: str
     effects: tuple[DesignEffect, ...]
     thresholds: tuple[tuple[str, str], ...]
 
@@ -128,16 +132,22 @@ class EvidenceFeed:
             async with self._judging:
                 await asyncio.sleep(0)
                 judgement = judge(gates, evidence, terms, state.carry)
-                effects = effects_of(gates, evidence.merged, float(step.traffic), external)
-                judged = _Judged(given, judgement, effects, thresholds_of(spec, evidence.merged))
+                judged = _Judged(
+                    given,
+                    _verdicts(judgement.results, gates, external),
+                    # The same object, where nothing was added to it.
+                    state.carry if judgement.carry == state.carry else judgement.carry,
+                    judgement.failed.gate if judgement.failed else "",
+                    effects_of(gates, evidence.merged, float(step.traffic), external),
+                    thresholds_of(spec, evidence.merged),
+                )
             opened.judged = None if external else judged
-        judgement = judged.judgement
         return Look(
             opening_fence=reading.key.opening_fence,
             at=now,
-            verdicts=_verdicts(judgement.results, gates, external),
-            carry=judgement.carry,
-            failed=judgement.failed.gate if judgement.failed else "",
+            verdicts=judged.verdicts,
+            carry=judged.carry,
+            failed=judged.failed,
             requests_per_second=_rate(reader, state, now),
             effects=judged.effects,
             unread=evidence.error_agents,

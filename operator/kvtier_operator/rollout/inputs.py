@@ -16,7 +16,7 @@ from kvtier_operator.rollout.state import CandidateRef, DesignEffect, ManifestRe
 from kvtier_operator.rollout.vocabulary import Blocker, Cause, Verdict
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Approved:
     """`status.approved` of the KVCache, as far as release control needs it."""
 
@@ -26,7 +26,7 @@ class Approved:
     grant_expires: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CacheView:
     """beat: where in an interval the looks of its pool lie, from 0 to 1; see `beats`."""
 
@@ -39,7 +39,7 @@ class CacheView:
     beat: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CandidateView:
     """What the inputs compile to now. Either `ref` or a blocker with the sentence a person needs.
 
@@ -54,7 +54,7 @@ class CandidateView:
     no_room: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ProofView:
     """An agent's answer over our nonce, checked: `valid` says that the nonce digest was right."""
 
@@ -65,7 +65,7 @@ class ProofView:
     valid: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AgentView:
     """One agent of the cache's pool as last heard of in this pass.
 
@@ -92,7 +92,7 @@ class AgentView:
     refusal_message: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GateVerdict:
     """One gate at one look, as the judge printed it."""
 
@@ -112,7 +112,7 @@ class GateVerdict:
     """Why its source could not be read, for people."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Look:
     """All gates judged on one state of one window. A look at another window than the open one is ignored.
     `failed` names the gate of a Fail, `carry` is what the next look must be given, `pair_thresholds` (gate,
@@ -131,7 +131,7 @@ class Look:
     unread: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """busy_with: the unfinished rollout of the cache that comes before this one. superseded_by: an unfinished
     rollout that has begun, of the same cache, and whose turn it is. holders: agents that this process has
@@ -169,14 +169,14 @@ class Inputs:
     probe_trouble: tuple[str, str] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ApproveCandidate:
     """Write `status.approved` of the cache in the same compare-and-swap as the fence."""
 
     grant_expires: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FenceMove:
     """One compare-and-swap on the KVCache: fence `expected` to `new`, and with it what is approved, and how
     many parts of the candidate digest's false-promotion budget are used (0: unchanged). adopt: the candidate
@@ -190,18 +190,18 @@ class FenceMove:
     shares: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Grant:
     node: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Revoke:
     node: str
     cause: Cause | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ExtendApproval:
     """Moves `grantExpires` of the approved candidate; no fence, since no permission changes."""
 
@@ -211,7 +211,7 @@ class ExtendApproval:
 Rpc = Grant | Revoke
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Notice:
     """An Event for people."""
 
@@ -220,7 +220,7 @@ class Notice:
     message: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SpanNote:
     """A short span of the attempt's trace; emitted after the write it tells of."""
 
@@ -228,7 +228,7 @@ class SpanNote:
     attributes: tuple[tuple[str, str | int | float | bool], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """state: what status must say. `transition` set: write fence, then state, and look again before any RPC.
 

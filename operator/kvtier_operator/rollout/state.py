@@ -20,13 +20,13 @@ from kvtier_operator.rollout.vocabulary import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ManifestRef:
     digest: str
     revision: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CandidateRef:
     """budgets: (tier class, bytes on each node) of an engine of its own; empty where it has none."""
 
@@ -36,7 +36,7 @@ class CandidateRef:
     budgets: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DesignEffect:
     """Of one gate, measured in a window that is closed; numbers as printed."""
 
@@ -46,7 +46,7 @@ class DesignEffect:
     mean_block: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Window:
     """The evidence window that is open. `opening_fence` is part of its key; a re-fencing that keeps the
     evidence keeps it. pair_thresholds: (gate, value as printed), fixed as it opened, from windows closed
@@ -61,7 +61,7 @@ class Window:
     effects: tuple[DesignEffect, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GateStatus:
     """One row of `status.gates`; numbers as the judge printed them, empty when there are none."""
 
@@ -87,7 +87,7 @@ class GateStatus:
         return self.verdict is not Verdict.PASS and not waiting
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """The tick of evidence. A missed one runs once: `due_at` moves to the pool's next beat after `ran_at`."""
 
@@ -96,13 +96,13 @@ class Schedule:
     late_by: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LostAgent:
     node: str
     since: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Holders:
     """Agents that a grant was written down for; count: of all, also where the status could not name them."""
 
@@ -110,7 +110,7 @@ class Holders:
     count: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ExcludedAgent:
     """An agent that joined in mid-attempt and cannot host the candidate, in the life of `boot_id`."""
 
@@ -119,7 +119,7 @@ class ExcludedAgent:
     boot_id: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rollback:
     """lease_ttl: seconds, of a longer lease than the spec's that agents may hold still; 0 for none."""
 
@@ -139,7 +139,7 @@ class Rollback:
     verified_at: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Revocation:
     """A candidate that must be gone before this attempt may start: an approved rollout's, or that of this
     one's own former attempt.
@@ -156,7 +156,7 @@ class Revocation:
     agents: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LastIntent:
     seq: int
     verb: str
@@ -165,7 +165,7 @@ class LastIntent:
     at: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Condition:
     type: str
     status: str
@@ -175,7 +175,7 @@ class Condition:
     last_transition: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RolloutState:
     """carry: what the attempt's evidence takes from window to window. candidate_hash: of spec.candidate, so
     that an edit can be told from a drift of what it refers to. shares: how many parts of the digest's

@@ -242,7 +242,7 @@ async def test_a_window_is_judged_again_when_something_was_counted_and_not_befor
         looks.append(await feed.look(reading, state, spec, world.clock.seconds))
         world.clock.seconds += 1
     assert len(judged) == 1
-    assert looks[0].verdicts == looks[2].verdicts and looks[0].carry == looks[2].carry
+    assert looks[0].verdicts is looks[2].verdicts and looks[0].carry is looks[2].carry
     assert looks[2].at == looks[0].at + 2
     into = counts.of(metrics.OUTPUT_RELATIVE_ERROR, metrics.Arm.CANDIDATE)
     into.histogram.add(1.0)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from enum import Enum
+from typing import Any
+
 import pytest
 
 from tests.unit.rollout.rollout_world import World
@@ -10,6 +14,35 @@ from tests.unit.rollout.rollout_world import World
 def remembered(world: World) -> set[str]:
     operator = world.operator
     return set(operator._kept) | set(operator._uids.values())
+
+
+def values(root: Any) -> list[Any]:
+    """All dataclasses of ours that hang on it, itself included; of each object one."""
+    found: dict[int, Any] = {}
+    left = [root]
+    while left:
+        one = left.pop()
+        if isinstance(one, (tuple, list)):
+            left += one
+        elif dataclasses.is_dataclass(one) and not isinstance(one, (type, Enum)) and id(one) not in found:
+            found[id(one)] = one
+            left += [getattr(one, field.name) for field in dataclasses.fields(one)]
+    return list(found.values())
+
+
+async def test_of_a_rollout_in_which_nothing_moves_little_is_kept() -> None:
+    """A thousand of them are, each with some hundred values: none holds a dict of its own, and what was read
+    and what would be written are one object where they say the same."""
+    world = World(stages=[{"name": "Shadow", "minDuration": "1h"}, {"name": "Full", "soak": "1h"}])
+    await world.until("Progressing", "Shadow")
+    await world.run(60)
+    kept = world.operator._kept["uid-quest"]
+    assert kept.state is not None and kept.moved is not None and kept.last_look is not None
+    read, wanted, moves = kept.moved
+    assert read is wanted and not moves
+    held = values([kept.state[1], read, kept.last_look])
+    assert len(held) > 20
+    assert [one for one in held if hasattr(one, "__dict__")] == []
 
 
 async def test_a_rollout_that_is_deleted_is_forgotten() -> None:
