@@ -5,6 +5,7 @@ Everything here runs on the event loop except what is handed to the engine's thr
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -226,6 +227,7 @@ class CacheHost:
         return assignment.epoch > 0 and (assignment.arm is ServedArm.CANDIDATE or assignment.sampled)
 
 
-def manifest_set_digest_input(baselines: Mapping[str, str]) -> bytes:
-    """Bytes whose SHA-256 names what an agent runs: sorted lines of cache uid, space, baseline digest."""
-    return "".join(f"{uid} {digest}\n" for uid, digest in sorted(baselines.items())).encode()
+def manifest_set_digest(baselines: Mapping[str, str]) -> str:
+    """Names what an agent runs: SHA-256 of sorted lines of cache uid, space, baseline digest."""
+    lines = "".join(f"{uid} {digest}\n" for uid, digest in sorted(baselines.items()))
+    return f"sha256:{hashlib.sha256(lines.encode()).hexdigest()}"

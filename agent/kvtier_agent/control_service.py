@@ -35,7 +35,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def GetState(
         self, request: control_pb2.GetStateRequest, context: ServicerContext
     ) -> control_pb2.GetStateResponse:
-        return await self._scope.run("Control.GetState", context, self._get_state())
+        return await self._scope.run("Control.GetState", context, self._get_state(request))
 
     async def ApplyBaseline(
         self, request: control_pb2.ApplyBaselineRequest, context: ServicerContext
@@ -78,9 +78,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.ReadEvidenceManyResponse:
         return await self._scope.run("Control.ReadEvidenceMany", context, self._read_many(request))
 
-    async def _get_state(self) -> control_pb2.GetStateResponse:
+    async def _get_state(self, request: control_pb2.GetStateRequest) -> control_pb2.GetStateResponse:
         node = self._node
-        await node.refresh_reports()
+        wanted = frozenset(request.cache_uids)
+        await node.refresh_reports(wanted)
         answer = control_pb2.GetStateResponse(
             node=node.name,
             boot_id=node.boot_id,
@@ -91,7 +92,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
             tiers=[convert.tier_state(report) for report in node.tier_reports()],
             stamp_ns=node.clock(),
         )
-        for uid, host in sorted(node.caches.items()):
+        told = sorted(wanted & node.caches.keys()) if wanted else sorted(node.caches)
+        for uid in told:
+            host = node.caches[uid]
             state = control_pb2.CacheState(
                 cache=convert.cache_ref(host.name),
                 highest_fence=node.highest_fence(uid),

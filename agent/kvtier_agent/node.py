@@ -8,10 +8,9 @@ time.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +19,7 @@ from typing import TypeVar
 from kvtier_agent import idlesessions
 from kvtier_agent.admission_wire import admission_of
 from kvtier_agent.arriving import Arriving
-from kvtier_agent.cachehost import CacheHost, manifest_set_digest_input
+from kvtier_agent.cachehost import CacheHost, manifest_set_digest
 from kvtier_agent.cachesession import CacheName, Session, check_owner
 from kvtier_agent.candidateengines import (
     CLOSE_SECONDS,
@@ -42,7 +41,7 @@ from kvtier_agent.nodeends import CacheEnds
 from kvtier_agent.pairedengine import PairedEngine
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTiers, other_place
-from kvtier_agent.tiersums import add_report
+from kvtier_agent.tiersums import with_engines
 from kvtier_core.admission import UNDECLARED, AdmissionTerms
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.nodeplan import NodePlan
@@ -103,6 +102,7 @@ class Node:
         self._candidates = CandidateEngines(tiers, engine_factory, blocks_of, lambda: clock() / 1e9)
         self._opening = 0
         self._asking: asyncio.Future[list[Asked]] | None = None
+        self._named: tuple[dict[str, str], str] = {}, manifest_set_digest({})
         self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="control")
         self._report_pool = ThreadPoolExecutor(1, thread_name_prefix="reports")
@@ -375,20 +375,22 @@ class Node:
     def manifest_set_digest(self) -> str:
         """Names all baselines that run here; the empty set has a digest too."""
         baselines = {uid: host.baseline_digest for uid, host in self.caches.items()}
-        return f"sha256:{hashlib.sha256(manifest_set_digest_input(baselines)).hexdigest()}"
+        if self._named[0] != baselines:
+            self._named = baselines, manifest_set_digest(baselines)
+        return self._named[1]
 
     def tier_reports(self) -> Sequence[TierReport]:
         """This node's tiers as of the last refresh."""
         return self._reports
 
-    async def refresh_reports(self) -> None:
-        """Asks what the engines use and measured, and adds it up. They answer under the lock that a running
-        step holds, so never on the loop, nor in a thread that a revocation needs; an engine that does not
-        answer for REPORT_SECONDS, or fails, leaves the reports as they were: no command fails for them."""
+    async def refresh_reports(self, uids: Collection[str] = ()) -> None:
+        """Asks what engines, by default all, use and measured; adds what others said last. They answer under
+        the lock that a running step holds, so never on the loop, nor in a thread that a revocation needs. One
+        that hangs for REPORT_SECONDS, or fails, leaves the reports as they were: no command fails for it."""
         earlier = self._asking
         if earlier is not None and not (await asyncio.wait([earlier], timeout=REPORT_SECONDS))[0]:
             return
-        hosts = list(self.caches.values())
+        hosts = [host for uid, host in self.caches.items() if not uids or uid in uids]
         self._asking = asking = asyncio.get_running_loop().run_in_executor(
             self._report_pool,
             lambda: [_asked(host.runner.engine) for host in hosts],
@@ -398,12 +400,10 @@ class Node:
         if (failure := asking.exception()) is not None:
             log.error("an engine cannot say what it uses", exc_info=failure)
             return
-        reports = [tier.report() for tier in self.tiers.all()]
         for host, (usage, plan, indexes) in zip(hosts, asking.result(), strict=True):
             host.usage, host.plan, host.indexes = usage, plan, indexes
-            for used in usage:
-                reports = [add_report(report, used) for report in reports]
-        self._reports = reports
+        every = [report for host in self.caches.values() for report in host.usage]
+        self._reports = [with_engines(tier.report(), every) for tier in self.tiers.all()]
 
     async def expire_idle_sessions(self) -> int:
         """Closes sessions that had no frame for the time that they live without; returns how many."""

@@ -4,28 +4,53 @@ It must not know caches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvtier_agent.engine_port import TierReport
 from kvtier_agent.tierdirs import PACED, READY
+from kvtier_core.receipts import TierBytes
 
 
 def add_report(node: TierReport, engine: TierReport) -> TierReport:
-    if node.class_name != engine.class_name:
+    return with_engines(node, (engine,))
+
+
+def with_engines(node: TierReport, engines: Iterable[TierReport]) -> TierReport:
+    """Of what engines say of any tier, that of this one is added."""
+    mine = [one for one in engines if one.class_name == node.class_name]
+    if not mine:
         return node
+    every = [node, *mine]
+    condition = node.condition
+    probes = dict(node.probes)
+    for one in mine:
+        condition = _worse(condition, one.condition)
+        for name, value in one.probes.items():
+            probes.setdefault(name, value)
     return TierReport(
         class_name=node.class_name,
         medium=node.medium,
-        simulated=node.simulated or engine.simulated,
+        simulated=any(one.simulated for one in every),
         capacity_bytes=node.capacity_bytes,
-        used_bytes=node.used_bytes + engine.used_bytes,
-        pinned_bytes=node.pinned_bytes + engine.pinned_bytes,
-        read_bytes_per_second=max(node.read_bytes_per_second, engine.read_bytes_per_second),
-        write_bytes_per_second=max(node.write_bytes_per_second, engine.write_bytes_per_second),
-        probes={**engine.probes, **node.probes},
-        condition=_worse(node.condition, engine.condition),
-        held=node.held + engine.held,
+        used_bytes=sum(one.used_bytes for one in every),
+        pinned_bytes=sum(one.pinned_bytes for one in every),
+        read_bytes_per_second=max(one.read_bytes_per_second for one in every),
+        write_bytes_per_second=max(one.write_bytes_per_second for one in every),
+        probes=probes,
+        condition=condition,
+        held=_held(every),
+    )
+
+
+def _held(reports: Sequence[TierReport]) -> TierBytes:
+    held = [one.held for one in reports]
+    return TierBytes(
+        sum(one.rows for one in held),
+        sum(one.blocks for one in held),
+        sum(one.quarantined for one in held),
+        sum(one.free for one in held),
+        sum(one.held for one in held),
     )
 
 

@@ -383,8 +383,9 @@ class Agents(Protocol):
     """
 
     async def get_state(
-        self, node: AgentTarget, *, deadline_seconds: float | None = None
-    ) -> control.GetStateResponse: ...
+        self, node: AgentTarget, cache_uid: str = "", *, deadline_seconds: float | None = None
+    ) -> control.GetStateResponse:
+        """cache_uid: the cache that is wanted; the answer may tell of others too. Empty: all of them."""
 
     async def apply_baseline(
         self,

@@ -114,9 +114,9 @@ class GrpcAgents:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def get_state(
-        self, node: AgentTarget, *, deadline_seconds: float | None = None
+        self, node: AgentTarget, cache_uid: str = "", *, deadline_seconds: float | None = None
     ) -> control.GetStateResponse:
-        request = control.GetStateRequest()
+        request = control.GetStateRequest(cache_uids=[cache_uid] if cache_uid else [])
         return await self._call(node, "GetState", request, control.GetStateResponse, deadline_seconds)
 
     async def apply_baseline(

@@ -2,7 +2,9 @@
 Reads of evidence, which nobody shares, go together (`evidencereads`).
 
 An answer counts for a cache only while nothing was told to the agent about that cache since it was asked for,
-so nobody sees a time before his own command. It must not know what an answer means.
+so nobody sees a time before his own command. One that was asked for a single cache serves those who ask for
+that one; one of all caches serves everybody. It must not know what an answer means, but for the boot id: of
+an agent that has restarted nothing counts that it said before.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ from kvtier_operator.agents.evidencereads import READ_SECONDS, EvidenceReads
 from kvtier_operator.ports import Agents, AgentTarget, Clock
 
 MAX_TOLD = 65_536
+MAX_SINGLE = 16
+"""Answers of a single cache that are kept of one agent."""
+ALL = ""
+"""Stands where a cache's uid would, for all of them."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,9 @@ class RecentAgents:
         self._agents = agents
         self._clock = clock
         self._reads = EvidenceReads(agents, clock)
-        self._answers: dict[str, _Answer] = {}
-        self._questions: dict[str, _Question] = {}
+        # By node, then by the cache asked for; the latest last.
+        self._answers: dict[str, dict[str, _Answer]] = {}
+        self._questions: dict[tuple[str, str], _Question] = {}
         self._told: dict[tuple[str, str], float] = {}
         # Of what was asked before then nobody knows any more what was told since.
         self._forgotten = -1.0
@@ -59,36 +66,57 @@ class RecentAgents:
         max_age_seconds: float,
         *,
         deadline_seconds: float | None = None,
+        for_all: bool = False,
     ) -> control.GetStateResponse:
-        """As `get_state`, or an answer to somebody else that is no older and as good for this cache."""
+        """As `get_state` of this cache, or an answer to somebody else that is no older and as good for it.
+        for_all: others are likely to ask the same agent of other caches, so that one of all is asked for."""
         while True:
-            known = self._answers.get(node.name)
-            if (
-                known is not None
-                and known.target == node
-                and self._clock.monotonic() - known.sent <= max_age_seconds
-                and known.sent > self._told.get((node.name, cache_uid), self._forgotten)
-            ):
-                return known.state
-            waiting = self._questions.get(node.name)
-            if (
-                waiting is None
-                or (waiting.target, waiting.seconds) != (node, deadline_seconds)
-                or self._clock.monotonic() - waiting.sent > max_age_seconds
-                or waiting.sent <= self._told.get((node.name, cache_uid), self._forgotten)
-            ):
-                return await self._ask(node, deadline_seconds)
+            known = self._known(node, cache_uid, max_age_seconds)
+            if known is not None:
+                return known
+            waiting = self._waiting(node, cache_uid, max_age_seconds, deadline_seconds)
+            if waiting is None:
+                return await self._ask(node, ALL if for_all else cache_uid, deadline_seconds)
             # Who is cancelled does not take the answer from the others who wait for it.
             answer = await asyncio.shield(waiting.answer)
             if answer is not None:
                 return answer
 
-    async def _ask(self, node: AgentTarget, seconds: float | None) -> control.GetStateResponse:
-        """For all who ask until it is answered."""
+    def _known(self, node: AgentTarget, cache_uid: str, max_age: float) -> control.GetStateResponse | None:
+        answers = self._answers.get(node.name)
+        if not answers:
+            return None
+        for asked in (cache_uid, ALL):
+            known = answers.get(asked)
+            if known is None or known.target != node:
+                continue
+            if self._good(node, cache_uid, known.sent, max_age):
+                return known.state
+        return None
+
+    def _waiting(
+        self, node: AgentTarget, cache_uid: str, max_age: float, seconds: float | None
+    ) -> _Question | None:
+        for asked in (cache_uid, ALL):
+            waiting = self._questions.get((node.name, asked))
+            if waiting is None or (waiting.target, waiting.seconds) != (node, seconds):
+                continue
+            if self._good(node, cache_uid, waiting.sent, max_age):
+                return waiting
+        return None
+
+    def _good(self, node: AgentTarget, cache_uid: str, sent: float, max_age: float) -> bool:
+        """Whether what was asked then is as good, for this cache, as what is asked now."""
+        young = self._clock.monotonic() - sent <= max_age
+        return young and sent > self._told.get((node.name, cache_uid), self._forgotten)
+
+    async def _ask(self, node: AgentTarget, asked: str, seconds: float | None) -> control.GetStateResponse:
+        """For all who ask until it is answered. asked: a cache's uid, or ALL."""
         future = asyncio.get_running_loop().create_future()
-        mine = self._questions[node.name] = _Question(node, self._clock.monotonic(), seconds, future)
+        key = node.name, asked
+        mine = self._questions[key] = _Question(node, self._clock.monotonic(), seconds, future)
         try:
-            state = await self.get_state(node, deadline_seconds=seconds)
+            state = await self.get_state(node, asked, deadline_seconds=seconds)
         except Exception as error:
             future.set_exception(error)
             future.exception()  # the asker's own to raise, also where nobody else waits
@@ -99,20 +127,33 @@ class RecentAgents:
         finally:
             if not future.done():
                 future.set_result(None)
-            if self._questions.get(node.name) is mine:
-                del self._questions[node.name]
+            if self._questions.get(key) is mine:
+                del self._questions[key]
 
     async def get_state(
-        self, node: AgentTarget, *, deadline_seconds: float | None = None
+        self, node: AgentTarget, cache_uid: str = ALL, *, deadline_seconds: float | None = None
     ) -> control.GetStateResponse:
         sent = self._clock.monotonic()
         try:
-            state = await self._agents.get_state(node, deadline_seconds=deadline_seconds)
+            state = await self._agents.get_state(node, cache_uid, deadline_seconds=deadline_seconds)
         except BaseException:
             self._answers.pop(node.name, None)
             raise
-        self._answers[node.name] = _Answer(node, sent, state)
+        self._keep(node, cache_uid, _Answer(node, sent, state))
         return state
+
+    def _keep(self, node: AgentTarget, asked: str, answer: _Answer) -> None:
+        before = self._answers.get(node.name, {})
+        kept = {
+            uid: known
+            for uid, known in before.items()
+            if uid != asked and known.state.boot_id == answer.state.boot_id
+        }
+        kept[asked] = answer
+        single = [uid for uid in kept if uid != ALL]
+        if len(single) > MAX_SINGLE:
+            del kept[single[0]]
+        self._answers[node.name] = kept
 
     async def apply_baseline(
         self,
@@ -196,10 +237,16 @@ class RecentAgents:
 
 
 async def state_of(
-    agents: Agents, node: AgentTarget, cache_uid: str, max_age: float, seconds: float | None = None
+    agents: Agents,
+    node: AgentTarget,
+    cache_uid: str,
+    max_age: float,
+    seconds: float | None = None,
+    *,
+    for_all: bool = False,
 ) -> control.GetStateResponse:
     """Of an agent for one cache; as it told anybody up to `max_age` seconds ago, where that is remembered.
-    seconds: for how long an answer is waited for."""
+    seconds: for how long an answer is waited for. for_all: see `recent_state`."""
     if isinstance(agents, RecentAgents):
-        return await agents.recent_state(node, cache_uid, max_age, deadline_seconds=seconds)
-    return await agents.get_state(node, deadline_seconds=seconds)
+        return await agents.recent_state(node, cache_uid, max_age, deadline_seconds=seconds, for_all=for_all)
+    return await agents.get_state(node, cache_uid, deadline_seconds=seconds)

@@ -109,9 +109,10 @@ class CacheNodes:
             return NodeResult(NodeFinding(name, Standing.LOST))
         try:
             if recent:
-                state = await state_of(self._deps.agents, view.target, uid, RECENT_SECONDS)
+                # Rollouts of the pool, and its other caches, look as often.
+                state = await state_of(self._deps.agents, view.target, uid, RECENT_SECONDS, for_all=True)
             else:
-                state = await self._deps.agents.get_state(view.target)
+                state = await self._deps.agents.get_state(view.target, uid)
         except (AgentError, AgentUnreachable) as error:
             return NodeResult(NodeFinding(name, Standing.UNREACHABLE, _short(error)))
         held = _held(state, uid)
@@ -166,7 +167,8 @@ class CacheNodes:
         if not applied:
             await self._apply(target, held, baseline, rollout=rollout)
             # An engine measures when it is built.
-            held = _held(await self._deps.agents.get_state(target), baseline.cache.uid)
+            uid = baseline.cache.uid
+            held = _held(await self._deps.agents.get_state(target, uid), uid)
         nonce = self._deps.nonce()
         highest = held.highest_fence if held is not None else 0
         answer = await self._deps.agents.prove(
@@ -232,7 +234,7 @@ class CacheNodes:
     ) -> str:
         """Asks a node without a Lease too: when a namespace is deleted, Leases go before caches do."""
         try:
-            state = await self._deps.agents.get_state(view.target)
+            state = await self._deps.agents.get_state(view.target, cache.uid)
             if erased is None and not any(held.cache.uid == cache.uid for held in state.caches):
                 return ""
             answer = await self._deps.agents.remove_cache(

@@ -298,7 +298,8 @@ class Gatherer:
             if state.phase is Phase.ROLLING_BACK or state.revoking is not None:
                 run.pool, run.aged = unasked(members, kept.memory), False
             else:
-                max_age = RECENT_SECONDS if run.anew else self._max_age(state, spec)
+                on_a_beat = not run.anew and self._on_a_beat(state, spec)
+                max_age = self._max_age(state, spec) if on_a_beat else RECENT_SECONDS
                 run.aged = max_age > RECENT_SECONDS
                 run.pool = await self._observer.observe(
                     members,
@@ -308,15 +309,19 @@ class Gatherer:
                     max_nodes=spec.blast_radius.max_nodes if spec else 0,
                     memory=kept.memory,
                     max_age=max_age,
+                    on_a_beat=on_a_beat,
                 )
         views = tuple(run.changed.get(view.node, view) for view in run.pool.views)
         return Pool(views, run.pool.targets)
 
+    def _on_a_beat(self, state: RolloutState, spec: RolloutSpec | None) -> bool:
+        """Whether evidence is due, for which other rollouts of the pool look at the same moment."""
+        now = self._deps.clock.now().timestamp()
+        return spec is not None and state.schedule is not None and now >= next_due(state, spec, now)
+
     def _max_age(self, state: RolloutState, spec: RolloutSpec | None) -> float:
         """Of what an agent said to others: see `observe.RECENT_SHARE`."""
-        now = self._deps.clock.now().timestamp()
-        on_a_beat = spec is not None and state.schedule is not None and now >= next_due(state, spec, now)
-        if spec is None or not on_a_beat:
+        if spec is None or not self._on_a_beat(state, spec):
             return RECENT_SECONDS
         return max(RECENT_SECONDS, tick_seconds(spec) * RECENT_SHARE)
 

@@ -64,10 +64,13 @@ class Observer:
         max_nodes: int,
         memory: Memory,
         max_age: float = RECENT_SECONDS,
+        on_a_beat: bool = False,
     ) -> Pool:
         """Asks every member. One that does not answer is a view, not an error. max_age: seconds that what it
-        told another rollout may be old."""
-        answers = await asyncio.gather(*(self._ask(member, cache_uid, max_age) for member in members))
+        told another rollout may be old. on_a_beat: other rollouts of its pool ask at the same moment."""
+        answers = await asyncio.gather(
+            *(self._ask(member, cache_uid, max_age, on_a_beat) for member in members)
+        )
         views = [
             _view(member, answer, cache_uid, rollout_uid, state, memory)
             for member, answer in zip(members, answers, strict=True)
@@ -80,10 +83,13 @@ class Observer:
             targets[view.node] = replace(member.target, boot_id=view.boot_id or member.target.boot_id)
         return Pool(tuple(replace(view, selected=view.node in chosen) for view in views), targets)
 
-    async def _ask(self, member: NodeView, cache_uid: str, max_age: float) -> control.GetStateResponse | None:
+    async def _ask(
+        self, member: NodeView, cache_uid: str, max_age: float, for_all: bool
+    ) -> control.GetStateResponse | None:
         seconds = None if member.live else DEAD_SECONDS
+        agents, target = self._agents, member.target
         try:
-            return await state_of(self._agents, member.target, cache_uid, max_age, seconds)
+            return await state_of(agents, target, cache_uid, max_age, seconds, for_all=for_all)
         except (AgentError, AgentUnreachable):
             return None
 

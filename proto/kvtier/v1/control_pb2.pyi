@@ -9,8 +9,10 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetStateRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("cache_uids",)
+    CACHE_UIDS_FIELD_NUMBER: _ClassVar[int]
+    cache_uids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, cache_uids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetStateResponse(_message.Message):
     __slots__ = ("node", "boot_id", "agent_version", "numerics_version", "manifest_set_digest", "draining", "caches", "tiers", "stamp_ns")

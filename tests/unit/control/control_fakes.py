@@ -233,6 +233,7 @@ class FakeAgents:
         self.admissions: dict[str, control.CacheAdmission] = {}
         self.down: set[str] = set()
         self.calls: list[str] = []
+        self.wanted: list[str] = []
         self.used: dict[str, int] = {}
         self.plans: dict[str, control.PlanState] = {}
         self.candidates: dict[str, control.CandidateState] = {}
@@ -245,10 +246,11 @@ class FakeAgents:
         return self.caches.setdefault(node.name, {})
 
     async def get_state(
-        self, node: AgentTarget, *, deadline_seconds: float | None = None
+        self, node: AgentTarget, cache_uid: str = "", *, deadline_seconds: float | None = None
     ) -> control.GetStateResponse:
         held = self._node(node)
         self.calls.append("GetState")
+        self.wanted.append(cache_uid)
         return control.GetStateResponse(
             node=node.name,
             boot_id=self.boots.get(node.name, node.boot_id),
@@ -264,6 +266,7 @@ class FakeAgents:
                     admission=self.admissions.get(node.name),
                 )
                 for uid, (fence, digest) in held.items()
+                if cache_uid in ("", uid)
             ],
         )
 

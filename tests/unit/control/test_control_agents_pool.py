@@ -154,6 +154,14 @@ async def test_calls_that_hang_do_not_hold_up_renewals() -> None:
     await asyncio.gather(*slow, return_exceptions=True)
 
 
+@pytest.mark.parametrize(("wanted", "named"), [("", []), ("uid-1", ["uid-1"])], ids=["all", "one"])
+async def test_a_cache_that_is_wanted_is_named(wanted: str, named: list[str]) -> None:
+    bench = Bench()
+    await bench.agents.get_state(node("a"), wanted)
+    [request] = bench.wire.requests
+    assert list(request.cache_uids) == named
+
+
 STAMP = 10**18
 
 

@@ -503,7 +503,7 @@ async def test_an_agent_that_has_restarted_since_it_was_asked_for_another_is_ask
     for name in ("a", "b"):
         bench.renew(name)
     for view in bench.deps.fleet.members("serving", "default"):
-        await agents.recent_state(view.target, "another", 0.0)
+        await agents.recent_state(view.target, "another", 0.0, for_all=True)
     bench.agents.boots["a"] = "boot-2"
     bench.agents.calls.clear()
     await reconciler.reconcile(KEY)
@@ -523,7 +523,19 @@ async def test_only_a_look_that_comes_by_itself_takes_what_an_agent_told_another
     await settle(bench, reconciler)
     bench.clock.advance(after)
     for view in bench.deps.fleet.members("serving", "default"):
-        await agents.recent_state(view.target, "another", 0.0)
+        await agents.recent_state(view.target, "another", 0.0, for_all=True)
     bench.agents.calls.clear()
     await reconciler.reconcile(KEY)
     assert bench.agents.calls == ["GetState"] * asked
+
+
+async def test_agents_are_asked_of_this_cache_and_by_itself_of_all_of_their_pool() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(replace(bench.deps, agents=RecentAgents(bench.agents, bench.clock)))
+    await settle(bench, reconciler)
+    uid = bench.api.objects[KEY]["metadata"]["uid"]
+    assert set(bench.agents.wanted) == {uid}
+    bench.clock.advance(50.0)
+    bench.agents.wanted.clear()
+    await reconciler.reconcile(KEY)
+    assert bench.agents.wanted == ["", ""]

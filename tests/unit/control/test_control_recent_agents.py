@@ -24,14 +24,18 @@ class Asked:
 
     def __init__(self) -> None:
         self.states = 0
+        self.wanted: list[str] = []
         self.go_on: asyncio.Event | None = None
         self.answer: asyncio.Event | None = None
         self.down = False
         self.fails = False
         self.boot = "boot-1"
 
-    async def get_state(self, node: AgentTarget, *, deadline_seconds: float | None = None) -> Any:
+    async def get_state(
+        self, node: AgentTarget, cache_uid: str = "", *, deadline_seconds: float | None = None
+    ) -> Any:
         self.states += 1
+        self.wanted.append(cache_uid)
         if self.down:
             raise AgentUnreachable(node.name, "UNAVAILABLE", "down")
         answer = control.GetStateResponse(node=node.name, agent_version=str(self.states), boot_id=self.boot)
@@ -61,9 +65,9 @@ class Rig:
         self.asked, self.clock = Asked(), FakeClock()
         self.agents = RecentAgents(self.asked, self.clock)  # type: ignore[arg-type]
 
-    async def look(self, cache: str = "mine", node: AgentTarget = NODE) -> int:
+    async def look(self, cache: str = "mine", node: AgentTarget = NODE, *, for_all: bool = True) -> int:
         """The number of the answer that this look got."""
-        state = await self.agents.recent_state(node, cache, AGE)
+        state = await self.agents.recent_state(node, cache, AGE, for_all=for_all)
         return int(state.agent_version)
 
 
@@ -245,6 +249,81 @@ async def test_an_agent_that_restarts_is_asked_again_as_soon_as_it_refuses_and_t
     after = await rig.agents.recent_state(NODE, "mine", AGE)
     assert after.boot_id == "boot-2"
     await rig.agents.grant(NODE, _grant(after.boot_id))
+
+
+@pytest.mark.parametrize("under_way", [False, True], ids=["answered", "under-way"])
+@pytest.mark.parametrize(
+    "asked, looking, wanted",
+    [
+        pytest.param(("mine", False), ("mine", False), ["mine"], id="of-one-for-the-same"),
+        pytest.param(("other", False), ("mine", False), ["other", "mine"], id="of-one-for-another"),
+        pytest.param(("other", True), ("mine", False), [""], id="of-all-for-one"),
+        pytest.param(("mine", False), ("mine", True), ["mine"], id="of-one-for-the-same-for-all"),
+        pytest.param(("other", False), ("mine", True), ["other", ""], id="of-one-for-another-for-all"),
+    ],
+)
+async def test_an_answer_of_one_cache_serves_those_of_that_one_and_of_all_everybody(
+    asked: tuple[str, bool], looking: tuple[str, bool], wanted: list[str], under_way: bool
+) -> None:
+    rig = Rig()
+    if under_way:
+        rig.asked.answer = asyncio.Event()
+    first = asyncio.create_task(rig.look(asked[0], for_all=asked[1]))
+    if not under_way:
+        await first
+    else:
+        await asyncio.sleep(0)
+    second = asyncio.create_task(rig.look(looking[0], for_all=looking[1]))
+    await asyncio.sleep(0)
+    if rig.asked.answer is not None:
+        rig.asked.answer.set()
+    assert await asyncio.gather(first, second) == [1, len(wanted)]
+    assert rig.asked.wanted == wanted
+
+
+async def test_a_command_ends_also_what_was_said_of_its_cache_alone() -> None:
+    rig = Rig()
+    await rig.look("mine", for_all=False)
+    await rig.look("other", for_all=False)
+    rig.clock.advance(0.1)
+    await rig.agents.grant(NODE, control.GrantRequest(cache=common.CacheRef(uid="mine")))
+    assert await rig.look("other", for_all=False) == 2
+    assert await rig.look("mine", for_all=False) == 3
+
+
+async def test_of_an_agent_that_has_restarted_nothing_counts_that_it_said_before() -> None:
+    rig = Rig()
+    await rig.look("one", for_all=False)
+    await rig.look("two", for_all=True)
+    rig.asked.boot = "boot-2"
+    await rig.agents.get_state(NODE, "three")
+    assert await rig.look("three", for_all=False) == 3
+    assert await rig.look("one", for_all=False) == 4
+    assert await rig.look("two", for_all=False) == 5
+
+
+async def test_silence_ends_what_was_said_of_any_cache() -> None:
+    rig = Rig()
+    await rig.look("one", for_all=False)
+    rig.asked.down = True
+    for _ in range(2):
+        with pytest.raises(AgentUnreachable):
+            await rig.look("two", for_all=False)
+        with pytest.raises(AgentUnreachable):
+            await rig.look("one", for_all=False)
+
+
+async def test_of_one_agent_few_answers_of_single_caches_are_kept_the_latest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recent, "MAX_SINGLE", 2)
+    rig = Rig()
+    await rig.look("all", for_all=True)
+    rig.clock.advance(AGE + 0.1)
+    for uid in ("one", "two", "three"):
+        await rig.look(uid, for_all=False)
+    assert [await rig.look(uid, for_all=False) for uid in ("two", "three")] == [3, 4]
+    assert await rig.look("one", for_all=False) == 5
 
 
 def _grant(boot_id: str) -> control.GrantRequest:

@@ -411,6 +411,7 @@ class Agents:
 
     def __init__(self, sims: dict[str, AgentSim], faults: Faults) -> None:
         self.sims = sims
+        self.wanted: list[str] = []
         self._faults = faults
 
     def _sim(self, node: AgentTarget) -> AgentSim:
@@ -428,7 +429,10 @@ class Agents:
                     node.name, error.reason.value, error.message, 0.0, dict(error.facts)
                 ) from error
 
-    async def get_state(self, node: AgentTarget, *, deadline_seconds: float | None = None) -> Any:
+    async def get_state(
+        self, node: AgentTarget, cache_uid: str = "", *, deadline_seconds: float | None = None
+    ) -> Any:
+        self.wanted.append(cache_uid)
         return self._sim(node).state()
 
     async def grant(self, node: AgentTarget, request: Any, *, deadline_seconds: float | None = None) -> Any:

@@ -171,7 +171,7 @@ async def test_nothing_goes_on_by_what_an_agent_told_another_before_it_fell_sile
     assert isinstance(due, Requeue) and due.after_seconds > 3.0
     world.clock.seconds += due.after_seconds - 1.0
     for member in world.deps.fleet.members("serving", "default"):
-        await agents.recent_state(member.target, "another", 0.0)
+        await agents.recent_state(member.target, "another", 0.0, for_all=True)
     world.sims["node-0"].cut_off = True
     world.clock.seconds += 1.0
     world.feed.default = Verdict.PASS
@@ -215,6 +215,29 @@ async def test_its_cache_is_the_one_that_the_server_names(known: str | None) -> 
     assert pair is not None and pair.cache is not None
     assert (pair.cache_key, pair.cache["metadata"]["name"]) == (world.cache_key, "chat")
     assert asked[-1] == world.cache_key
+
+
+async def test_a_look_on_a_beat_asks_for_all_that_look_then_and_one_in_between_for_itself() -> None:
+    world = World(leaseTTL="60s")
+    await world.until("Progressing", "Canary")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.run(25)
+    simulated = world.deps.agents
+    object.__setattr__(world.deps, "agents", RecentAgents(simulated, world.clock))
+    world.operator = KVRolloutReconciler(world.deps, feed=world.feed)
+    due = await world.pass_()
+    assert isinstance(due, Requeue)
+    world.clock.seconds += due.after_seconds + 0.01
+    due = await world.pass_()
+    assert isinstance(due, Requeue) and due.after_seconds > 9.0
+    uid = world.api.objects[world.cache_key]["metadata"]["uid"]
+    looks, nodes = world.feed.looks, len(world.sims)
+    for after, wanted in ((1.0, uid), (due.after_seconds - 0.99, "")):
+        simulated.wanted.clear()  # type: ignore[attr-defined]
+        world.clock.seconds += after
+        await world.pass_()
+        assert simulated.wanted == [wanted] * nodes  # type: ignore[attr-defined]
+    assert world.feed.looks == looks + 1
 
 
 def read(version: str, uid: str = "u") -> JsonObject:
