@@ -60,11 +60,15 @@ from kvtier_operator.revisions import (
     selector_for,
     undamaged,
 )
+from kvtier_operator.rollout.beats import next_beat
+from kvtier_operator.rollout.moves import MAX_TICK
 
 _log = logging.getLogger(__name__)
 
 INITIAL_FENCE = 1
 QUIET_SECONDS = 60.0
+AFTER_BEAT_SECONDS = 0.5
+"""Behind those who look at evidence on the beat, while what agents told them is young enough to be shared."""
 RETRY_SECONDS = 3.0
 LEDGER_SECONDS = 60.0
 REMOVAL_GRACE = timedelta(seconds=66)
@@ -347,11 +351,15 @@ class KVCacheReconciler:
                 self._ledger_written[uid] = now
 
     def _next(self, findings: Findings) -> ReconcileOutcome:
-        jitter = 0.8 + 0.4 * self._deps.randomness()
+        chance = self._deps.randomness()
         settled = (Standing.PROVED, Standing.LOST)
         if findings.baseline is None or all(node.standing in settled for node in findings.nodes):
-            return Requeue(QUIET_SECONDS * jitter, "looks again at what agents run")
-        return Requeue(RETRY_SECONDS * jitter, "not every node has proved the baseline")
+            # All caches and rollouts of a pool ask the same agents: one answer serves those of one moment.
+            pool = f"{_namespace(findings.cache)}/{findings.cache['spec']['poolRef']['name']}"
+            now = self._deps.clock.now().timestamp()
+            beat = next_beat(pool, MAX_TICK, now + QUIET_SECONDS * (0.8 + 0.2 * chance))
+            return Requeue(beat + AFTER_BEAT_SECONDS - now, "looks again at what agents run")
+        return Requeue(RETRY_SECONDS * (0.8 + 0.4 * chance), "not every node has proved the baseline")
 
     # --- the end -----------------------------------------------------------------------------------------
 

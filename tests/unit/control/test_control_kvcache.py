@@ -23,10 +23,17 @@ from kvtier_operator.ports import (
     Requeue,
     add_op,
 )
-from kvtier_operator.reconcile.kvcache import REMOVAL_GRACE, KVCacheReconciler
+from kvtier_operator.reconcile.kvcache import (
+    AFTER_BEAT_SECONDS,
+    QUIET_SECONDS,
+    REMOVAL_GRACE,
+    KVCacheReconciler,
+)
 from kvtier_operator.reconcile.kvcache_nodes import PROOF_SECONDS
 from kvtier_operator.reconcile.kvcache_refs import resolve
 from kvtier_operator.revisions import Role, revision_manifest
+from kvtier_operator.rollout.beats import next_beat
+from kvtier_operator.rollout.moves import MAX_TICK
 from tests.unit.control.control_fakes import Bench, Crash
 from tests.unit.control.control_objects import (
     agent_pool,
@@ -527,6 +534,20 @@ async def test_only_a_look_that_comes_by_itself_takes_what_an_agent_told_another
     bench.agents.calls.clear()
     await reconciler.reconcile(KEY)
     assert bench.agents.calls == ["GetState"] * asked
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.99])
+async def test_a_quiet_cache_looks_again_a_moment_after_a_beat_of_its_pool(chance: float) -> None:
+    """Whatever the chance, those of one pool share the moments, and with them what agents answer."""
+    bench = bench_with()
+    reconciler = KVCacheReconciler(replace(bench.deps, randomness=lambda: chance))
+    await settle(bench, reconciler)
+    outcome = await reconciler.reconcile(KEY)
+    assert isinstance(outcome, Requeue)
+    least = QUIET_SECONDS * (0.8 + 0.2 * chance)
+    assert least < outcome.after_seconds <= least + MAX_TICK + AFTER_BEAT_SECONDS
+    due = bench.clock.now().timestamp() + outcome.after_seconds - AFTER_BEAT_SECONDS
+    assert next_beat("serving/default", MAX_TICK, due - 0.1) == pytest.approx(due, abs=0.002)
 
 
 async def test_agents_are_asked_of_this_cache_and_by_itself_of_all_of_their_pool() -> None:
