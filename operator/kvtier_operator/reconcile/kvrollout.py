@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
+from operator import attrgetter
 
 from kvtier_operator.ports import (
     ROLLOUT_FINALIZER,
@@ -34,7 +36,7 @@ from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
 from kvtier_operator.rollout.pairs import Pair, Pairs
 from kvtier_operator.rollout.probing import LOOK_SECONDS, ProbeJobs
-from kvtier_operator.rollout.state import GateStatus, RolloutState
+from kvtier_operator.rollout.state import Condition, GateStatus, RolloutState
 from kvtier_operator.rollout.status import StatusUnreadable, as_written
 from kvtier_operator.rollout.vocabulary import Phase, Stage
 from kvtier_operator.telemetry import trace_context
@@ -364,12 +366,23 @@ class KVRolloutReconciler:
         self._feed.forget(uid)
 
 
-def _without_looks(state: RolloutState) -> RolloutState:
+def _without_looks(state: RolloutState) -> tuple[object, ...]:
     """All but the times of looks, and texts: a forecast moves with every second that passes, and each of a
-    thousand rollouts that see no request would be written all the time. A text goes with the next number."""
-    gates = tuple(replace(gate, at=0.0) for gate in state.gates)
-    conditions = tuple(replace(one, message="") for one in state.conditions)
-    return replace(state, gates=gates, conditions=conditions, schedule=None)
+    thousand rollouts that see no request would be written all the time. A text goes with the next number.
+    Values only, since this is compared at every look."""
+    gates = [_GATE(gate) for gate in state.gates]
+    conditions = [_CONDITION(one) for one in state.conditions]
+    return gates, conditions, _STATE(state)
+
+
+def _all_but(kind: type, *names: str) -> Callable[[object], tuple[object, ...]]:
+    """All fields of a dataclass but these."""
+    return attrgetter(*(field.name for field in fields(kind) if field.name not in names))
+
+
+_GATE = _all_but(GateStatus, "at")
+_CONDITION = _all_but(Condition, "message")
+_STATE = _all_but(RolloutState, "gates", "conditions", "schedule")
 
 
 def _returns(state: RolloutState, plan: Plan) -> bool:

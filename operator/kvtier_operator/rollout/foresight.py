@@ -104,7 +104,7 @@ def foresee(
         bad = next(one for one in needs if math.isinf(one.requests))
         return Foresight(f"{bad.label}: gate {bad.gate} can never pass: {bad.never}", True)
     if rate <= 0.0:
-        return Foresight(f"{_least_rate(needs, left)}: {_steps(needs, rate)}", _never(needs, left))
+        return Foresight(f"{_least_rate(tuple(needs), left)}: {_steps(needs, rate)}", _never(needs, left))
     seconds = sum(one.seconds(rate) for one in needs)
     slow = seconds > left * (STILL_SLOW if was_slow else 1.0)
     head = f"about {_hours(seconds)} of the {_hours(left)} left, at {float(f'{rate:.2g}'):g} requests/s"
@@ -115,7 +115,8 @@ def _never(needs: Sequence[StepNeed], left: float) -> bool:
     return sum(one.least_seconds for one in needs) > left
 
 
-def _least_rate(needs: Sequence[StepNeed], left: float) -> str:
+@lru_cache(maxsize=4096)
+def _least_rate(needs: tuple[StepNeed, ...], left: float) -> str:
     """The rate at which the deadline is just kept: steps take longer than their least time below it."""
     if _never(needs, left):
         return (

@@ -114,7 +114,10 @@ def _look_around(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tupl
     """The state with what agents and evidence say now; excluded agents count as not selected."""
     state = exclude(watch_agents(state, inputs, spec), inputs)
     excluded = excluded_now(state, inputs.agents, inputs.uid)
-    agents = tuple(replace(one, selected=one.selected and one.node not in excluded) for one in inputs.agents)
+    agents = tuple(
+        replace(one, selected=False) if one.selected and one.node in excluded else one
+        for one in inputs.agents
+    )
     # Those who let go or are among the vanished are holders no more, whatever was remembered before.
     inputs = replace(inputs, agents=agents, holders=frozenset(state.holders.names))
     chosen = [agent for agent in agents if agent.selected]

@@ -80,8 +80,10 @@ class Observer:
         for member, view in zip(members, views, strict=True):
             if view.boot_id:
                 memory.boots[view.node] = view.boot_id
-            targets[view.node] = replace(member.target, boot_id=view.boot_id or member.target.boot_id)
-        return Pool(tuple(replace(view, selected=view.node in chosen) for view in views), targets)
+            targets[view.node] = _under(member.target, view.boot_id)
+        return Pool(
+            tuple(view if view.node in chosen else replace(view, selected=False) for view in views), targets
+        )
 
     async def _ask(
         self, member: NodeView, cache_uid: str, max_age: float, for_all: bool
@@ -107,12 +109,15 @@ def unasked(members: Sequence[NodeView], memory: Memory) -> Pool:
         for member in members
     )
     targets = {
-        member.target.name: replace(
-            member.target, boot_id=memory.boots.get(member.target.name, member.target.boot_id)
-        )
+        member.target.name: _under(member.target, memory.boots.get(member.target.name, ""))
         for member in members
     }
     return Pool(views, targets)
+
+
+def _under(target: AgentTarget, boot_id: str) -> AgentTarget:
+    """How to reach it in that life, where one is known."""
+    return target if boot_id in ("", target.boot_id) else replace(target, boot_id=boot_id)
 
 
 def choose(
@@ -151,27 +156,26 @@ def _view(
         holder = rollout_uid if name in memory.held or _declared(member, cache_uid, state) else ""
         return AgentView(name, False, boot_id=member.target.boot_id, granted_rollout=holder, proof=proof)
     held = next((cache for cache in answer.caches if cache.cache.uid == cache_uid), None)
-    view = AgentView(name, True, boot_id=answer.boot_id, proof=proof)
     if held is None:
-        return view
-    view = replace(
-        view,
+        return AgentView(name, True, boot_id=answer.boot_id, proof=proof)
+    candidate, digest, granted, owner = held.candidate, "", 0, ""
+    if candidate.digest:
+        digest, granted, owner = candidate.digest, candidate.fence.value, candidate.fence.rollout_uid
+        if owner == rollout_uid:
+            memory.held.add(name)
+    return AgentView(
+        name,
+        True,
+        boot_id=answer.boot_id,
         highest_fence=held.highest_fence,
         baseline_digest=held.baseline_digest,
+        candidate_digest=digest,
+        granted_fence=granted,
+        granted_rollout=owner,
         returned_reason=held.returned_reason,
         returned_fence=held.returned_fence,
         returned_rollout=held.returned_rollout_uid,
-    )
-    if not held.HasField("candidate") or not held.candidate.digest:
-        return view
-    owner = held.candidate.fence.rollout_uid
-    if owner == rollout_uid:
-        memory.held.add(name)
-    return replace(
-        view,
-        candidate_digest=held.candidate.digest,
-        granted_fence=held.candidate.fence.value,
-        granted_rollout=owner,
+        proof=proof,
     )
 
 
