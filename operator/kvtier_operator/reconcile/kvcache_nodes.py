@@ -166,9 +166,11 @@ class CacheNodes:
             return _found(target, Standing.PROVED, held)
         if not applied:
             await self._apply(target, held, baseline, rollout=rollout)
-            # An engine measures when it is built.
-            uid = baseline.cache.uid
-            held = _held(await self._deps.agents.get_state(target, uid), uid)
+            if held is None or held.baseline_digest != baseline.digest:
+                # An engine measures when it is built. Where only what it is told has changed, all else is as
+                # it was, and its highest number is the one just sent.
+                uid = baseline.cache.uid
+                held = _held(await self._deps.agents.get_state(target, uid), uid)
         nonce = self._deps.nonce()
         highest = held.highest_fence if held is not None else 0
         answer = await self._deps.agents.prove(

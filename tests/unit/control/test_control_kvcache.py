@@ -341,9 +341,20 @@ async def test_a_number_that_an_edit_of_admission_lacks_is_no_problem_of_any_age
     cache = await settle(bench, reconciler)
     bench.api.events.clear()
     bench.api.writes.clear()
+    bench.clock.advance(PROOF_SECONDS + 1)
+    for name in ("a", "b"):
+        bench.renew(name)
+    bench.agents.calls.clear()
     cache["spec"]["admission"] = {"queue": 9}
     cache["metadata"]["generation"] = 2
     bench.api.catch_up()
+    assert isinstance(await reconciler.reconcile(KEY), Requeue)
+    bench.api.catch_up()
+    refused = ["GetState", "GetState", "ApplyBaseline", "ApplyBaseline"]
+    assert sorted(bench.agents.calls) == sorted(refused)
+    bench.agents.calls.clear()
+    await reconciler.reconcile(KEY)
+    assert sorted(bench.agents.calls) == sorted([*refused, "Prove", "Prove"]), "no engine was built"
     cache = await settle(bench, reconciler)
     assert [reason for reason, _ in bench.api.events] == []
     assert len(bench.api.writes) == 2, "the number, and that the edit was seen"
