@@ -44,12 +44,14 @@ MIN_RATE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Reading:
-    """Whom to ask about which window, under which fence."""
+    """Whom to ask about which window, under which fence. unopened: no agent has been granted under it yet, so
+    there is nothing to be read: each would say that it knows no such window."""
 
     cache: common.CacheRef
     fence: common.Fence
     key: WindowKey
     nodes: tuple[AgentTarget, ...]
+    unopened: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class EvidenceFeed:
         reader = opened.reader
         expected = [node.name for node in reading.nodes]
         window = key_message(reading.key)
-        for _ in range(READ_ROUNDS):
+        for _ in range(0 if reading.unopened else READ_ROUNDS):
             answers = await asyncio.gather(
                 *(self._read(reader, reading, window, node) for node in reading.nodes)
             )

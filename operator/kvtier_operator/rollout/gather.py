@@ -350,6 +350,7 @@ class Gatherer:
             fence=fence_of(state, subject.uid),
             key=window_key(state, spec, subject.uid),
             nodes=nodes,
+            unopened=state.schedule is None and _unopened(state, subject.uid, pool),
         )
         return await self._feed.look(reading, state, spec, now)
 
@@ -394,6 +395,14 @@ def _state(rollout: JsonObject, kept: Kept) -> RolloutState:
     if kept.state is None or kept.state[0] != version:
         kept.state = version, from_status(rollout.get("status") or {})
     return kept.state[1]
+
+
+def _unopened(state: RolloutState, uid: str, pool: Pool) -> bool:
+    """Whether all agents have just said that they hold nothing under this window."""
+    opened = state.window.opening_fence if state.window is not None else 0
+    return all(
+        view.reachable and (view.granted_rollout != uid or view.granted_fence < opened) for view in pool.views
+    )
 
 
 def _waits(state: RolloutState) -> tuple[float, ...]:

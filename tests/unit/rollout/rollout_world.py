@@ -540,6 +540,7 @@ class ScriptedFeed:
     thresholds: dict[str, str] = field(default_factory=dict)
     effects: tuple[DesignEffect, ...] = ()
     looks: int = 0
+    unopened: list[bool] = field(default_factory=list)
     last_all_pass: bool = False
 
     def forget(self, uid: str) -> None:
@@ -547,6 +548,7 @@ class ScriptedFeed:
 
     async def look(self, reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
         self.looks += 1
+        self.unopened.append(reading.unopened)
         verdicts = []
         for gate in spec.gates_of(current_step(state, spec)):
             verdict = self.gates.get(gate.name, self.default)

@@ -16,7 +16,7 @@ from kvtier_evidence.delta import DeltaLog
 from kvtier_evidence.design import BlockSums
 from kvtier_evidence.grid import Histogram
 from kvtier_evidence.window import WindowCounts
-from kvtier_operator.ports import AgentTarget
+from kvtier_operator.ports import AgentError, AgentTarget
 from kvtier_operator.rollout import feed as feed_module
 from kvtier_operator.rollout.feed import EvidenceFeed, Reading, thresholds_of
 from kvtier_operator.rollout.grants import fence_of, window_key
@@ -24,6 +24,7 @@ from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.status import from_status, to_status
+from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World
 
 SLOW, FAST = 0.08, 0.02
@@ -139,6 +140,32 @@ async def test_looks_whose_answers_come_at_once_are_judged_one_by_one(
         await asyncio.sleep(0)
     await looks
     assert len(set(judged_at)) == len(judged_at) == 5
+
+
+async def test_of_a_window_that_no_agent_has_been_granted_under_nobody_is_asked() -> None:
+    world = World()
+    await world.until("Progressing", "Shadow")
+    spec = parse_spec(world.api.objects[world.rollout]["spec"])
+    state = from_status(world.status)
+    uid = world.api.objects[world.rollout]["metadata"]["uid"]
+    reading = Reading(
+        cache=common.CacheRef(namespace="serving", name="chat"),
+        fence=fence_of(state, uid),
+        key=window_key(state, spec, uid),
+        nodes=(AgentTarget("node-0", "uid-0", "10.0.0.1:7443", "boot"),),
+    )
+    # They would say that they know no such window; this has no answer at all.
+    found = []
+    for agents, unopened in ((object(), True), (Unknowing(), False)):
+        feed = EvidenceFeed(agents, world.clock)  # type: ignore[arg-type]
+        found.append(await feed.look(replace(reading, unopened=unopened), state, spec, world.clock.seconds))
+    assert found[0] == found[1]
+    assert {verdict.verdict for verdict in found[0].verdicts if verdict.required} == {Verdict.INSUFFICIENT}
+
+
+class Unknowing:
+    async def read_evidence(self, node: AgentTarget, request: object) -> None:
+        raise AgentError(node.name, "WINDOW_UNKNOWN", "no such window", 0.0, {})
 
 
 async def test_another_operator_judges_by_the_design_effects_of_the_status() -> None:

@@ -240,6 +240,32 @@ async def test_a_look_on_a_beat_asks_for_all_that_look_then_and_one_in_between_f
     assert world.feed.looks == looks + 1
 
 
+async def test_a_window_is_looked_at_as_it_opens_without_asking_agents_that_do_not_know_it() -> None:
+    world = World(leaseTTL="60s")
+    await world.until("Progressing", "Canary")
+    assert world.feed.unopened[-1], "before anybody was granted under it"
+    assert len(held(world)) == len(world.sims)
+    world.feed.default = Verdict.INSUFFICIENT
+    world.feed.unopened.clear()
+    await world.run(12)
+    assert set(world.feed.unopened) == {False}
+
+
+async def test_an_operator_that_begins_in_a_window_which_agents_hold_asks_them() -> None:
+    world = World(leaseTTL="60s")
+    await world.until("Progressing", "Shadow")
+    await world.pass_()
+    world.feed.default = Verdict.INSUFFICIENT
+    # As if it had been lost before the first look was written.
+    obj = copied(world.api.objects[world.rollout])
+    del obj["status"]["schedule"]["dueAt"]
+    world.api.put(obj)
+    world.feed.unopened.clear()
+    world.restart()
+    await world.pass_()
+    assert world.feed.unopened == [False]
+
+
 def read(version: str, uid: str = "u") -> JsonObject:
     return {"metadata": {"uid": uid, "resourceVersion": version}}
 
