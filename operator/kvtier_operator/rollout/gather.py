@@ -298,8 +298,9 @@ class Gatherer:
             if state.phase is Phase.ROLLING_BACK or state.revoking is not None:
                 run.pool, run.aged = unasked(members, kept.memory), False
             else:
-                on_a_beat = not run.anew and self._on_a_beat(state, spec)
-                max_age = self._max_age(state, spec) if on_a_beat else RECENT_SECONDS
+                # Whoever goes on to another step there asks anew, and is not the only one.
+                on_a_beat = self._on_a_beat(state, spec)
+                max_age = RECENT_SECONDS if run.anew else self._max_age(state, spec)
                 run.aged = max_age > RECENT_SECONDS
                 run.pool = await self._observer.observe(
                     members,
