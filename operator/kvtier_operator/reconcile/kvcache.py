@@ -60,7 +60,7 @@ from kvtier_operator.revisions import (
     selector_for,
     undamaged,
 )
-from kvtier_operator.rollout.beats import next_beat
+from kvtier_operator.rollout.beats import PoolBeats, next_beat
 from kvtier_operator.rollout.moves import MAX_TICK
 
 _log = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ class KVCacheReconciler:
     def __init__(self, deps: Deps) -> None:
         self._deps = deps
         self._nodes = CacheNodes(deps)
+        self._beats = PoolBeats(deps.store)
         self._ledger_written: dict[str, float] = {}
         self._revisions: dict[str, bytes] = {}
         self._labelled: dict[str, str] = {}
@@ -355,9 +356,10 @@ class KVCacheReconciler:
         settled = (Standing.PROVED, Standing.LOST)
         if findings.baseline is None or all(node.standing in settled for node in findings.nodes):
             # All caches and rollouts of a pool ask the same agents: one answer serves those of one moment.
-            pool = f"{_namespace(findings.cache)}/{findings.cache['spec']['poolRef']['name']}"
+            cache = findings.cache
+            share = self._beats.share(_namespace(cache), cache["spec"]["poolRef"]["name"])
             now = self._deps.clock.now().timestamp()
-            beat = next_beat(pool, MAX_TICK, now + QUIET_SECONDS * (0.8 + 0.2 * chance))
+            beat = next_beat(share, MAX_TICK, now + QUIET_SECONDS * (0.8 + 0.2 * chance))
             return Requeue(beat + AFTER_BEAT_SECONDS - now, "looks again at what agents run")
         return Requeue(RETRY_SECONDS * (0.8 + 0.4 * chance), "not every node has proved the baseline")
 
