@@ -379,13 +379,12 @@ class Agents(Protocol):
 
     Every call: passes the leader gate, carries the current traceparent, has a deadline (a default per method
     when `deadline_seconds` is None), is measured, raises AgentError or AgentUnreachable, never retries (the
-    reconcile is the retry).
+    reconcile is the retry). An answer of a state may tell of more than the cache that is wanted.
     """
 
     async def get_state(
         self, node: AgentTarget, cache_uid: str = "", *, deadline_seconds: float | None = None
-    ) -> control.GetStateResponse:
-        """cache_uid: the cache that is wanted; the answer may tell of others too. Empty: all of them."""
+    ) -> control.GetStateResponse: ...
 
     async def apply_baseline(
         self,
