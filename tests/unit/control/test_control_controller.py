@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -14,10 +15,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
+from kvtier_operator.app import Operator, Options
 from kvtier_operator.clock import SystemClock
 from kvtier_operator.controller import MAX_ASKED, NOT_LEADER_SECONDS, Controller, Limits
+from kvtier_operator.lastreads import Seen
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import (
+    AgentTls,
     ApiError,
     Conflict,
     Done,
@@ -222,6 +226,24 @@ async def test_a_watch_that_is_faster_than_the_answer_does_not_have_a_run_look_a
         bench.controller.add(key("sentinel"))
         await bench.reconciler.until(runs + 1)
     assert bench.reconciler.ran == [*["a"] * runs, "sentinel"]
+
+
+def test_of_a_version_its_own_run_is_asked_whether_it_wrote_it_and_others_hear_of_it() -> None:
+    """As the operator passes on what a watch has told."""
+    rollout, written = key("go"), {"metadata": {"uid": "u", "resourceVersion": "7"}}
+    telemetry = build_telemetry(otlp_endpoint="", instance="t", version="t")
+    operator = Operator(Options(None, "kvtier-system", "t", AgentTls(Path(), Path(), Path())), telemetry)
+    told: list[tuple[ObjectKey, bool]] = []
+
+    class Noted:
+        def add(self, one: ObjectKey, _after: float, own: Callable[[], bool] | None) -> None:
+            told.append((one, own is not None and own()))
+
+    operator._controllers[Kind.KV_CACHE] = Noted()  # type: ignore[assignment]
+    operator._reads.wrote(rollout, written, rollout)
+    operator._add_all({rollout, key("other")}, Seen.of(rollout, written))
+    operator._add_all({rollout}, None)
+    assert told == [(rollout, True), (key("other"), False), (rollout, False)]
 
 
 async def test_without_the_lease_nothing_runs_and_what_ran_is_cancelled_and_kept() -> None:
