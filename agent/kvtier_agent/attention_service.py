@@ -7,6 +7,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from kvtier.v1 import attention_pb2, attention_pb2_grpc
 from kvtier_agent import convert
@@ -59,7 +60,13 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
     async def OpenSession(
         self, request: attention_pb2.OpenSessionRequest, context: ServicerContext
     ) -> attention_pb2.OpenSessionResponse:
-        return await self._scope.run("Attention.OpenSession", context, self._open(request), finish=True)
+        return await self._scope.run(
+            "Attention.OpenSession",
+            context,
+            self._open(request),
+            finish=True,
+            unwanted=partial(self._close_untold, request.tenant),
+        )
 
     async def GiveWeights(
         self, request_iterator: AsyncIterator[attention_pb2.GiveWeightsRequest], context: ServicerContext
@@ -74,8 +81,12 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
     async def EditSession(
         self, request: attention_pb2.EditSessionRequest, context: ServicerContext
     ) -> attention_pb2.EditSessionResponse:
+        async def untold(answer: attention_pb2.EditSessionResponse) -> None:
+            if answer.HasField("child"):
+                await self._close_untold(request.tenant, answer.child)
+
         return await self._scope.run(
-            "Attention.EditSession", context, self._editor.edit(request), finish=True
+            "Attention.EditSession", context, self._editor.edit(request), finish=True, unwanted=untold
         )
 
     async def ReportOutcome(
@@ -151,6 +162,14 @@ class AttentionService(attention_pb2_grpc.AttentionServicer):
         if request.local_channel_version:
             self._offer(session, request.local_channel_version, opened)
         return opened
+
+    async def _close_untold(self, tenant: str, opened: attention_pb2.OpenSessionResponse) -> None:
+        """Nobody knows its id, so nobody else would close it before it has been idle for long."""
+        await self._close(
+            attention_pb2.CloseSessionRequest(
+                session_id=opened.session_id, generation=opened.generation, tenant=tenant
+            )
+        )
 
     def _offer(self, session: Session, version: int, opened: attention_pb2.OpenSessionResponse) -> None:
         """A local channel, or why there is none: the session is open all the same."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -19,6 +19,7 @@ from kvtier_agent.telemetry import Metrics, Telemetry, mark_error
 from kvtier_core.errors import CoreError, Reason
 
 R = TypeVar("R", bound=Message)
+T = TypeVar("T")
 ServicerContext = grpc.aio.ServicerContext[Any, Any]
 log = logging.getLogger(__name__)
 
@@ -41,12 +42,19 @@ class RpcScope:
         self._running: set[asyncio.Task[Any]] = set()
 
     async def run(
-        self, method: str, context: ServicerContext, call: Coroutine[Any, Any, R], *, finish: bool = False
+        self,
+        method: str,
+        context: ServicerContext,
+        call: Coroutine[Any, Any, R],
+        *,
+        finish: bool = False,
+        unwanted: Callable[[R], Awaitable[object]] | None = None,
     ) -> R:
         """The call's answer, or the gRPC call aborted with an ErrorDetail.
 
         With `finish` the call goes on when its caller left or its deadline passed: a command that was made
-        durable must also be acted on.
+        durable must also be acted on. unwanted: takes back what such a call made when it ends with an answer
+        that nobody can be given any more.
         """
         started = time.monotonic()
         refusal: CoreError | None = None
@@ -55,7 +63,7 @@ class RpcScope:
             try:
                 self._check_caller(context, call)
                 async with asyncio.timeout(self._deadline_seconds):
-                    answer = await (self._finished(method, call) if finish else call)
+                    answer = await (self._finished(method, call, unwanted) if finish else call)
             except CoreError as error:
                 refusal = error
             except TimeoutError:
@@ -114,15 +122,39 @@ class RpcScope:
             call.close()
             raise
 
-    async def _finished(self, method: str, call: Coroutine[Any, Any, R]) -> R:
-        task = asyncio.ensure_future(call)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+    async def _finished(
+        self,
+        method: str,
+        call: Coroutine[Any, Any, R],
+        unwanted: Callable[[R], Awaitable[object]] | None,
+    ) -> R:
+        task = self._kept(call)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(partial(_tell_end, method))
+            if unwanted is not None:
+                self._kept(_taken_back(method, task, unwanted))
             raise
+
+    def _kept(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Runs, whoever waits for it, and `finish` waits too."""
+        task = asyncio.ensure_future(call)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+
+async def _taken_back(method: str, task: asyncio.Task[R], unwanted: Callable[[R], Awaitable[object]]) -> None:
+    await asyncio.wait([task])
+    if task.cancelled() or task.exception() is not None:
+        return
+    try:
+        await unwanted(task.result())
+    except CoreError as error:
+        log.warning("%s made what nobody was told of, and it stays: %s", method, error)
+    else:
+        log.info("%s made what nobody was told of, and it was taken back", method)
 
 
 def _tell_end(method: str, task: asyncio.Task[Any]) -> None:

@@ -18,6 +18,9 @@ from kvtier_client.pipe import Transport
 from kvtier_client.stream import AttendManyStream, AttendStream
 from kvtier_core.errors import Reason
 
+_AT_THE_AGENT = 0.9
+"""Of the time that this end waits for an edit: the rest is for its answer."""
+
 
 class AttentionClient:
     """Calls one agent's engine socket. Every call has a deadline; failures are KvtierError.
@@ -67,8 +70,13 @@ class AttentionClient:
         return answer
 
     def edit_session(self, request: attention_pb2.EditSessionRequest) -> attention_pb2.EditSessionResponse:
-        """See `kvtier_client.edits`."""
-        answer: attention_pb2.EditSessionResponse = self._unary(self._stub.EditSession, request)
+        """See `kvtier_client.edits`. The agent gives up before this end does, which hears then that nothing
+        was changed."""
+        most = max(1, int(self._timeout * 1000 * _AT_THE_AGENT))
+        bounded = attention_pb2.EditSessionRequest()
+        bounded.CopyFrom(request)
+        bounded.deadline_ms = min(request.deadline_ms or most, most)
+        answer: attention_pb2.EditSessionResponse = self._unary(self._stub.EditSession, bounded)
         return answer
 
     def give_weights(

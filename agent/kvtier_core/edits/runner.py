@@ -244,11 +244,14 @@ class Edits:
                 turning=parent.turning,
             )
             branch = self._branching.prepare_branch(parent, child, patience)
+            indexes: list[LayerIndex | None] = [None] * len(parent.layers)
             try:
-                indexes: list[LayerIndex | None] = [None] * len(parent.layers)
                 if context.family is not None:
                     indexes = list(context.family.forked(context.indexes, source.digest()))
+                # Whoever asked has given up by then, and would not know of it.
+                patience.check()
             except BaseException:
+                close_indexes(indexes)
                 self._branching.abort_branch(branch)
                 raise
         except BaseException:

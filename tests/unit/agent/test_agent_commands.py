@@ -72,3 +72,57 @@ async def test_what_a_command_ran_into_after_its_caller_left_is_in_the_log(
     [record] = [one for one in caplog.records if one.levelno >= level]
     assert "Control.RemoveCache" in record.getMessage()
     assert told in caplog.text
+
+
+@pytest.mark.parametrize("ends", ["answered", "refused"])
+@pytest.mark.parametrize("how", ["deadline", "caller-left", "caller-waits"])
+async def test_what_was_made_for_nobody_is_taken_back(how: str, ends: str) -> None:
+    go_on, begun = asyncio.Event(), asyncio.Event()
+    answer = control_pb2.RemoveCacheResponse()
+    taken: list[Message] = []
+
+    async def command() -> Message:
+        begun.set()
+        await go_on.wait()
+        if ends == "refused":
+            raise CoreError(Reason.STORAGE_UNAVAILABLE, "full")
+        return answer
+
+    async def unwanted(made: Message) -> None:
+        await asyncio.sleep(0)
+        taken.append(made)
+
+    rpc = scope(0.01 if how == "deadline" else 30.0)
+    calling = asyncio.create_task(
+        rpc.run("Attention.OpenSession", Call(), command(), finish=True, unwanted=unwanted)  # type: ignore[arg-type]
+    )
+    async with asyncio.timeout(60):
+        await begun.wait()
+        if how == "caller-left":
+            calling.cancel()
+        if how == "caller-waits":
+            go_on.set()
+        await asyncio.gather(calling, return_exceptions=True)
+        go_on.set()
+        assert await rpc.finish(5.0) == 0
+    assert [one is answer for one in taken] == [True] * (how != "caller-waits" and ends == "answered")
+
+
+async def test_what_cannot_be_taken_back_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    go_on = asyncio.Event()
+
+    async def command() -> Message:
+        await go_on.wait()
+        return control_pb2.RemoveCacheResponse()
+
+    async def unwanted(made: Message) -> None:
+        raise CoreError(Reason.CACHE_UNKNOWN, "the cache was removed")
+
+    rpc = scope(0.01)
+    caplog.set_level(logging.WARNING, "kvtier_agent.rpc")
+    async with asyncio.timeout(60):
+        with pytest.raises(Call.Refused):
+            await rpc.run("Attention.OpenSession", Call(), command(), finish=True, unwanted=unwanted)  # type: ignore[arg-type]
+        go_on.set()
+        assert await rpc.finish(5.0) == 0
+    assert "made what nobody was told of, and it stays: CACHE_UNKNOWN" in caplog.text

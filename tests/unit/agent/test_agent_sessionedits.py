@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from kvtier.v1 import attention_pb2
 from kvtier.weights import WeightsShape
+from kvtier_agent import convert
+from kvtier_agent.attendframes import FrameCount
+from kvtier_agent.attention_service import AttentionService
 from kvtier_agent.cachehost import CacheHost
 from kvtier_agent.cachesession import Session
 from kvtier_agent.candidateengines import paired
+from kvtier_agent.rpc import RpcScope
 from kvtier_agent.sessionedits import SessionEditor, opened_message
+from kvtier_agent.telemetry import Metrics, Telemetry
 from kvtier_agent.weightstore import GivenWeights
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Move, Operation, Reposition, Truncate
 from kvtier_core.errors import CoreError, Reason
@@ -58,6 +67,70 @@ def request(bench: Bench, session: Session, **edit: object) -> attention_pb2.Edi
 
 ranges = attention_pb2.DropEdit(ranges=[attention_pb2.PositionRange(first=1, last=4)])
 moves = attention_pb2.RepositionEdit(moves=[attention_pb2.PositionMove(first=1, last=4, to=0)])
+
+
+class Leaving:
+    """A gRPC context of a caller that may leave."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
+async def left_alone(
+    scope: RpcScope, call: Coroutine[Any, Any, object], engine: FakeEngine, name: str
+) -> None:
+    """The caller leaves while the engine makes what it asked for, and the agent ends all the same."""
+    begun, go_on = threading.Event(), threading.Event()
+    make = getattr(engine, name)
+
+    def slow(*args: object) -> object:
+        begun.set()
+        assert go_on.wait(60)
+        return make(*args)
+
+    setattr(engine, name, slow)
+    calling = asyncio.create_task(call)
+    try:
+        async with asyncio.timeout(60):
+            assert await asyncio.to_thread(begun.wait, 60)
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+    finally:
+        go_on.set()
+    assert await scope.finish(60.0) == 0
+
+
+@pytest.mark.parametrize("what", ["fork", "open", "truncate"])
+async def test_a_session_that_its_caller_never_heard_of_is_closed(bench: Bench, what: str) -> None:
+    session, engine = await opened(bench)
+    closed: list[str] = []
+    engine.close_session = lambda name, generation: closed.append(name) or 3  # type: ignore
+    metrics = Metrics(CollectorRegistry())
+    telemetry = Telemetry("node-a", "serving/pool", bench.node.boot_id, "0", [])
+    scope = RpcScope(telemetry, metrics, 60.0)
+    service = AttentionService(bench.node, scope, telemetry, metrics, FrameCount(8, metrics))
+    context: Any = Leaving()
+    if what == "open":
+        asked = attention_pb2.OpenSessionRequest(
+            cache=convert.cache_ref(session.host.name),
+            model_fingerprint=session.host.fingerprint,
+            geometry=convert.geometry_message(session.host.manifest),
+            score_scale=0.125,
+            tenant="beta",
+            max_tokens=100,
+        )
+        await left_alone(scope, service.OpenSession(asked, context), engine, "open_session")
+    elif what == "fork":
+        fork = request(bench, session, fork=attention_pb2.ForkEdit())
+        await left_alone(scope, service.EditSession(fork, context), engine, "fork_session")
+    else:
+        cut = request(bench, session, truncate=attention_pb2.TruncateEdit(to=5))
+        await left_alone(scope, service.EditSession(cut, context), engine, "edit_session")
+        assert isinstance(engine.edits[0], EditRequest)
+    assert list(session.host.sessions) == [session.handle.session_id]
+    assert len(closed) == (what != "truncate") and session.handle.session_id not in closed
+
+
 OPERATIONS = [
     pytest.param({"truncate": attention_pb2.TruncateEdit(to=5)}, Truncate(5), id="truncate"),
     pytest.param({"drop": ranges}, Drop(((1, 4),)), id="drop"),

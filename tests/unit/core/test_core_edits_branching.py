@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtier_core.appends import Session
+from kvtier_core.edits.branching import Branch, Branching, Patience
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Reposition, Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
@@ -261,6 +263,32 @@ def test_a_late_edit_leaves_all_as_it_was(tmp_path: Path, after: int) -> None:
         assert cut.value.reason is forked.value.reason is Reason.DEADLINE
         assert _held(built) == before
         assert torch.equal(driver.forward(TOKENS - driver.position), wanted[:, 2 * CHUNK + 3 :])
+
+
+def test_a_fork_that_is_late_behind_its_last_layer_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked has given up, and would not know of it."""
+    clock = _Late(10**9)
+    prepare = Branching.prepare_branch
+
+    def slow(branching: Branching, parent: Session, child: Session, patience: Patience) -> Branch:
+        made = prepare(branching, parent, child, patience)
+        clock.left = 0
+        return made
+
+    with engine(tmp_path, NARROW, clock=clock) as built:
+        driver = _session(built, 2 * CHUNK + 3)
+        before = _held(built)
+        name, generation = driver.handle.session_id, driver.handle.generation
+        with monkeypatch.context() as patched:
+            patched.setattr(Branching, "prepare_branch", slow)
+            with pytest.raises(CoreError) as forked:
+                built.fork_session(ForkRequest(name, generation, deadline=clock.now))
+        clock.left = 10**9
+        assert forked.value.reason is Reason.DEADLINE
+        assert _held(built) == before
+        driver.forward(TOKENS - driver.position)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
