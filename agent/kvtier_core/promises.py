@@ -11,7 +11,7 @@ until nothing can arrive there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -28,6 +28,7 @@ from kvtier_core.streaming import (
     Meter,
     by_tier,
     launch,
+    launched,
 )
 from kvtier_core.tiers.base import BlockIdentity
 
@@ -196,16 +197,33 @@ class Promises:
     def _launched(self, arrivals: Sequence[Arrival], deadline: float) -> list[Arrival]:
         """The leading ones whose reads began: where a tier refuses, those behind are left too."""
         begun: list[Arrival] = []
-        for group in by_tier(arrivals):
-            count = 0
-            with contextlib.suppress(CoreError):
-                count, _ = launch(group, deadline, self._executor)
-            begun += group[:count]
-            if count < len(group):
-                break
-        for arrival in arrivals[len(begun) :]:
-            self._buffers.give(arrival.buffer)
+        try:
+            for group in by_tier(arrivals):
+                with contextlib.suppress(CoreError):
+                    launch(group, deadline, self._executor)
+                count = launched(group)
+                begun += group[:count]
+                if count < len(group):
+                    break
+        except BaseException:
+            # Nobody has these, so nobody would let go of them.
+            for arrival in arrivals[: launched(arrivals)]:
+                arrival.leave()
+            raise
+        finally:
+            for arrival in arrivals[launched(arrivals) :]:
+                self._buffers.give(arrival.buffer)
         return begun
+
+    @contextlib.contextmanager
+    def taken(self, session_id: str, step: int, layer: int) -> Iterator[Promise | None]:
+        """As `take`, for as long as it is used: what was not is let go of, whatever happens meanwhile."""
+        promise = self.take(session_id, step, layer)
+        try:
+            yield promise
+        finally:
+            if promise is not None:
+                promise.leave()
 
     def take(self, session_id: str, step: int, layer: int) -> Promise | None:
         """The promise for this layer, if there is one. Those for what follows wait, since a layer may come in

@@ -27,7 +27,7 @@ from kvtier_core.placements.preference import PlacementPreference, PlanKind
 from kvtier_core.planner import STREAMED, Plan, PlanTerms, StepPlanner
 from kvtier_core.planning.choice import Decision, fallback_of
 from kvtier_core.planning.facts import Credits, Rates, Terms
-from kvtier_core.promises import IdentifiedRows, Promises
+from kvtier_core.promises import IdentifiedRows, Promise, Promises
 from kvtier_core.streamed import Streamed, StreamedDecode, StreamedLayer
 from kvtier_core.streaming import BufferPool
 from kvtier_core.tiers.staging import block_bytes
@@ -223,8 +223,25 @@ class StepPlans:
         """Every row [0, visible), by the plans of `lane` (empty: the baseline's). The first plan's own
         refusal when no other is left, with the contract's fallback (`fallback`) and the plans that were tried
         (`attempted`) among its facts. tried: by whoever asked first."""
-        session, planner = append.session, self._lanes.get(lane, self.planner)
-        promise = self._promises.take(session.session_id, step, append.layer)
+        session_id, planner = append.session.session_id, self._lanes.get(lane, self.planner)
+        with self._promises.taken(session_id, step, append.layer) as promise:
+            return self._by_plans(
+                append, query, visible, step, forced, next_layer_follows, planner, tried, promise
+            )
+
+    def _by_plans(
+        self,
+        append: Append,
+        query: Query,
+        visible: int,
+        step: int,
+        forced: PlanKind | None,
+        next_layer_follows: bool,
+        planner: StepPlanner,
+        tried: Tried | None,
+        promise: Promise | None,
+    ) -> Planned:
+        session = append.session
         failed: dict[PlanKind, Reason] = {}
         first: CoreError | None = None
         if tried is not None:
@@ -241,8 +258,6 @@ class StepPlans:
                     failed=frozenset(failed),
                 )
             except CoreError as error:
-                if promise is not None:
-                    promise.leave()
                 raise self._ended(first or error, query, failed, planner) from error
             busy = any(read.path in STREAMED for read in plan.reads)
             if next_layer_follows and not busy:
@@ -258,7 +273,7 @@ class StepPlans:
                 continue
             finally:
                 if promise is not None:
-                    # What was not used; of what was, this is the second time and changes nothing.
+                    # Another plan reads anew, and may want its buffers.
                     promise.leave()
                     promise = None
             if next_layer_follows and busy:
@@ -277,17 +292,13 @@ class StepPlans:
         """As `exact`, by what is kept of the layer's plan. follow: as `StreamedDecode.attend`. Tried: `exact`
         may still answer by another plan; what none may is raised, with the same facts."""
         session_id = append.session.session_id
-        promise = self._promises.take(session_id, step, append.layer)
-        try:
-            return self.streamed.attend(kept, append, query, promise, follow)
-        except CoreError as error:
-            if error.reason in AGAIN:
-                return Tried(kept.kind, error)
-            raise self.late(error, kept.kind, query.deadline, session_id) from error
-        finally:
-            if promise is not None:
-                # What was not used, also when nothing has begun.
-                promise.leave()
+        with self._promises.taken(session_id, step, append.layer) as promise:
+            try:
+                return self.streamed.attend(kept, append, query, promise, follow)
+            except CoreError as error:
+                if error.reason in AGAIN:
+                    return Tried(kept.kind, error)
+                raise self.late(error, kept.kind, query.deadline, session_id) from error
 
     def _check_time_left(
         self, error: CoreError, query: Query, failed: dict[PlanKind, Reason], planner: StepPlanner

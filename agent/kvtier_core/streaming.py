@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, takewhile
 from typing import Self
 
 import torch
@@ -111,7 +111,8 @@ class Arrival:
     buffer goes back to the pool when its reader is done with it and no byte can arrive any more, whichever is
     later.
 
-    over: its bytes are there, or what ended the read is in `error`."""
+    over: its bytes are there, or what ended the read is in `error`. launched: bytes may arrive, so that the
+    buffer is given back by `leave` and by nobody else."""
 
     def __init__(self, block: Block, buffer: StagingBuffer, pool: BufferPool, meter: Meter) -> None:
         self.block = block
@@ -123,7 +124,7 @@ class Arrival:
         self._on_its_way = threading.Lock()
         self._on_its_way.acquire()
         self.error: CoreError | None = None
-        self.over = False
+        self.over = self.launched = False
         self._told = self._drained = self._left = self._returned = False
 
     def begin(self) -> TransferItem | None:
@@ -145,6 +146,7 @@ class Arrival:
 
     def unbegun(self) -> None:
         """The read was refused before anything started."""
+        self.launched = False
         self._meter.end()
 
     def run(self, deadline: float) -> None:
@@ -160,6 +162,11 @@ class Arrival:
         except CoreError as error:
             self.done(0, error)
             self.drained(0)
+        except BaseException as defect:
+            # On an executor nobody else hears of it, and the frame would wait.
+            self.done(0, CoreError(Reason.INTERNAL, f"a read failed: {defect!r}"))
+            self.drained(0)
+            raise
 
     def done(self, index: int, error: CoreError | None) -> None:
         with self._lock:
@@ -219,21 +226,27 @@ class _Batch:
         self._arrivals[index].drained(0)
 
 
-def launch(
-    arrivals: Sequence[Arrival], deadline: float, executor: Executor | None
-) -> tuple[int, CoreError | None]:
-    """Begins reads of one tier, in order; how many began, and QUEUE_FULL when not all did. Storage takes them
-    in one call and reads on threads of its own; memory is copied by who asks, so on the executor where there
-    is one."""
+def launch(arrivals: Sequence[Arrival], deadline: float, executor: Executor | None) -> CoreError | None:
+    """Begins reads of one tier, in order; QUEUE_FULL when not all did. Whichever way it ends, those that did
+    are `launched`. Storage takes them in one call and reads on threads of its own; memory is copied by who
+    asks, so on the executor where there is one that takes it."""
     tier = arrivals[0].block.tier
     if isinstance(tier, PoolTier):
         for arrival in arrivals:
+            arrival.launched = True
             if executor is None or arrival.block.identity is None:
                 arrival.run(deadline)
-            else:
+                continue
+            try:
                 executor.submit(arrival.run, deadline)
-        return len(arrivals), None
+            except RuntimeError:
+                # The engine ends, and its frames with it: as for one without an executor.
+                arrival.run(deadline)
+        return None
     items = [item for arrival in arrivals if (item := arrival.begin()) is not None]
+    for arrival in arrivals:
+        # Of what fails in another way than the tier's contract says nobody knows what has begun.
+        arrival.launched = True
     try:
         tier.submit_read(items, deadline, _Batch(arrivals))
     except CoreError as error:
@@ -241,11 +254,15 @@ def launch(
             arrival.unbegun()
         if error.reason is not Reason.QUEUE_FULL:
             raise
-        if len(arrivals) == 1:
-            return 0, error
-        begun, _ = launch(arrivals[:1], deadline, executor)
-        return begun, error
-    return len(arrivals), None
+        if len(arrivals) > 1:
+            launch(arrivals[:1], deadline, executor)
+        return error
+    return None
+
+
+def launched(arrivals: Iterable[Arrival]) -> int:
+    """How many of these have begun before the first that has not."""
+    return sum(1 for _ in takewhile(lambda arrival: arrival.launched, arrivals))
 
 
 def by_tier(arrivals: Sequence[Arrival]) -> list[list[Arrival]]:
@@ -362,27 +379,28 @@ class BlockStream:
         """Whether all reads of the group began. Those that did not, and all behind them, wait in their turn;
         QUEUE_FULL when nothing is on its way whose end would make room."""
         deadline = math.inf if self._deadline is None else self._deadline
-        begun, refused = 0, None
         try:
-            begun, refused = launch(group, deadline, self._executor)
-        finally:
-            if begun < len(group):
-                self._take_back(group[begun])
-        if refused is not None and not self._waiting and not self._held:
+            refused = launch(group, deadline, self._executor)
+        except BaseException:
+            self._take_back()
+            raise
+        if refused is None:
+            return True
+        self._take_back()
+        if not self._waiting and not self._held:
             raise refused
-        return begun == len(group)
+        return False
 
-    def _take_back(self, first: Arrival) -> None:
-        """Of what waits, `first` and all behind it have not begun."""
-        while self._waiting:
+    def _take_back(self) -> None:
+        """Of what waits, the first that has not begun and all behind it."""
+        begun = launched(self._waiting)
+        while len(self._waiting) > begun:
             last = self._waiting.pop()
             if id(last) in self._early:
                 self._blocks.appendleft(last)
             else:
                 self._pool.give(last.buffer)
                 self._blocks.appendleft(last.block)
-            if last is first:
-                return
 
     def here(self, most: int) -> bool:
         """Whether `some(most)` would not wait: the next blocks have come, or what ended their reads has."""
@@ -436,18 +454,16 @@ class BlockStream:
         if arrival is None:
             raise CoreError(Reason.NO_STAGING, f"none of {self._pool.limit} buffers is free")
         deadline = math.inf if self._deadline is None else self._deadline
-        begun, refused = 0, None
         try:
-            begun, refused = launch([arrival], deadline, self._executor)
-        finally:
-            if not begun:
-                self._pool.give(arrival.buffer)
-        if refused is not None:
-            raise refused
-        try:
+            refused = launch([arrival], deadline, self._executor)
+            if refused is not None:
+                raise refused
             self._until_over(arrival)
         except BaseException:
-            arrival.leave()
+            if arrival.launched:
+                arrival.leave()
+            else:
+                self._pool.give(arrival.buffer)
             raise
         return arrival
 

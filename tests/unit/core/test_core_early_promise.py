@@ -18,21 +18,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier_core import stepplans
+from kvtier_core.appends import Append
 from kvtier_core.edits.requests import Truncate
 from kvtier_core.engine import CacheEngine
-from kvtier_core.errors import CoreError
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.folding import Query
 from kvtier_core.placements.preference import PlacementPreference, PlanKind
 from kvtier_core.promises import AHEAD, EARLY_SECONDS, PROMISED_SECONDS, IdentifiedRows, Promise, Promises
 from kvtier_core.receipts import PublishArm, StepMode
-from kvtier_core.stepplans import WINDOW
+from kvtier_core.stepplans import WINDOW, Tried
 from kvtier_core.streaming import Block, BufferPool
 from kvtier_core.tiers.slots import SlotRef
 from kvtier_core.transactions import MoveKind
+from kvtier_kernels.state import LogitFrame
 from tests.unit.core.builders import (
     BLOCK,
     CANDIDATE,
     CHUNK,
+    HEAD_DIM,
+    KV_HEADS,
     LAYERS,
+    QUERY_HEADS,
     Driver,
     FakeClock,
     Rows,
@@ -119,6 +125,34 @@ def test_the_first_layer_of_the_next_token_is_on_its_way_before_its_frame_comes(
         driver.close()
         assert begun(built) == {}
         assert all_came_back(pool)
+
+
+def test_a_promise_goes_back_when_no_time_is_left_for_another_plan(tmp_path: Path) -> None:
+    """Between two ways of one frame, of which the first has not used it."""
+    with engine(tmp_path, STORED) as built:
+        driver = started(built)
+        session = built._sessions[driver.handle.session_id]
+        assert begun(built)[session.session_id][0].place == (driver.step, 0)
+        row = torch.zeros(1, KV_HEADS, HEAD_DIM)
+        query = Query(
+            torch.zeros(1, QUERY_HEADS, HEAD_DIM),
+            driver.position,
+            LogitFrame(scale=0.25),
+            built._clock() - 1.0,
+        )
+        first = CoreError(Reason.STORAGE_UNAVAILABLE, "the device is gone")
+        with pytest.raises(CoreError) as late:
+            built._plans.exact(
+                Append(session, 0, driver.position, row, row),
+                query,
+                driver.position + 1,
+                step=driver.step,
+                tried=Tried(PlanKind.SUPPORT_PARTITION, first),
+            )
+        assert late.value.reason is Reason.DEADLINE
+        assert all(one.place != (driver.step, 0) for one in begun(built)[session.session_id])
+        driver.close()
+        assert all_came_back(built._plans.buffers)
 
 
 def test_nothing_is_begun_for_a_token_whose_engine_waits_for_no_answers(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.streaming import Arrival, Block, BlockStream, BufferPool, Meter, launch
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.slots import SlotRef
+from kvtier_core.tiers.transfer import TransferItem, TransferSink
 from tests.unit.core.builders import FakeClock
 from tests.unit.core.tierdoubles import LAYOUT, Read, ScriptedTier
 
@@ -90,6 +93,80 @@ def test_memory_is_copied_on_the_executor_and_not_for_a_frame_that_ended() -> No
         release.set()
         executor.submit(ran.append, "next").result(timeout=20)
     assert ran == ["next"]
+    assert drained(pool)
+    tier.close()
+
+
+class Ending(Executor):
+    """Takes `left` calls more, as one of an engine that ends meanwhile."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.taken: list[Callable[[], object]] = []
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if not self.left:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        self.left -= 1
+        self.taken.append(partial(function, *args))
+        return Future()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_blocks_of_memory_come_when_the_executor_takes_no_more(left: int) -> None:
+    """What one that took a read will write is nobody else's before it has."""
+    source, tier = ScriptedTier(3), CpuTier("ram", LAYOUT, 3)
+    wanted = []
+    for slot in range(3):
+        ref, identity = tier.reserve(0), source.identity(slot)
+        tier.write(ref, source.payloads[slot], identity)
+        tier.validate(ref, identity)
+        tier.publish(ref)
+        wanted.append(Block(tier, ref, identity))
+    ending, pool = Ending(left), BufferPool(LAYOUT, 3)
+    with BlockStream(wanted, pool, FakeClock(), window=3, executor=ending) as reads:
+        for run in ending.taken:
+            run()
+        for at in range(3):
+            assert torch.equal(reads.next().payload, source.payloads[at])
+    assert drained(pool)
+    tier.close()
+
+
+def test_buffers_of_reads_that_may_have_begun_stay_theirs_when_a_tier_breaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier, pool = ScriptedTier(2), BufferPool(LAYOUT, 3)
+    submit = tier.submit_read
+
+    def breaks(items: Sequence[TransferItem], deadline: float, sink: TransferSink) -> None:
+        submit(items, deadline, sink)
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(tier, "submit_read", breaks)
+    with pytest.raises(ValueError, match="defect"):
+        stream(tier, pool)
+    assert pool.available == 1
+    for read in tier.reads:
+        read.end()
+    assert drained(pool)
+
+
+def test_a_copy_that_breaks_is_its_blocks_error_and_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, pool, source = CpuTier("ram", LAYOUT, 1), BufferPool(LAYOUT, 1), ScriptedTier(1)
+
+    def breaks(*_: object) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(tier, "submit_read", breaks)
+    wanted = [Block(tier, SlotRef(0, 1), source.identity(0))]
+    with (
+        ThreadPoolExecutor(1) as executor,
+        BlockStream(wanted, pool, FakeClock(), window=1, executor=executor) as reads,
+        pytest.raises(CoreError, match="a defect") as broken,
+    ):
+        reads.next()
+    assert broken.value.reason is Reason.INTERNAL
     assert drained(pool)
     tier.close()
 
