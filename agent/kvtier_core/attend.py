@@ -21,7 +21,17 @@ from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Fold, Query
 from kvtier_core.headgroups import HeadGroups
 from kvtier_core.hotunits import HotUnits, UnitGrid
-from kvtier_core.neardata import TOGETHER, Reduction, near_groups, reduction_of
+from kvtier_core.neardata import (
+    TOGETHER,
+    NearProducer,
+    Ran,
+    Reduction,
+    near_groups,
+    producer_of,
+    query_digest,
+    reduction_of,
+    stacked,
+)
 from kvtier_core.planner import STREAMED, ChunkRead, Path, Plan, check_cover
 from kvtier_core.positions import Piece, PositionView
 from kvtier_core.promises import IdentifiedRows, Promise, block_of
@@ -29,7 +39,7 @@ from kvtier_core.rope import RopeTable
 from kvtier_core.selectedreads import SelectedReads
 from kvtier_core.streaming import BlockStream, BufferPool
 from kvtier_core.supports import Support
-from kvtier_core.tiers.base import SlotRef
+from kvtier_core.tiers.base import BlockIdentity, SlotRef
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_kernels.ops.chunk_attention import chunk_state
 from kvtier_kernels.ops.chunk_attention.decode import decode_states, reads_in_place
@@ -212,11 +222,16 @@ class Attention:
         bytes_by_tier: dict[str, int] = {}
         groups = near_groups(plan.reads, query.q.shape[0])
         reduction: Reduction | None = None
+        producer: NearProducer | None = None
+        came: list[BlockIdentity] = []
+        tiers, handed = self._store.tiers, b""
         if whole and any(group[0].path is Path.NEAR for group in groups):
             last = plan.reads[-1]
             visible = last.chunk * self._store.layout.chunk_tokens + last.rows
-            layout, tiers = self._store.layout, self._store.tiers
-            reduction = reduction_of(groups, append, query, layout, tiers, self._clock, visible)
+            layout = self._store.layout
+            reduction = reduction_of(groups, append, query, layout, tiers, visible)
+            producer = producer_of(append.session, layout, self._store.cache_generation)
+            handed = query_digest(query.q)
         with (
             self._leases(plan),
             self._streamed(plan, query.deadline, promise, taken) as stream,
@@ -227,17 +242,22 @@ class Attention:
                 if batch and read.path in (Path.PARTIAL, Path.NEAR) and self._full(group[-1]):
                     if read.path is Path.PARTIAL:
                         fold.add_full(self._view(read))
-                    states = [] if read.path is Path.PARTIAL else _near_states(group, query, stream)
+                    states = [] if read.path is Path.PARTIAL else _near_states(group, query, stream, came)
                 else:
                     states = []
                     for read in group:
                         states += states_of(read, *self._rows(read, append, stream, taken))
+                        if read.path is Path.NEAR:
+                            came += stream.given()
                 for read in group:
                     self._account(read, bytes_by_tier, read_bytes, taken)
                     if reduction is not None and read.path is not Path.NEAR:
                         reduction.own(read)
-                if reduction is not None and read.path is Path.NEAR:
-                    reduction.near(group, states)
+                if reduction is not None and producer is not None and read.path is Path.NEAR:
+                    name, rows = tiers[read.tier].name, [read.rows for read in group]
+                    ran = Ran(handed, query.first_position, states[0].frame.scale)
+                    reduction.take(producer.receipt(name, came, rows, ran, stacked(states), self._clock()))
+                came.clear()
                 fold.add_all(states)
             if reduction is not None:
                 reduction.close()
@@ -333,11 +353,15 @@ class Attention:
         bytes_by_tier[name] = bytes_by_tier.get(name, 0) + size
 
 
-def _near_states(group: Sequence[ChunkRead], query: Query, stream: BlockStream) -> list[AttentionState]:
-    """One query over full chunks as they come: several that are there cost little more than one."""
+def _near_states(
+    group: Sequence[ChunkRead], query: Query, stream: BlockStream, came: list[BlockIdentity]
+) -> list[AttentionState]:
+    """One query over full chunks as they come: several that are there cost little more than one. came: gets
+    what they are."""
     states: list[AttentionState] = []
     while len(states) < len(group):
         payloads = [buffer.payload for buffer in stream.some(min(TOGETHER, len(group) - len(states)))]
+        came += stream.given()
         keys, values = [payload[0] for payload in payloads], [payload[1] for payload in payloads]
         many = decode_states(query.q, keys, values, query.frame)
         states += [

@@ -2,36 +2,40 @@
 
 Why it exists: in a support partition rows stay where they are and only (m, l, u) travels. What comes back is
 believed field by field, against the query that it is reduced for (specification E.5), before anything of it
-is merged. The coordinator's own states, of rows that it attends in place, need no receipt but count towards
+is merged. A receipt is the producer's own: what it was set up for, the blocks whose bytes were verified, the
+query that it was handed and the numbers that it formed. Nothing in it is asked of who checks it, or no check
+could fail. The coordinator's own states, of rows that it attends in place, need no receipt but count towards
 the support. It must not know how blocks are read.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from kvtier_core.appends import Append
+from kvtier_core.appends import Append, Session
+from kvtier_core.directory import place_of
 from kvtier_core.folding import Query
+from kvtier_core.identity import SourceBinding
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.planner import ChunkRead, Path
 from kvtier_core.receiptcheck.contract import grouped_map
 from kvtier_core.receiptcheck.partial import STATE_SCHEMA
 from kvtier_core.receiptcheck.states import (
     Producer,
-    Ranges,
     StateMerge,
     StateReceipt,
     StateTerms,
     ranges_digest,
     states_checksum,
 )
-from kvtier_core.tiers.base import Tier
+from kvtier_core.tiers.base import BlockIdentity, Tier
 from kvtier_crds.manifest import NUMERICS_VERSION
 from kvtier_kernels.state import AttentionState
 
@@ -60,13 +64,11 @@ def near_groups(reads: Sequence[ChunkRead], queries: int) -> list[list[ChunkRead
 
 @dataclass(slots=True)
 class Reduction:
-    """One frame's states. `near` as receipts come, `own` for what the coordinator attends, `close` before
+    """One frame's states. `take` as receipts come, `own` for what the coordinator attends, `close` before
     anything is published."""
 
     terms: StateTerms
     layout: ChunkLayout
-    tiers: Sequence[Tier]
-    clock: Callable[[], float]
     _merge: StateMerge
     returned_bytes: int = 0
     receipts: int = 0
@@ -75,10 +77,6 @@ class Reduction:
         """rows: of the chunk that are seen; None: as the read says. SUPPORT_OVERLAP, SUPPORT_OUT_OF_RANGE."""
         first, last = self._range(read)
         self._merge.own((first, last if rows is None else first + rows))
-
-    def near(self, reads: Sequence[ChunkRead], states: Sequence[AttentionState]) -> None:
-        """States of `reads`, one each, as their tier's producer returns them."""
-        self.take(self.receipt(reads, states))
 
     def take(self, receipt: StateReceipt) -> None:
         """What `StateMerge.take` refuses."""
@@ -90,55 +88,107 @@ class Reduction:
         """What `StateMerge.close` refuses."""
         self._merge.close(self.returned_bytes)
 
-    def receipt(self, reads: Sequence[ChunkRead], states: Sequence[AttentionState]) -> StateReceipt:
-        """The producer's side."""
-        return self.receipt_of(
-            reads,
-            torch.stack([state.m for state in states]).numpy(),
-            torch.stack([state.l for state in states]).numpy(),
-            torch.stack([state.u for state in states]).numpy(),
-        )
+    def _range(self, read: ChunkRead) -> tuple[int, int]:
+        first = read.chunk * self.layout.chunk_tokens
+        return first, first + read.rows
 
-    def receipt_of(self, reads: Sequence[ChunkRead], m: Floats, l: Floats, u: Floats) -> StateReceipt:
-        """As `receipt`, of states m, l [n, Nq, Hq], u [n, Nq, Hq, d]."""
-        terms, binding = self.terms, self.terms.binding
-        support: Ranges = tuple(self._range(read) for read in reads)
-        producer = terms.producers[[one.name for one in terms.producers].index(self.name(reads[0]))]
+
+def query_digest(q: Tensor) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(q.numpy()).data).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What states were formed of: a block of queries, the first of which stands at first_position, and the
+    factor on q.k."""
+
+    query_sha256: bytes
+    first_position: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class NearProducer:
+    """Forms states of one layer's blocks, as it was set up: for which history of which request, and by what.
+    generation: of what holds the rows."""
+
+    source: SourceBinding
+    request_id: str
+    position_epoch: int
+    generation: int
+    kv_heads: int
+    chunk_tokens: int
+
+    def receipt(
+        self,
+        name: str,
+        blocks: Sequence[BlockIdentity],
+        rows: Sequence[int],
+        ran: Ran,
+        states: tuple[Floats, Floats, Floats],
+        completed: float,
+    ) -> StateReceipt:
+        """Of m, l [n, Nq, Hq], u [n, Nq, Hq, d] over the first rows of `blocks`, by the tier `name`."""
+        m, l, u = states
+        support: list[tuple[int, int]] = []
+        layer = -1
+        for block, count in zip(blocks, rows, strict=True):
+            of, chunk = place_of(block.logical)
+            # Of one layer, or of none that was asked for.
+            layer = of if not support or of == layer else -1
+            first = chunk * self.chunk_tokens
+            support.append((first, first + min(count, block.rows)))
+        heads, source = int(m.shape[2]), self.source
+        ranges = tuple(support)
         return StateReceipt(
-            tenant_namespace=binding.tenant_namespace,
-            request_id=terms.request_id,
-            request_generation=binding.request_generation,
-            checkpoint_generation=binding.checkpoint_generation,
-            layer=terms.layer,
-            query_heads=(0, len(terms.query_to_kv)),
-            kv_heads=(0, terms.kv_heads),
-            query_to_kv=terms.query_to_kv,
-            first_query_position=terms.first_query_position,
-            queries=terms.queries,
-            query_sha256=terms.query_sha256,
-            support=support,
-            support_sha256=ranges_digest(support),
-            mask_sha256=terms.mask_sha256,
-            position_contract_sha256=binding.position_contract_sha256,
-            position_epoch=terms.position_epoch,
-            score_scale=terms.score_scale,
+            tenant_namespace=source.tenant_namespace,
+            request_id=self.request_id,
+            request_generation=source.request_generation,
+            checkpoint_generation=source.checkpoint_generation,
+            layer=layer,
+            query_heads=(0, heads),
+            kv_heads=(0, self.kv_heads),
+            query_to_kv=grouped_map(heads, self.kv_heads),
+            first_query_position=ran.first_position,
+            queries=int(m.shape[1]),
+            query_sha256=ran.query_sha256,
+            support=ranges,
+            support_sha256=ranges_digest(ranges),
+            mask_sha256=source.visibility_policy_manifest_sha256,
+            position_contract_sha256=source.position_contract_sha256,
+            position_epoch=self.position_epoch,
+            score_scale=ran.scale,
             state_schema=STATE_SCHEMA,
             m=m,
             l=l,
             u=u,
-            producer=producer.name,
-            producer_generation=producer.generation,
-            merge_revision=terms.merge_revision,
+            producer=name,
+            producer_generation=self.generation,
+            merge_revision=NUMERICS_VERSION,
             checksum=states_checksum(m, l, u),
-            completed=self.clock(),
+            completed=completed,
         )
 
-    def name(self, read: ChunkRead) -> str:
-        return self.tiers[read.tier].name
 
-    def _range(self, read: ChunkRead) -> tuple[int, int]:
-        first = read.chunk * self.layout.chunk_tokens
-        return first, first + read.rows
+def producer_of(session: Session, layout: ChunkLayout, generation: int) -> NearProducer:
+    """Set up for a session's rows as they are now."""
+    return NearProducer(
+        source=session.source,
+        request_id=session.session_id,
+        position_epoch=session.position_epoch,
+        generation=generation,
+        kv_heads=layout.kv_heads,
+        chunk_tokens=layout.chunk_tokens,
+    )
+
+
+def stacked(states: Sequence[AttentionState]) -> tuple[Floats, Floats, Floats]:
+    """States of one block of queries, as one receipt holds them."""
+    return (
+        torch.stack([state.m for state in states]).numpy(),
+        torch.stack([state.l for state in states]).numpy(),
+        torch.stack([state.u for state in states]).numpy(),
+    )
 
 
 def reduction_of(
@@ -147,7 +197,6 @@ def reduction_of(
     query: Query,
     layout: ChunkLayout,
     tiers: Sequence[Tier],
-    clock: Callable[[], float],
     visible: int,
 ) -> Reduction:
     """The reduction that the groups' near reads are due to."""
@@ -167,7 +216,7 @@ def reduction_of(
         value_dim=width,
         first_query_position=query.first_position,
         queries=queries,
-        query_sha256=hashlib.sha256(np.ascontiguousarray(query.q.numpy()).data).digest(),
+        query_sha256=query_digest(query.q),
         mask_sha256=source.visibility_policy_manifest_sha256,
         position_epoch=append.session.position_epoch,
         score_scale=query.frame.scale,
@@ -176,4 +225,4 @@ def reduction_of(
         visible=visible,
         deadline=query.deadline,
     )
-    return Reduction(terms, layout, tiers, clock, StateMerge(terms))
+    return Reduction(terms, layout, StateMerge(terms))

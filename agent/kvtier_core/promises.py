@@ -39,7 +39,10 @@ EARLY_SECONDS, PROMISED_SECONDS = 2.0, 30.0
 
 
 class IdentifiedRows(Rows, Protocol):
-    """Rows with the identity of each copy."""
+    """Rows with the identity of each copy. cache_generation: of what holds them."""
+
+    @property
+    def cache_generation(self) -> int: ...
 
     def identity_of(self, line: int, replica_generation: int) -> BlockIdentity:
         """What a sealed line's copy of that generation must be."""

@@ -220,7 +220,7 @@ class ResidentDecode:
         reads = plan.reads
         streamed = None
         if any(read.path is not Path.PARTIAL for read in reads):
-            streamed = self._plans.streamed.keep(plan, session.spec.score_scale)
+            streamed = self._plans.streamed.keep(plan, session, session.spec.score_scale)
         resident = all(read.path is Path.PARTIAL for read in reads)
         if reads[-1].line != state.open_line or not (resident or streamed is not None):
             return ResidentLayer(stamp, False, (), None, None, "", {}, (), False, plan.kind)

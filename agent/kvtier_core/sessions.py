@@ -66,6 +66,10 @@ class RowStore:
         self.placement: Placement
 
     @property
+    def cache_generation(self) -> int:
+        return self.transactions.cache_generation
+
+    @property
     def chunks(self) -> int:
         """Chunks of all sessions, open ones included; one that several sessions share counts once."""
         return len(self._owners)

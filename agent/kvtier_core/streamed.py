@@ -17,14 +17,23 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtier_core.appends import Append
+from kvtier_core.appends import Append, Session
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.folding import Query
-from kvtier_core.neardata import TOGETHER, near_groups, reduction_of
+from kvtier_core.neardata import (
+    TOGETHER,
+    NearProducer,
+    Ran,
+    near_groups,
+    producer_of,
+    query_digest,
+    reduction_of,
+)
 from kvtier_core.placements.preference import PlanKind
 from kvtier_core.planner import ChunkRead, Path, Plan, check_cover
 from kvtier_core.promises import IdentifiedRows, Promise, block_of
 from kvtier_core.streaming import Block, BlockStream, BufferPool
+from kvtier_core.tiers.base import BlockIdentity
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_kernels.compiled import library
 from kvtier_kernels.ops.chunk_attention.kept import DecodeRoom
@@ -41,12 +50,15 @@ MOST_CHUNKS = 511
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamedLayer:
     """What frames of one layer have in common while its chunks lie where they lie. groups: reads as receipts
-    of states hold them. seconds: that the plan is predicted to take, None without a price."""
+    of states hold them. producer, scale: of the states. seconds: that the plan is predicted to take, None
+    without a price."""
 
     groups: tuple[tuple[ChunkRead, ...], ...]
     blocks: tuple[Block, ...]
     lines: NDArray[np.int64]
     states: KeptStates
+    producer: NearProducer
+    scale: float
     kind: PlanKind
     seconds: float | None
 
@@ -69,7 +81,7 @@ class _Arrived:
 
     def __init__(self, promise: Promise, block_bytes: int) -> None:
         self._arrivals = promise.arrivals
-        self._came = 0
+        self._first = self._came = 0
         self.transfer_seconds = promise.meter.seconds
         self.promised_blocks = len(promise.arrivals)
         self.buffer_bytes = len(promise.arrivals) * block_bytes
@@ -85,8 +97,12 @@ class _Arrived:
         return True
 
     def some(self, most: int) -> list[StagingBuffer]:
-        first, self._came = self._came, self._came + most
-        return [arrival.buffer for arrival in self._arrivals[first : self._came]]
+        self._first, self._came = self._came, self._came + most
+        return [arrival.buffer for arrival in self._arrivals[self._first : self._came]]
+
+    def given(self) -> list[BlockIdentity]:
+        came = self._arrivals[self._first : self._came]
+        return [one.block.identity for one in came if one.block.identity is not None]
 
 
 def _has_come(promise: Promise, blocks: Sequence[Block]) -> bool:
@@ -122,9 +138,9 @@ class StreamedDecode:
         self._rooms: dict[int, DecodeRoom] = {}
         self._runs: dict[StagingBuffer, ChunkRun] = {}
 
-    def keep(self, plan: Plan, scale: float) -> StreamedLayer | None:
-        """None for a plan whose reads are not all in place or near, the last in place, or too many.
-        SUPPORT_OVERLAP, SUPPORT_GAP."""
+    def keep(self, plan: Plan, session: Session, scale: float) -> StreamedLayer | None:
+        """For frames of the session while its history is what it is now. None for a plan whose reads are not
+        all in place or near, the last in place, or too many. SUPPORT_OVERLAP, SUPPORT_GAP."""
         reads, compiled = plan.reads, library()
         able = compiled is not None and 1 < len(reads) <= MOST_CHUNKS and reads[-1].path is Path.PARTIAL
         if not able or any(read.path not in (Path.PARTIAL, Path.NEAR) for read in reads):
@@ -137,6 +153,8 @@ class StreamedDecode:
             blocks=tuple(block_of(self._store, read.line) for read in near),
             lines=np.array([read.line for read in near], np.int64),
             states=self._states(compiled, reads, scale),
+            producer=producer_of(session, self._store.layout, self._store.cache_generation),
+            scale=scale,
             kind=plan.kind,
             seconds=plan.seconds,
         )
@@ -180,7 +198,8 @@ class StreamedDecode:
         try:
             with self._stream(kept.blocks, deadline, promise) as stream:
                 tiers = self._store.tiers
-                reduction = reduction_of(kept.groups, append, query, layout, tiers, self._clock, visible)
+                reduction = reduction_of(kept.groups, append, query, layout, tiers, visible)
+                ran = Ran(query_digest(query.q), query.first_position, kept.scale)
                 states.begin(query.q, (visible - 1) % layout.chunk_tokens + 1)
                 came = 0
                 for group in kept.groups:
@@ -192,6 +211,7 @@ class StreamedDecode:
                         reduction.own(read, rows)
                         continue
                     first, last = came, came + len(group)
+                    blocks: list[BlockIdentity] = []
                     while came < last:
                         # All that have come in one call: between two, threads that read want the interpreter.
                         most = last - came
@@ -201,8 +221,11 @@ class StreamedDecode:
                                 follow()
                         buffers = stream.some(most)
                         states.take(came, [self._run_of(buffer) for buffer in buffers])
+                        blocks += stream.given()
                         came += len(buffers)
-                    reduction.take(reduction.receipt_of(group, *states.states(first, last)))
+                    formed, name = states.states(first, last), tiers[group[0].tier].name
+                    whole = [layout.chunk_tokens] * len(group)
+                    reduction.take(kept.producer.receipt(name, blocks, whole, ran, formed, self._clock()))
                 reduction.close()
                 out = states.output()
         finally:

@@ -434,6 +434,10 @@ class BlockStream:
         finally:
             self.stall_seconds += self._clock() - started
 
+    def given(self) -> list[BlockIdentity]:
+        """What the blocks are that `some` gave last: their bytes were verified against it."""
+        return [one.block.identity for one in self._held if one.block.identity is not None]
+
     def _first(self) -> Arrival:
         arrival = self._waiting[0]
         self._until_over(arrival)

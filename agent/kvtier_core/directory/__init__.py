@@ -12,6 +12,7 @@ from kvtier_core.directory.ids import (
     block_id,
     is_block_id,
     logical_id,
+    place_of,
     recency_key,
 )
 from kvtier_core.directory.replicas import Replica, ReplicaTable
@@ -32,5 +33,6 @@ __all__ = [
     "block_id",
     "is_block_id",
     "logical_id",
+    "place_of",
     "recency_key",
 ]

@@ -57,6 +57,11 @@ def logical_id(session: int, layer: int, chunk: int) -> int:
     return (session << (_LAYER_BITS + _CHUNK_BITS)) | (layer << _CHUNK_BITS) | chunk
 
 
+def place_of(logical: int) -> tuple[int, int]:
+    """Layer and chunk of what `logical_id` names."""
+    return logical >> _CHUNK_BITS & (1 << _LAYER_BITS) - 1, logical & (1 << _CHUNK_BITS) - 1
+
+
 def block_id(line: int, incarnation: int) -> int:
     """The 64-bit name of a shared block, in [2**62, 2**63): its line, and which of the line's lives it is."""
     return _BLOCK | (incarnation << LINE_BITS) | line

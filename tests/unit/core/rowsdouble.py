@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvtier_core.appends import Append, LayerState, Session
 from kvtier_core.attend import Attended
-from kvtier_core.directory import ChunkState
+from kvtier_core.directory import ChunkState, logical_id
 from kvtier_core.folding import Query
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.planner import PlanTerms
@@ -37,7 +37,7 @@ GPU, CPU, NVME = 0, 1, 2
 LAYOUT = ChunkLayout(kv_heads=2, chunk_tokens=64, head_dim=16)
 QUERY_HEADS = 4
 SCALE = 0.25
-MAX_CHUNKS = 12
+MAX_CHUNKS, LAYERS = 12, 3
 
 
 class Storage(ScriptedTier):
@@ -45,7 +45,7 @@ class Storage(ScriptedTier):
     meanwhile."""
 
     def __init__(self) -> None:
-        super().__init__(MAX_CHUNKS, layout=LAYOUT)
+        super().__init__(LAYERS * MAX_CHUNKS, layout=LAYOUT)
         self.pick: Callable[[Sequence[Read]], None] = lambda reads: reads[0].end()
 
     def poll(self) -> int:
@@ -56,41 +56,46 @@ class Storage(ScriptedTier):
 
 
 class RowsDouble:
-    """A store of `where` chunks, `last` rows in the last. sealed: all but the last, which is open unless it
-    lies in storage; storage takes no rows of an open chunk, so there it is sealed as it is."""
+    """A store of `where` chunks, `last` rows in the last, the same in each of `LAYERS` layers. sealed: all
+    but the last, which is open unless it lies in storage; storage takes no rows of an open chunk, so there it
+    is sealed as it is."""
 
-    def __init__(self, k: Tensor, v: Tensor, where: Sequence[int], last: int, layers: int = 1) -> None:
+    def __init__(self, k: Tensor, v: Tensor, where: Sequence[int], last: int) -> None:
         self.layout = LAYOUT
+        self.cache_generation = binding().cache_generation
         self.storage = Storage()
         self.tiers: list[Tier] = [
-            GpuTier("hbm", LAYOUT, MAX_CHUNKS, device=torch.device("cpu")),
-            CpuTier("ram", LAYOUT, MAX_CHUNKS),
+            GpuTier("hbm", LAYOUT, LAYERS * MAX_CHUNKS, device=torch.device("cpu")),
+            CpuTier("ram", LAYOUT, LAYERS * MAX_CHUNKS),
             self.storage,
         ]
         self._identities: dict[int, BlockIdentity] = {}
         self._refs: dict[int, SlotRef] = {}
         columns: dict[str, list[int]] = {"tier": [], "state": [], "generation": []}
         size = LAYOUT.chunk_tokens
-        self.lines: list[int] = []
-        for chunk, tier in enumerate(where):
-            line = len(self.lines)
-            self.lines.append(line)
+        self.lines = list(range(len(where)))
+        for line in range(LAYERS * len(where)):
+            layer, chunk = divmod(line, len(where))
+            tier = where[chunk]
             rows = last if chunk == len(where) - 1 else size
             lo = chunk * size
             payload = LAYOUT.assemble(k[lo : lo + rows], v[lo : lo + rows])
             columns["tier"].append(tier)
             columns["state"].append(int(ChunkState.SEALED))
             columns["generation"].append(1)
-            self._place(line, tier, payload)
+            self._place(line, logical_id(1, layer, chunk), tier, payload)
         self.directory: Any = SimpleNamespace(
-            readers=np.zeros(len(where), dtype=np.int64),
+            readers=np.zeros(LAYERS * len(where), dtype=np.int64),
             cells=lambda name: columns[name],
             **{name: np.array(values) for name, values in columns.items()},
         )
 
-    def _place(self, line: int, index: int, payload: Tensor) -> None:
+    def lines_of(self, layer: int) -> list[int]:
+        return [layer * len(self.lines) + line for line in self.lines]
+
+    def _place(self, line: int, logical: int, index: int, payload: Tensor) -> None:
         size = LAYOUT.payload_bytes
-        identity = BlockIdentity(bytes(32), line, 1, LAYOUT.chunk_tokens, size, seal_checksum(payload))
+        identity = BlockIdentity(bytes(32), logical, 1, LAYOUT.chunk_tokens, size, seal_checksum(payload))
         self._identities[line] = identity
         if index == NVME:
             self.storage.payloads[line] = payload
@@ -138,7 +143,7 @@ def by_kept(made: World, step: int = 0, follow: Callable[[], object] = lambda: N
     """As `StepPlans.exact`, first by what is kept of the layer's plan, as a frame on the short way is."""
     plans, append, query = made.plans, made.append, made.query
     plan = plans.of_decode(append, made.visible)
-    kept = plans.streamed.keep(plan, SCALE)
+    kept = plans.streamed.keep(plan, append.session, SCALE)
     assert kept is not None, "this plan is none that is kept"
     found = plans.streamed_exact(kept, append, query, step, follow)
     if isinstance(found, Tried):

@@ -114,7 +114,7 @@ def test_states_name_the_position_epoch_of_their_session() -> None:
     built.append.session.position_epoch = 5
     plan = built.plans.planner.plan(built.append, built.visible, queries=1)
     reduction = reduction_of(
-        [list(plan.reads)], built.append, built.query, built.store.layout, built.store.tiers, built.clock, 128
+        [list(plan.reads)], built.append, built.query, built.store.layout, built.store.tiers, 128
     )
     assert reduction.terms.position_epoch == 5
     built.close()

@@ -1,4 +1,5 @@
-"""Mutations 3 to 37 of N.5 on the states that an engine merges: one wrong field, one reason, no answer."""
+"""Mutations 3 to 37 of N.5 on the states that an engine merges: one wrong field, one reason, no answer; two
+wrong fields, the reason of the earlier check of E.5."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvtier_core.errors import Reason
 from kvtier_core.receiptcheck.partial import STATE_SCHEMA
@@ -219,3 +221,136 @@ def test_queries_before_a_chunk_have_nothing_of_it() -> None:
 def test_receipts_may_arrive_in_any_order_and_in_parts() -> None:
     parts = dataclasses.replace(TERMS, producers=(Producer("ram", 2, 2), Producer("flash", 2)))
     merge_all(parts, [state("ram", (32, 40)), FLASH, state("ram", (16, 32))], 3 * ONE)
+
+
+def test_the_catalogue_is_whole() -> None:
+    apart = {3, 37}
+    assert {number for number, *_ in MUTATIONS} | apart == set(range(3, 38))
+
+
+# The order of checks.
+
+Defect = Callable[[dict[str, object]], object]
+
+
+def field(**change: object) -> Defect:
+    return lambda made: made.update(change)
+
+
+def of_l(change: Callable[[NDArray[np.float32]], NDArray[np.float32] | None]) -> Defect:
+    def made(fields: dict[str, object]) -> None:
+        l = fields["l"]
+        assert isinstance(l, np.ndarray)
+        changed_l = change(l)
+        fields["l"] = l if changed_l is None else changed_l
+
+    return made
+
+
+def shorter_u(fields: dict[str, object]) -> None:
+    fields["u"] = FLASH.u[..., :-1]
+
+
+# In the order of E.5. What a check reads is the only thing that each of these makes wrong.
+LADDER: list[tuple[str, Defect, Reason]] = [
+    ("no algebra", field(merge_revision=None), Reason.PARTIAL_RECEIPT_INCOMPLETE),
+    ("schema", field(state_schema="another"), Reason.STATE_SCHEMA_MISMATCH),
+    ("checksum", field(checksum=FLASH.checksum ^ 1), Reason.CHECKSUM_MISMATCH),
+    ("tenant", field(tenant_namespace="another"), Reason.TENANT_MISMATCH),
+    ("request", field(request_id="r2"), Reason.QUERY_IDENTITY_MISMATCH),
+    ("request generation", field(request_generation=4), Reason.REQUEST_STALE),
+    ("checkpoint", field(checkpoint_generation="step-9"), Reason.MODEL_MISMATCH),
+    ("unnamed heads", field(kv_heads=None), Reason.HEAD_AMBIGUOUS),
+    ("layer", field(layer=0), Reason.QUERY_IDENTITY_MISMATCH),
+    ("mapping", field(query_to_kv=(0, 1, 0, 1)), Reason.HEAD_MAPPING_MISMATCH),
+    ("mask", field(mask_sha256=OTHER), Reason.MASK_MISMATCH),
+    ("positions", field(position_contract_sha256=OTHER), Reason.POSITION_CONTRACT_MISMATCH),
+    ("scale", field(score_scale=0.25), Reason.SCORE_SCALE_MISMATCH),
+    ("support digest", field(support_sha256=OTHER), Reason.SUPPORT_DIGEST_MISMATCH),
+    ("no m", field(m=None), Reason.NO_NORMALISATION_MASS),
+    ("l of fewer heads", of_l(lambda l: l[..., :-1]), Reason.STATE_SHAPE),
+    ("l is 0", of_l(lambda l: l * np.array([0, 1, 1, 1], np.float32)[: l.shape[-1]]), Reason.EMPTY_SUPPORT),
+    (
+        "l negative",
+        of_l(lambda l: l * np.array([1, -1, 1, 1], np.float32)[: l.shape[-1]]),
+        Reason.STATE_INVALID,
+    ),
+    ("u", shorter_u, Reason.STATE_SHAPE),
+    ("producer", field(producer_generation=1), Reason.PARTIAL_RECEIPT_STALE),
+]
+
+
+def with_defects(*at: int) -> StateReceipt:
+    fields: dict[str, object] = {one.name: getattr(FLASH, one.name) for one in dataclasses.fields(FLASH)}
+    wrong_sum = any(LADDER[one][0] == "checksum" for one in at)
+    for one in at:
+        LADDER[one][1](fields)
+    fields["checksum"] = states_checksum(fields["m"], fields["l"], fields["u"]) ^ wrong_sum  # type: ignore[arg-type]
+    return StateReceipt(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", range(len(LADDER)), ids=[name for name, *_ in LADDER])
+def test_a_receipt_with_two_defects_is_refused_with_the_earlier_one(first: int) -> None:
+    name, _, reason = LADDER[first]
+    assert refusal(lambda: merge_all(TERMS, [RAM, with_defects(first)], 3 * ONE)) is reason, name
+    for second in range(first + 1, len(LADDER)):
+        for order in ((first, second), (second, first)):
+            receipt = with_defects(*order)
+            found = refusal(lambda receipt=receipt: merge_all(TERMS, [RAM, receipt], 3 * ONE))  # type: ignore[misc]
+            assert found is reason, (name, LADDER[second][0])
+
+
+MERGES: list[tuple[str, Callable[[], object], Reason]] = [
+    (
+        "stale before twice",
+        lambda: merge_all(TERMS, [RAM, FLASH, changed(producer_generation=1)], 3 * ONE),
+        Reason.PARTIAL_RECEIPT_STALE,
+    ),
+    (
+        "twice before overlap",
+        lambda: merge_all(TERMS, [RAM, FLASH, FLASH], 3 * ONE),
+        Reason.DUPLICATE_RECEIPT,
+    ),
+    (
+        "overlap before outside",
+        lambda: merge_all(TERMS, [RAM, state("flash", (30, 41))], 3 * ONE),
+        Reason.SUPPORT_OVERLAP,
+    ),
+    (
+        "outside before gap",
+        lambda: merge_all(TERMS, [state("ram", (16, 32), (32, 41))], 2 * ONE),
+        Reason.SUPPORT_OUT_OF_RANGE,
+    ),
+    ("gap before count", lambda: merge_all(TERMS, [RAM], 2 * ONE), Reason.SUPPORT_GAP),
+    (
+        "empty before count",
+        lambda: merge_all(dataclasses.replace(TERMS, visible=0), [], 0),
+        Reason.EMPTY_SUPPORT,
+    ),
+    (
+        "count before bytes",
+        lambda: merge_all(TERMS, [RAM, state("ram", (0, 16))], ONE),
+        Reason.RECEIPT_COUNT,
+    ),
+    (
+        "bytes before event",
+        lambda: merge_all(TERMS, [RAM, changed(completed=None)], ONE),
+        Reason.TRAFFIC_MISMATCH,
+    ),
+    (
+        "event before lateness",
+        lambda: merge_all(
+            TERMS, [dataclasses.replace(RAM, completed=103.0), changed(completed=None)], 3 * ONE
+        ),
+        Reason.NOT_VISIBLE,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("merge", "reason"), [pytest.param(merge, reason, id=name) for name, merge, reason in MERGES]
+)
+def test_a_merge_with_two_defects_is_refused_with_the_earlier_one(
+    merge: Callable[[], object], reason: Reason
+) -> None:
+    assert refusal(merge) is reason

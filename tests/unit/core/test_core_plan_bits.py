@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 
 from kvtier_core.attend import Attended
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.neardata import near_groups, reduction_of
+from kvtier_core.neardata import Ran, near_groups, producer_of, query_digest, reduction_of
 from kvtier_core.placements.preference import PlanKind
-from kvtier_core.planner import Path
+from kvtier_core.planner import ChunkRead, Path
+from kvtier_core.receiptcheck.states import StateReceipt
 from kvtier_core.stepplans import WINDOW
-from kvtier_kernels.state import AttentionState
 from tests.unit.core.rowsdouble import CPU, GPU, LAYOUT, NVME, SCALE, World, by_kept, reference, world
 from tests.unit.core.tierdoubles import Read
 
@@ -228,7 +229,7 @@ def test_a_plan_without_a_chunk_is_refused_and_one_with_a_chunk_twice_too(kind: 
             assert refused.value.reason is reason
             if kind is PARTITION:
                 with pytest.raises(CoreError) as refused:
-                    made.plans.streamed.keep(broken, SCALE)
+                    made.plans.streamed.keep(broken, made.append.session, SCALE)
                 assert refused.value.reason is reason
 
 
@@ -237,15 +238,20 @@ def test_a_state_that_does_not_come_or_comes_twice_gives_no_answer(missing: int)
     with opened([NVME, NVME, CPU, NVME], queries=3) as made, torch.inference_mode():
         plan = made.plans.planner.plan(made.append, made.visible, queries=3, forced=PARTITION)
         groups = near_groups(plan.reads, 3)
-        terms = (made.append, made.query, LAYOUT, made.store.tiers, made.clock, made.visible)
+        terms = (made.append, made.query, LAYOUT, made.store.tiers, made.visible)
+        producer = producer_of(made.append.session, LAYOUT, made.store.cache_generation)
+        ran = Ran(query_digest(made.query.q), made.query.first_position, SCALE)
 
-        def states(read: object) -> list[AttentionState]:
-            shape = (3, 4)
-            return [
-                AttentionState(
-                    torch.zeros(shape), torch.ones(shape), torch.zeros(*shape, 16), made.query.frame
-                )
-            ]
+        def formed(group: list[ChunkRead]) -> StateReceipt:
+            [read] = group
+            shape = (1, 3, 4)
+            states = (
+                np.zeros(shape, np.float32),
+                np.ones(shape, np.float32),
+                np.zeros((*shape, 16), np.float32),
+            )
+            block = made.store.identity_of(read.line, 1)
+            return producer.receipt("flash", [block], [read.rows], ran, states, made.clock())
 
         near = [group for group in groups if group[0].path is Path.NEAR]
         rest = [group for group in groups if group[0].path is not Path.NEAR]
@@ -256,11 +262,11 @@ def test_a_state_that_does_not_come_or_comes_twice_gives_no_answer(missing: int)
                 reduction.own(group[0])
             for at, group in enumerate(near):
                 if at != missing or again:
-                    reduction.near(group, states(group[0]))
+                    reduction.take(formed(group))
             if again:
                 reduction.close()
                 with pytest.raises(CoreError) as twice:
-                    reduction.near(near[missing], states(near[missing][0]))
+                    reduction.take(formed(near[missing]))
                 assert twice.value.reason is Reason.DUPLICATE_RECEIPT
                 with pytest.raises(CoreError) as overlap:
                     reduction.own(near[missing][0])

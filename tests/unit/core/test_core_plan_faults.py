@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kvtier_core.admission import Fallback
+from kvtier_core.directory import logical_id
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.neardata import Reduction
+from kvtier_core.neardata import NearProducer
 from kvtier_core.placements.preference import PlacementPreference, PlanKind
 from kvtier_core.planner import PlanTerms
 from kvtier_core.planning.facts import Rates
@@ -254,15 +255,16 @@ def test_a_decision_is_made_once_for_a_placement() -> None:
 
 
 def layers(made: World) -> None:
-    """A second layer with the same chunks."""
-    first = made.append.session.layers[0]
-    made.append.session.layers.append(type(first)(first.open_tier, first.frontier, list(first.lines)))
+    """One layer more, with chunks of the same rows."""
+    found = made.append.session.layers
+    lines = made.store.lines_of(len(found))
+    found.append(type(found[0])(found[0].open_tier, found[0].frontier, lines))
 
 
 def test_a_promise_that_is_given_again_goes_on_where_buffers_were_missing(want: torch.Tensor) -> None:
     with opened([NVME] * 3 + [GPU]) as made, torch.inference_mode():
         plans, storage = made.plans, made.store.storage
-        kept = plans.streamed.keep(plans.of_decode(made.append, made.visible), SCALE)
+        kept = plans.streamed.keep(plans.of_decode(made.append, made.visible), made.append.session, SCALE)
         assert kept is not None
         plans.buffers.limit = WINDOW + 2
         for _ in range(2):
@@ -348,7 +350,7 @@ def test_rows_that_a_kept_plan_reads_from_storage_are_held_meanwhile_and_given_b
         readers, seen = made.store.directory.readers, []
 
         def watched(reads: Sequence[Read]) -> None:
-            seen.append(readers.tolist())
+            seen.append(readers[:4].tolist())
             reads[0].end(CoreError(Reason.KEY_UNAVAILABLE, "gone") if fails else None)
 
         made.store.storage.pick = watched
@@ -359,7 +361,7 @@ def test_rows_that_a_kept_plan_reads_from_storage_are_held_meanwhile_and_given_b
         else:
             attend_kept(made)
         assert seen and all(held == [1, 0, 1, 0] for held in seen)
-        assert readers.tolist() == [0] * 4
+        assert not readers.any()
 
 
 def test_a_kept_plan_holds_a_window_of_buffers_and_never_all_blocks() -> None:
@@ -408,7 +410,7 @@ def test_a_state_that_is_not_what_its_receipt_says_is_no_part_of_an_answer(
     want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """E.5: what a kept plan's states come with is believed field by field, as any receipt is."""
-    real = Reduction.receipt_of
+    real = NearProducer.receipt
     changes: dict[Reason, dict[str, object]] = {
         Reason.STATE_SCHEMA_MISMATCH: {"state_schema": "another"},
         Reason.CHECKSUM_MISMATCH: {"checksum": 7},
@@ -419,15 +421,93 @@ def test_a_state_that_is_not_what_its_receipt_says_is_no_part_of_an_answer(
     }
     for reason, change in changes.items():
 
-        def tampered(reduction: Reduction, *given: object, change: dict[str, object] = change) -> object:
-            return dataclasses.replace(real(reduction, *given), **change)  # type: ignore[arg-type]
+        def tampered(producer: NearProducer, *given: object, change: dict[str, object] = change) -> object:
+            return dataclasses.replace(real(producer, *given), **change)  # type: ignore[arg-type]
 
         with opened() as made:
-            monkeypatch.setattr(Reduction, "receipt_of", tampered)
+            monkeypatch.setattr(NearProducer, "receipt", tampered)
             planned = attend_kept(made)
             assert planned.failed == (("supportPartition", reason.value),)
             assert torch.equal(planned.attended.out, want)
             assert made.plans.buffers.available == made.plans.buffers.limit
+
+
+def named(**change: object) -> Callable[[World], object]:
+    """The session's rows are of another source by now."""
+
+    def made(world: World) -> None:
+        session = world.append.session
+        session.source = dataclasses.replace(session.source, **change)  # type: ignore[arg-type]
+
+    return made
+
+
+OTHERS: list[tuple[str, Callable[[World], object], Reason]] = [
+    ("tenant", named(tenant_namespace="another"), Reason.TENANT_MISMATCH),
+    (
+        "request",
+        lambda made: setattr(made.append.session, "session_id", "r2"),
+        Reason.QUERY_IDENTITY_MISMATCH,
+    ),
+    ("request-generation", named(request_generation=99), Reason.REQUEST_STALE),
+    ("checkpoint", named(checkpoint_generation="step-99"), Reason.MODEL_MISMATCH),
+    ("mask", named(visibility_policy_manifest_sha256=bytes(32)), Reason.MASK_MISMATCH),
+    ("positions", named(position_contract_sha256=bytes(32)), Reason.POSITION_CONTRACT_MISMATCH),
+    (
+        "epoch",
+        lambda made: setattr(made.append.session, "position_epoch", 9),
+        Reason.POSITION_CONTRACT_MISMATCH,
+    ),
+    ("cache-generation", named(cache_generation=99), Reason.PARTIAL_RECEIPT_STALE),
+    (
+        "scale",
+        lambda made: setattr(
+            made, "query", dataclasses.replace(made.query, frame=made.query.frame._replace(scale=0.5))
+        ),
+        Reason.SCORE_SCALE_MISMATCH,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [pytest.param(change, reason, id=name) for name, change, reason in OTHERS]
+)
+def test_a_kept_layer_answers_nothing_but_what_it_was_set_up_for(
+    change: Callable[[World], object], reason: Reason
+) -> None:
+    """Were it not forgotten in time, its receipt would say so: nothing of that is asked of who checks it."""
+    with opened() as made, torch.inference_mode():
+        plans = made.plans
+        kept = plans.streamed.keep(plans.of_decode(made.append, made.visible), made.append.session, SCALE)
+        assert kept is not None
+        change(made)
+        with pytest.raises(CoreError) as refused:
+            plans.streamed.attend(kept, made.append, made.query, None, lambda: None)
+        assert refused.value.reason is reason
+        while made.store.storage.poll():
+            pass
+        assert plans.buffers.available == plans.buffers.limit
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("logical", "reason"),
+    [
+        pytest.param(logical_id(1, 1, 2), Reason.QUERY_IDENTITY_MISMATCH, id="of-another-layer"),
+        pytest.param(logical_id(1, 0, 1), Reason.SUPPORT_OVERLAP, id="the-one-before-it"),
+        pytest.param(logical_id(1, 0, 0), Reason.DUPLICATE_RECEIPT, id="the-first-again"),
+        pytest.param(logical_id(1, 0, 9), Reason.STATE_INVALID, id="behind-the-query"),
+    ],
+)
+def test_a_receipt_says_which_rows_were_read_and_not_which_were_asked_for(
+    want: torch.Tensor, logical: int, reason: Reason, attend: Attend
+) -> None:
+    with opened() as made:
+        identities = made.store._identities
+        identities[2] = dataclasses.replace(identities[2], logical=logical)
+        planned = attend(made)
+        assert planned.failed == (("supportPartition", reason.value),)
+        assert made.plans.buffers.available == made.plans.buffers.limit
 
 
 def test_a_layer_may_come_in_several_frames_before_what_it_promised() -> None:
