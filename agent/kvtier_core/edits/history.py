@@ -1,18 +1,18 @@
-"""What an edit makes of a history: its place in the chain of producers, and streams that remember it.
+"""What an edit makes of a history: its place in the chain of producers.
 
 Why it exists: after a drop equal tokens no longer imply equal rows, so whatever names rows by what came
 before them must name the edits too. It must not know rows or tiers. Encoding: specification systems.md,
-D.1.3: each set of operations is one symbol at the point of the stream where it took effect.
+D.1.3: each set of operations is one symbol at the point of the stream where it took effect. Here the symbol
+is a producer's digest, chained over those before it, and rows are of one stream up to where it differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from kvtier_core.appends import EditPoint, Session
 from kvtier_core.identity import Field, digest
-from kvtier_core.positions import PositionView, Range, canonical_ranges
+from kvtier_core.positions import PositionView
 
 
 def edit_digest(before: str, row: int, view: PositionView) -> str:
@@ -49,43 +49,3 @@ def record(
     producer = intern(edit_digest(digest_of(session.producers[-1][1]), row, view))
     session.edits.append(EditPoint(row, former, producer))
     session.producers.append((row, producer))
-
-
-# Streams of tokens, for who looks up what was computed before.
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """Ranges that were dropped between two tokens, canonical."""
-
-    ranges: tuple[Range, ...]
-
-
-Symbol = int | Dropped
-
-
-def extended(parts: Iterable[Sequence[int] | Dropped]) -> tuple[Symbol, ...]:
-    """A stream of tokens and drops; drops between the same two tokens are one symbol, empty ones none."""
-    stream: list[Symbol] = []
-    waiting: list[Range] = []
-    for part in (*parts, None):
-        if isinstance(part, Dropped):
-            waiting += part.ranges
-            continue
-        if canonical := canonical_ranges(waiting):
-            stream.append(Dropped(canonical))
-        waiting.clear()
-        stream += part or ()
-    return tuple(stream)
-
-
-def matched(stored: Sequence[Symbol], asked: Sequence[Symbol]) -> tuple[int, int]:
-    """(tokens, drops) of the longest common prefix: what of `stored` may serve `asked`. It ends where one has
-    a drop and the other has none, or another."""
-    tokens = drops = 0
-    for left, right in zip(stored, asked, strict=False):
-        if left != right:
-            break
-        drops += isinstance(left, Dropped)
-        tokens += not isinstance(left, Dropped)
-    return tokens, drops

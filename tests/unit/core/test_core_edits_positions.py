@@ -1,22 +1,32 @@
-"""Views of rows: the specification's worked numbers (AKV-01 to 10 and 15 to 21), and any edits against a list
+"""Views of rows: the specification's worked numbers (AKV-01 to 10 and 13 to 21), and any edits against a list
 of rows."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtier_core.edits.history import Dropped, Symbol, extended, matched
+from kvtier_core.appends import LayerState, Session
+from kvtier_core.cost import ideal_compute_seconds
+from kvtier_core.edits import checks
+from kvtier_core.edits.history import record
+from kvtier_core.edits.requests import Drop
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.positions import UNEDITED, PositionView, canonical_ranges
+from kvtier_core.receipts import SessionSpec
 from kvtier_core.rope import RopeTable, rope_table
+from kvtier_core.units import FlopPerSecond, FlopPerToken
 from kvtier_crds.canonical import Parameters
 from kvtier_crds.manifest import Model, PositionContract, RopeScaling
+from tests.unit.core.blockkey_cases import binding
 from tests.unit.core.builders import cpu, manifest
 
 
@@ -88,39 +98,131 @@ def test_akv_09_pairings_differ() -> None:
     assert torch.equal(torch.cat((interleaved[0::2], interleaved[1::2])), same)
 
 
+class Flops(TorchDispatchMode):
+    """Counts numbers that are multiplied, added or subtracted, of tensors as large as `of`."""
+
+    def __init__(self, of: int) -> None:
+        super().__init__()
+        self.of, self.count = of, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        arithmetic = func._schema.name in ("aten::mul", "aten::add", "aten::sub")
+        if arithmetic and out.numel() == self.of:
+            self.count += out.numel()
+        return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
+def test_akv_13_a_turn_is_six_operations_a_pair(interleaved: bool) -> None:
+    table, keys = plain(1e4, 64, interleaved), torch.randn(50, 128, dtype=torch.float16)
+    pairs = keys.numel() // 2
+    with Flops(pairs) as counted:
+        table.turned(keys, -96)
+    assert counted.count / pairs == 6
+    # Nothing is written back, so that bytes are those of the keys alone.
+    assert counted.count / keys.nbytes == 1.5
+
+
+def test_akv_14_what_a_prefill_of_32k_takes_at_least() -> None:
+    attention = 2 * 80 * 8192 * 32_000
+    seconds = ideal_compute_seconds(32_000, FlopPerToken(2 * 70e9 + attention), FlopPerSecond.tera(8 * 989))
+    assert seconds == pytest.approx(0.736, rel=2e-3)
+
+
 def test_akv_10_a_half_of_hidden_rows() -> None:
     view = dropped(64, *((first, first + 4) for first in range(0, 64, 8)))
     assert 1 - view.count(64) / 64 == 0.5
 
 
-A, B = tuple(range(4000)), tuple(range(4000, 4100))
-STORED = extended((A, Dropped(((1000, 3500),)), B))
+# Streams of equal tokens: what was computed under another view is not shared.
+
+A, B = 4000, 100
+WITHOUT = "sha256:base"
+
+
+class Histories:
+    """Sessions of the same tokens, by what production keeps of their edits: the producers of their rows."""
+
+    def __init__(self) -> None:
+        self.digests = [WITHOUT]
+
+    def _intern(self, found: str) -> int:
+        if found not in self.digests:
+            self.digests.append(found)
+        return self.digests.index(found)
+
+    def of(self, *script: int | Drop) -> tuple[list[str], list[tuple[int, str]]]:
+        """So many rows appended, or drops, in turn. The producer of each row, and each edit with its row."""
+        session = Session(
+            number=1,
+            session_id="s",
+            generation=1,
+            spec=SessionSpec("t", 1.0, 0),
+            source=binding(),
+            layers=[LayerState(open_tier=0)],
+            open_grant=0,
+            producers=[(0, 0)],
+        )
+        rows = 0
+        for part in script:
+            if isinstance(part, int):
+                rows += part
+                continue
+            view = checks.dropped(session.positions, rows, part)
+            if view != session.positions:
+                record(session, view, rows, self._intern, self.digests.__getitem__)
+        edits = [(point.row, self.digests[point.producer]) for point in session.edits]
+        return [self.digests[session.producer_at(row)] for row in range(rows)], edits
+
+    def shared(self, stored: Sequence[int | Drop], asked: Sequence[int | Drop]) -> tuple[int, int]:
+        """(rows, edits) of the longest common prefix: what of `stored` may serve `asked`."""
+        (left, left_edits), (right, right_edits) = self.of(*stored), self.of(*asked)
+        rows = _alike(left, right)
+        same = _alike(left_edits, right_edits)
+        return rows, sum(row < rows for row, _ in left_edits[:same])
+
+
+def _alike(left: Sequence[object], right: Sequence[object]) -> int:
+    found = 0
+    for one, other in zip(left, right, strict=False):
+        if one != other:
+            break
+        found += 1
+    return found
+
+
+STORED = (A, Drop(((1000, 3500),)), B)
 STREAMS = [
-    pytest.param((A, Dropped(((1000, 3500),)), B[:50]), (4050, 1), id="AKV-15-same-drop-shorter-tail"),
+    pytest.param((A, Drop(((1000, 3500),)), 50), (4050, 1), id="AKV-15-same-drop-shorter-tail"),
     pytest.param((A, B), (4000, 0), id="AKV-16-no-drop"),
-    pytest.param((A, Dropped(((1000, 3400),)), B), (4000, 0), id="AKV-17-another-end"),
-    pytest.param(
-        (A, Dropped(((2000, 3500),)), Dropped(((1000, 2000),)), B), (4100, 1), id="AKV-18-two-touching"
-    ),
-    pytest.param((A, B[:10], Dropped(((1000, 3500),)), B[10:]), (4000, 0), id="AKV-19-later"),
-    pytest.param((A, Dropped(()), Dropped(((5, 5),)), B), (4000, 0), id="empty-drops-are-none"),
+    pytest.param((A, Drop(((1000, 3400),)), B), (4000, 0), id="AKV-17-another-end"),
+    pytest.param((A, Drop(((2000, 3500),)), Drop(((1000, 2000),)), B), (4100, 1), id="AKV-18-two-touching"),
+    pytest.param((A, 10, Drop(((1000, 3500),)), B - 10), (4000, 0), id="AKV-19-later"),
+    pytest.param((A, Drop(((1000, 3500),)), Drop(()), B), (4100, 1), id="empty-drops-are-none"),
 ]
 
 
 @pytest.mark.parametrize(("asked", "wanted"), STREAMS)
 def test_streams_match_up_to_the_first_drop_that_differs(
-    asked: tuple[tuple[int, ...] | Dropped, ...], wanted: tuple[int, int]
+    asked: tuple[int | Drop, ...], wanted: tuple[int, int]
 ) -> None:
-    assert matched(STORED, extended(asked)) == wanted
+    assert Histories().shared(STORED, asked) == wanted
 
 
 def test_akv_20_and_21_tokens_alone_would_match_too_much() -> None:
-    def tokens(stream: tuple[Symbol, ...]) -> tuple[Symbol, ...]:
-        return tuple(item for item in stream if not isinstance(item, Dropped))
-
-    plainly = extended((A, B))
-    assert matched(tokens(STORED), tokens(plainly)) == (4100, 0)
-    assert [matched(plainly, plainly), matched(STORED, STORED)] == [(4100, 0), (4100, 1)]
+    histories, plainly = Histories(), (A, B)
+    tokens = [list(range(len(histories.of(*one)[0]))) for one in (STORED, plainly)]
+    assert _alike(*tokens) == 4100
+    assert histories.shared(STORED, plainly) == (4000, 0)
+    # Where both are kept, each has a whole answer, and it is its own.
+    kept = (STORED, plainly)
+    assert [max(histories.shared(one, asked) for one in kept) for asked in (plainly, STORED)] == [
+        (4100, 0),
+        (4100, 1),
+    ]
 
 
 # Any edits.
