@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtier_core.admission import UNAVAILABLE, Fallback, FallbackChoice, choose_fallback
+from kvtier_core.exact_placements import InStorage, PlacementRefused
 from kvtier_core.placements.preference import RECENCY, PlacementPreference, PlanKind
 from kvtier_core.planning.candidates import ORDER, Approximate, Candidate, Lost
 from kvtier_core.planning.facts import Terms
@@ -103,11 +104,14 @@ def _rank(plan: Candidate) -> tuple[float, int, int, int]:
 def _approximate(terms: Terms) -> Candidate:
     """On record beside the exact plans: nothing here takes it. An approximate session's selector is asked by
     the step, under its lease."""
-    allowed = terms.approximation_allowed and not terms.exact
-    return Candidate(
-        Approximate.SELECTED_SUPPORT,
-        lost=Lost.NOT_ASKED_FOR if allowed else Lost.UNDECLARED_APPROXIMATION,
-    )
+    lost = Lost.NOT_ASKED_FOR
+    try:
+        InStorage(
+            stated_exact=False, approximation_allowed=terms.approximation_allowed and not terms.exact
+        ).check()
+    except PlacementRefused as refused:
+        lost = Lost(refused.reason.value)
+    return Candidate(Approximate.SELECTED_SUPPORT, lost=lost)
 
 
 def fallback_of(terms: Terms) -> Fallback:

@@ -15,14 +15,24 @@ from decimal import Decimal
 from kvtier_core.admission import UNAVAILABLE, FallbackChoice, choose_fallback
 from kvtier_core.admission import Fallback as Action
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.receiptcheck.fallbacks import (
+    LABELS,
+    Estimate,
+    EstimateSource,
+    FallbackRecord,
+    Phase,
+    check_fallback,
+    uncertain,
+)
 from kvtier_core.receiptcheck.fallbacks import Gate as DeclaredGate
-from kvtier_core.receiptcheck.fallbacks import Phase
+from kvtier_core.receiptcheck.outcomes import OutcomeRefused
 from kvtier_core.receipts import SelectionFacts
 from kvtier_core.selectors.base import Selection as Stated
 from kvtier_core.selectors.contract import Selection, SelectionReceipt
 from kvtier_crds.manifest import Fallback, Selector
 
 NO_LIMITS = (math.nan, math.nan)
+_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +57,20 @@ class Gate:
         largest = math.nan if self.max_omitted is None else self.max_omitted
         return largest, math.nan if self.min_confidence is None else self.min_confidence
 
+    def estimate(self, omitted: float, confidence: float) -> Estimate:
+        """What is judged: what no limit is held against passes."""
+        return Estimate(
+            0.0 if self.max_omitted is None else _rounded(omitted),
+            1.0 if self.min_confidence is None else _rounded(confidence),
+            EstimateSource.ESTIMATOR,
+        )
+
     def uncertain(self, receipt: SelectionReceipt) -> bool:
         """Whether the estimate fails. An estimate that is none, or that is absent, always does."""
-        limits = self.declared
-        omitted, confidence = estimate_of(receipt)
-        if self.max_omitted is not None and not omitted <= limits.max_omitted_mass:
+        try:
+            return uncertain(self.declared, self.estimate(*estimate_of(receipt)))
+        except OutcomeRefused:
             return True
-        return self.min_confidence is not None and not confidence >= limits.min_confidence
 
 
 def gate_of(selector: Selector, estimates: bool) -> Gate | None:
@@ -130,12 +147,48 @@ def judged(gate: Gate | None, choose: Callable[[int], Selection | None], *, may_
 
 
 def illegal(told: SelectionFacts | None, allowed: frozenset[Fallback], *, approximate: bool) -> bool:
-    """Whether an answer took a way that its contract does not list (B.8): it was widened, or its gate failed
-    and it was published all the same. allowed: of the contract, besides the exact fetch."""
+    """Whether an answer took a way that is not its contract's or not the next one of B.8: it was widened, its
+    gate failed and it was published all the same, or it was published as one that passed a gate which its
+    estimate fails. allowed: of the contract, besides the exact fetch."""
     if told is None:
         return False
-    widened = told.widened > 0 and Fallback.WIDEN not in allowed
-    return widened or (approximate and told.failed and Fallback.DEGRADE not in allowed)
+    if told.widened > 0 and Fallback.WIDEN not in allowed:
+        return True
+    if not approximate:
+        return False
+    largest, least = (
+        None if math.isnan(limit) else limit for limit in (told.max_omitted_mass, told.min_confidence)
+    )
+    gate = Gate(largest, least)
+    estimate = gate.estimate(told.omitted_mass, told.confidence)
+    if told.failed:
+        # Of a selection that failed its gate there may be no estimate at all.
+        gate, estimate = Gate(0.0, 1.0), Estimate(1.0, 0.0, EstimateSource.ESTIMATOR)
+    action = Action.ACCEPT_DECLARED_DEGRADED if told.failed else Action.ACCEPT_APPROXIMATE
+    record = FallbackRecord(
+        exact=False,
+        approximation_allowed=not told.failed or Fallback.DEGRADE in allowed,
+        phase=Phase.POST_WIDEN if told.widened else Phase.INITIAL,
+        can_widen=False,
+        # Every exact way has been tried by then: an answer of one would not be approximate.
+        slack=0.0,
+        fetch=UNAVAILABLE,
+        recompute=UNAVAILABLE,
+        retryable=False,
+        retry_window=None,
+        action=action,
+        published=LABELS[action],
+    )
+    try:
+        check_fallback(record, gate.declared, estimate)
+    except OutcomeRefused:
+        return True
+    return False
+
+
+def _rounded(share: float) -> float:
+    """A share of one that float32 sums put a little outside."""
+    return min(max(share, 0.0), 1.0) if -_ROUNDING <= share <= 1.0 + _ROUNDING else share
 
 
 def _next(found: Judged, phase: Phase, *, can_widen: bool) -> Action:

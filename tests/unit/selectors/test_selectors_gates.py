@@ -54,10 +54,14 @@ def selection(omitted: tuple[float, ...] | None, confidence: float | None = None
         (Gate(0.2, 0.9), (0.3,), 0.95, True),
         (Gate(0.2, 0.9), (0.1,), 0.5, True),
         (Gate(None, None), None, None, False),
+        (Gate(0.2, None), (-0.1,), None, True),
+        (Gate(0.2, None), (-1e-7,), None, False),
+        (Gate(None, 0.9), None, 1.1, True),
     ],
     ids=[
         *("at-the-limit", "above", "no-estimate", "an-estimate-that-is-none", "sure", "unsure"),
         *("no-confidence", "both-pass", "mass-fails", "confidence-fails", "nothing-is-judged"),
+        *("less-than-nothing", "rounded", "surer-than-sure"),
     ],
 )
 def test_what_a_gate_lets_pass(
@@ -124,11 +128,22 @@ WIDE, FAILED = replace(FACTS, widened=2), replace(FACTS, failed=True)
         (FAILED, set(), True, True),
         (FAILED, {Fallback.WIDEN}, True, True),
         (FAILED, {Fallback.DEGRADE}, True, False),
+        (replace(FAILED, omitted_mass=math.nan), {Fallback.DEGRADE}, True, False),
+        (replace(FACTS, omitted_mass=0.3), {Fallback.DEGRADE}, True, True),
+        (replace(FACTS, omitted_mass=0.3), set(), False, False),
+        (replace(FACTS, omitted_mass=math.nan), set(), True, True),
+        (replace(FACTS, omitted_mass=-1e-7), set(), True, False),
+        (replace(FACTS, omitted_mass=-0.1), set(), True, True),
+        (replace(FACTS, min_confidence=0.9, confidence=0.8), set(), True, True),
+        (replace(FACTS, min_confidence=0.9, confidence=1.1), set(), True, True),
+        (replace(FACTS, max_omitted_mass=math.nan, omitted_mass=math.nan), set(), True, False),
     ],
     ids=[
         *("no-selector", "plain", "widened-without-leave", "widened", "widened-then-exact"),
         *("widened-without-leave-then-exact", "exact-instead", "published-all-the-same"),
-        *("published-though-only-widening-is-allowed", "degraded"),
+        *("published-though-only-widening-is-allowed", "degraded", "degraded-without-an-estimate"),
+        *("passed-a-gate-that-it-fails", "exact-whatever-was-estimated", "passed-without-an-estimate"),
+        *("rounded", "less-than-nothing-left-out", "passed-too-unsure", "surer-than-sure", "not-judged"),
     ],
 )
 def test_ways_that_a_contract_does_not_list_are_illegal(
