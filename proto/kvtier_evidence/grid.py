@@ -71,6 +71,7 @@ class Histogram:
         """Counts one value `count` times; None, NaN, infinite and negative ones are missing."""
         if count < 0:
             raise ValueError("a count never decreases")
+        self._own()
         if count == 0:
             return
         self.n += count
@@ -85,6 +86,7 @@ class Histogram:
 
     def merge(self, other: Histogram) -> None:
         """Adds `other`; the result has the coarser of the two resolutions."""
+        self._own()
         self.coarsen(max(self.shift, other.shift))
         step = self.shift - other.shift
         for i, c in other.bins.items():
@@ -112,6 +114,7 @@ class Histogram:
         step = min(shift, MAX_SHIFT) - self.shift
         if step <= 0:
             return
+        self._own()
         merged: dict[int, int] = {}
         for i, c in self.bins.items():
             merged[i >> step] = merged.get(i >> step, 0) + c
@@ -175,3 +178,11 @@ class Histogram:
     def _bound(self) -> None:
         while len(self.bins) > MAX_BINS and self.shift < MAX_SHIFT:
             self.coarsen(self.shift + 1)
+
+    def _own(self) -> None:
+        if self is NO_UNITS:
+            raise TypeError("the histogram that all share counts nothing; take a copy")
+
+
+NO_UNITS: Final = Histogram()
+"""Of what was never counted; one for all, and it refuses to be changed."""

@@ -74,8 +74,8 @@ class _Agent:
     unseen_since: float = 0.0
     """Before it no unit of this life was assigned."""
     last_at: float | None = None
-    past: list[str] = field(default_factory=list)
-    counts: WindowCounts = field(default_factory=WindowCounts)
+    past: tuple[str, ...] = ()
+    counts: WindowCounts = field(default_factory=WindowCounts.none)
     """All lives, for the judge."""
     requests: int = 0
     """Settled units of this life."""
@@ -194,7 +194,7 @@ class WindowReader:
             lost = max(0, state.assigned - state.requests) + math.ceil(max(0.0, rate * since))
             state.lost += lost
             state.unseen_since = state.last_at or now
-            state.past = [*state.past, state.epoch][-_EPOCHS_REMEMBERED:]
+            state.past = (*state.past, state.epoch)[-_EPOCHS_REMEMBERED:]
         state.epoch, state.ack, state.total, state.requests = epoch, 0, 0, 0
         state.first_at, state.first_assigned, state.assigned = now, 0, 0
 
@@ -221,7 +221,7 @@ class WindowReader:
 
     def _reset(self) -> None:
         self._version += 1
-        self._merged = WindowCounts()
+        self._merged = WindowCounts.none()
         self._agents: dict[str, _Agent] = {}
         self._expected_total = 0
         self._malformed: set[str] = set()

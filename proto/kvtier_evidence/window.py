@@ -12,11 +12,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final, cast
 
 from kvtier_evidence.design import BlockSums
 from kvtier_evidence.gates import ONE, Pair
-from kvtier_evidence.grid import Histogram
+from kvtier_evidence.grid import NO_UNITS, Histogram
 
 MAX_METRICS: Final = 64
 MAX_PROBES: Final = 8192
@@ -46,6 +47,11 @@ class WindowKey:
         return f"{self.stage}/{self.step}/{self.opening_fence}"
 
 
+NO_COUNTS: Final = cast(dict[Any, Any], MappingProxyType({}))
+"""Stands in counts that were merged where nothing was counted, so that this takes no memory: of each agent of
+each window that is most of it. It equals an empty dict and refuses to be changed."""
+
+
 @dataclass(slots=True)
 class MetricCounts:
     """One metric of one arm. Warm-up units count for Fail and are shown, never for Pass."""
@@ -57,12 +63,19 @@ class MetricCounts:
     warmup: Histogram = field(default_factory=Histogram)
     warmup_above_down: dict[str, int] = field(default_factory=dict)
 
+    @staticmethod
+    def none() -> MetricCounts:
+        """To be merged into, and changed by nothing else: what is empty is shared."""
+        return MetricCounts(Histogram(), NO_COUNTS, NO_COUNTS, NO_UNITS, NO_COUNTS)
+
     def merge(self, other: MetricCounts) -> None:
         self.histogram.merge(other.histogram)
-        self.warmup.merge(other.warmup)
-        _add(self.above_up, other.above_up)
-        _add(self.above_down, other.above_down)
-        _add(self.warmup_above_down, other.warmup_above_down)
+        if other.warmup != NO_UNITS:
+            self.warmup = self.warmup.copy() if self.warmup is NO_UNITS else self.warmup
+            self.warmup.merge(other.warmup)
+        self.above_up = _sum(self.above_up, other.above_up)
+        self.above_down = _sum(self.above_down, other.above_down)
+        self.warmup_above_down = _sum(self.warmup_above_down, other.warmup_above_down)
 
     def since(self, earlier: MetricCounts) -> MetricCounts:
         return MetricCounts(
@@ -122,20 +135,32 @@ class WindowCounts:
         """The counts of one metric and arm, made when absent."""
         return self.metrics.setdefault((metric, arm), MetricCounts())
 
+    @staticmethod
+    def none() -> WindowCounts:
+        """To be merged into, and changed by nothing else: what is empty is shared."""
+        return WindowCounts({}, NO_COUNTS, probes=NO_COUNTS, blocks=NO_COUNTS)
+
     def get(self, metric: str, arm: str) -> MetricCounts:
         """The counts of one metric and arm; empty ones, not kept, when absent."""
         return self.metrics.get((metric, arm)) or MetricCounts()
 
     def merge(self, other: WindowCounts) -> None:
         for key, counts in other.metrics.items():
-            self.of(*key).merge(counts)
-        _add(self.zero_tolerance, other.zero_tolerance)
+            mine = self.metrics.get(key)
+            if mine is None:
+                mine = self.metrics[key] = MetricCounts.none()
+            mine.merge(counts)
+        self.zero_tolerance = _sum(self.zero_tolerance, other.zero_tolerance)
         self.sessions_candidate += other.sessions_candidate
         self.sessions_total += other.sessions_total
         self.assignment_disagreements += other.assignment_disagreements
+        if other.probes and self.probes is NO_COUNTS:
+            self.probes = {}
         for probe, pair in other.probes.items():
             seen = self.probes.get(probe)
             self.probes[probe] = pair if seen is None else seen.widen(pair)
+        if other.blocks and self.blocks is NO_COUNTS:
+            self.blocks = {}
         for gate, sums in other.blocks.items():
             self.blocks.setdefault(gate, BlockSums()).merge(sums)
 
@@ -208,6 +233,16 @@ class WindowCounts:
 
 SESSION_BLOCKS: Final = "/session"
 """Suffix of a gate's name under which its session blocks are kept."""
+
+
+def _sum(mine: dict[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """`mine`, to which `other` was added; another dict where nothing had been counted yet."""
+    if not other:
+        return mine
+    if mine is NO_COUNTS:
+        return dict(other)
+    _add(mine, other)
+    return mine
 
 
 def _add(into: dict[str, int], other: Mapping[str, int]) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+
 from kvtier.v1 import control_pb2 as control
 from kvtier.v1 import evidence_pb2 as evidence
 from kvtier_evidence.delta import Delta
 from kvtier_evidence.design import BlockSums
 from kvtier_evidence.gates import Pair
 from kvtier_evidence.grid import Histogram
+from kvtier_evidence.metrics import METRICS, Arm
 from kvtier_evidence.window import MetricCounts, WindowCounts, WindowKey
+
+_KEYS = {(name, str(arm)): (sys.intern(name), sys.intern(str(arm))) for name in METRICS for arm in Arm}
+"""One object of each: every agent of every window tells of the same few."""
 
 
 def delta_of(message: control.ReadEvidenceResponse) -> Delta:
@@ -27,14 +34,16 @@ def delta_of(message: control.ReadEvidenceResponse) -> Delta:
 def counts_of(message: evidence.WindowCounts) -> WindowCounts:
     metrics: dict[tuple[str, str], MetricCounts] = {}
     for row in message.metrics:
-        if (row.metric, row.arm) in metrics:
+        key = row.metric, row.arm
+        key = _KEYS.get(key, key)
+        if key in metrics:
             raise ValueError(f"metric {row.metric} of arm {row.arm} twice in one reply")
-        metrics[row.metric, row.arm] = MetricCounts(
+        metrics[key] = MetricCounts(
             histogram=histogram_of(row.histogram),
-            above_up=dict(row.above_up),
-            above_down=dict(row.above_down),
+            above_up=_by_gate(row.above_up),
+            above_down=_by_gate(row.above_down),
             warmup=histogram_of(row.warmup),
-            warmup_above_down=dict(row.warmup_above_down),
+            warmup_above_down=_by_gate(row.warmup_above_down),
         )
     probes = {
         (row.gate, row.probe_set_digest, row.prompt_digest): Pair.of(None if row.missing else row.difference)
@@ -42,13 +51,20 @@ def counts_of(message: evidence.WindowCounts) -> WindowCounts:
     }
     return WindowCounts(
         metrics=metrics,
-        zero_tolerance=dict(message.zero_tolerance),
+        zero_tolerance=_by_gate(message.zero_tolerance),
         sessions_candidate=message.sessions_candidate,
         sessions_total=message.sessions_total,
         assignment_disagreements=message.assignment_disagreements,
         probes=probes,
-        blocks={gate: BlockSums(row.blocks, dict(row.sums)) for gate, row in message.blocks.items()},
+        blocks={
+            sys.intern(gate): BlockSums(row.blocks, {sys.intern(name): v for name, v in row.sums.items()})
+            for gate, row in message.blocks.items()
+        },
     )
+
+
+def _by_gate(counts: Mapping[str, int]) -> dict[str, int]:
+    return {sys.intern(name): count for name, count in counts.items()}
 
 
 def histogram_of(message: evidence.Histogram) -> Histogram:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
@@ -15,10 +16,10 @@ from kvtier_evidence import metrics
 from kvtier_evidence.collector import MAX_SESSIONS, AttemptProbes, CollectorPlan, Counted, WindowCollector
 from kvtier_evidence.delta import DeltaLog
 from kvtier_evidence.evalues import NEG
-from kvtier_evidence.grid import MAX_BINS, MAX_SHIFT, Histogram
+from kvtier_evidence.grid import MAX_BINS, MAX_SHIFT, NO_UNITS, Histogram
 from kvtier_evidence.reader import Applied, WindowReader
 from kvtier_evidence.verdicts import VERDICT_OF, Reason, Statistics, Verdict, statistical_outcome
-from kvtier_evidence.window import MAX_PROBES, WindowCounts
+from kvtier_evidence.window import MAX_PROBES, NO_COUNTS, WindowCounts
 from tests.unit.evidence.evidence_builders import Clock, key
 
 # ---------------------------------------------------------------- memory
@@ -88,6 +89,89 @@ def test_an_agent_of_a_two_arm_metric_is_kept_without_its_histograms() -> None:
         assert op.apply(f"n{i}", reply, now=0.0) is Applied.APPLIED
     seen = op.evidence([f"n{i}" for i in range(20)], now=0.0, interval=1.0)
     assert all((metrics.TPOT_RATIO, "candidate") not in c.metrics for c in seen.agents.values())
+
+
+def counted(units: int, *, warm: int = 0, gate: str = "") -> WindowCounts:
+    """Of one metric of the candidate, as an agent would send it."""
+    counts = WindowCounts()
+    of = counts.of(metrics.EXPOSED_STALL_FRACTION, "candidate")
+    of.histogram.add(0.25, units)
+    of.warmup.add(0.25, warm)
+    if gate:
+        of.above_up[gate] = of.above_down[gate] = units << 32
+    return counts
+
+
+def containers(x: object) -> Iterator[dict[object, object] | list[object] | Histogram]:
+    """All dicts, lists and histograms in it."""
+    if isinstance(x, (dict, list, Histogram)):
+        yield x
+    parts: Iterable[object] = ()
+    if x is NO_UNITS:
+        return
+    if isinstance(x, dict):
+        parts = x.values()
+    elif isinstance(x, (list, tuple)):
+        parts = x
+    elif is_dataclass(x):
+        parts = [getattr(x, f.name) for f in fields(x)]
+    for part in parts:
+        yield from containers(part)
+
+
+def test_what_was_never_counted_takes_no_memory() -> None:
+    """Of each metric of each agent of a thousand windows nearly all that can be counted is not."""
+    op = WindowReader(key(), opened_at=0.0, cohort=10.0, settle=0.0)
+    for i in range(5):
+        log = DeltaLog("boot", counted(100))
+        log.changed()
+        reply = log.read("", 0, settled_cohort=1, assigned_units=100)
+        assert op.apply(f"n{i}", reply, now=0.0) is Applied.APPLIED
+    found = list(containers([*op._agents.values(), op._merged]))
+    assert [one for one in found if not one] == [], "an empty dict or list of its own"
+    histograms = [one for one in found if isinstance(one, Histogram)]
+    assert len({id(one) for one in histograms if one.n}) == 6
+    assert {id(one) for one in histograms if not one.n} == {id(NO_UNITS)}
+
+
+def test_what_is_shared_while_it_is_empty_is_not_shared_afterwards() -> None:
+    """One agent counts warm-up units and some above a limit: nobody else's counts change, in this window or
+    in another, and counts without sharing add up to the same."""
+    logs = {name: DeltaLog("boot", counted(100)) for name in ("a", "b")}
+    readers = [WindowReader(key(), opened_at=0.0, cohort=10.0, settle=0.0) for _ in range(2)]
+    for log in logs.values():
+        log.changed()
+    for op in readers:
+        for name, log in logs.items():
+            reply = log.read("", 0, settled_cohort=1, assigned_units=100)
+            assert op.apply(name, reply, now=0.0) is Applied.APPLIED
+    more = counted(10, warm=7, gate="stall")
+    more.zero_tolerance["x"] = 1
+    logs["a"]._current.merge(more)
+    logs["a"].changed()
+    reply = logs["a"].read("boot", 1, settled_cohort=2, assigned_units=120)
+    assert readers[0].apply("a", reply, now=10.0) is Applied.APPLIED
+    plain, both = counted(100), WindowCounts()
+    for one in (plain, more):
+        both.merge(one)
+    seen = readers[0].evidence(["a", "b"], now=10.0, interval=10.0)
+    assert seen.agents == {"a": both, "b": plain}
+    assert seen.merged.get(metrics.EXPOSED_STALL_FRACTION, "candidate").warmup.n == 7
+    assert readers[1].evidence(["a", "b"], now=0.0, interval=10.0).agents == {"a": plain, "b": plain}
+    assert Histogram() == NO_UNITS and dict(NO_COUNTS) == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda h: h.add(1.0), lambda h: h.add(None), lambda h: h.merge(Histogram()), lambda h: h.coarsen(1)],
+    ids=["a-value", "a-missing-one", "a-merge", "a-coarser-grid"],
+)
+def test_the_empty_histogram_that_all_share_refuses_a_change(change: Callable[[Histogram], None]) -> None:
+    with pytest.raises(TypeError, match="take a copy"):
+        change(NO_UNITS)
+    assert Histogram() == NO_UNITS
+    with pytest.raises(TypeError):
+        NO_COUNTS["gate"] = 1
 
 
 def test_lives_are_remembered_up_to_a_bound() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
+from kvtier.v1 import evidence_pb2 as evidence
 from kvtier_agent.evidence_convert import counts_message
 from kvtier_evidence import metrics
 from kvtier_evidence.delta import DeltaLog
@@ -18,6 +19,7 @@ from kvtier_evidence.grid import Histogram
 from kvtier_evidence.window import WindowCounts
 from kvtier_operator.ports import AgentError, AgentTarget
 from kvtier_operator.rollout import feed as feed_module
+from kvtier_operator.rollout.evidencewire import counts_of
 from kvtier_operator.rollout.feed import EvidenceFeed, Reading, thresholds_of
 from kvtier_operator.rollout.grants import fence_of, window_key
 from kvtier_operator.rollout.inputs import Look
@@ -284,3 +286,17 @@ async def test_a_window_is_judged_again_when_something_was_counted_and_not_befor
     log.changed()
     await feed.look(reading, state, spec, world.clock.seconds)
     assert len(judged) == 4
+
+
+def test_names_of_what_agents_counted_are_one_object_however_many_tell_of_them() -> None:
+    """Each of the agents of a thousand windows sends the same few names."""
+
+    def received() -> WindowCounts:
+        counts = tpot(SLOW)
+        counts.of(metrics.TPOT_RATIO, metrics.Arm.BASELINE).above_up["a gate"] = 1
+        return counts_of(evidence.WindowCounts.FromString(counts_message(counts).SerializeToString()))
+
+    ((one, first),), ((other, second),) = (received().metrics.items() for _ in range(2))
+    assert one == (metrics.TPOT_RATIO, metrics.Arm.BASELINE) and one is other
+    ((gate,), (same,)) = first.above_up, second.above_up
+    assert gate == "a gate" and gate is same
