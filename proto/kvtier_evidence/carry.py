@@ -9,6 +9,7 @@ Sections 5 and 9 ("Carry-over") of the evidence specification.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -99,7 +100,9 @@ class Carry:
         failed = data.get("failed")
         return Carry(
             cells=tuple(
-                Cell(c["gate"], c["window"], float(c["weight"]), float(c["logE"])) for c in data["cells"]
+                # An attempt has dozens of them with the same few names.
+                Cell(_name(c["gate"]), _name(c["window"]), float(c["weight"]), float(c["logE"]))
+                for c in data["cells"]
             ),
             failed=failed and FailCause(failed["gate"], failed["window"], Reason(failed["reason"])),
             mismatched=frozenset(data["mismatched"]),
@@ -110,6 +113,10 @@ class Carry:
                 for name, p in data["probePasses"].items()
             },
         )
+
+
+def _name(text: Any) -> str:
+    return sys.intern(str(text))
 
 
 def _finite(log_e: float) -> float:

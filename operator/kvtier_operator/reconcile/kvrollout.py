@@ -251,13 +251,16 @@ class KVRolloutReconciler:
         if self._deps.clock.monotonic() - kept.written_at < quiet:
             return False
         read, wanted = _without_looks(facts.state), _without_looks(plan.state)
-        # One object where they say the same, as mostly: it is kept for each rollout.
-        wanted = read if wanted == read else wanted
-        if kept.moved is None or kept.moved[:2] != (read, wanted):
+        same, known = wanted == read, kept.moved
+        if known is not None and _says(known[0], read) and _says(known[1], read if same else wanted):
+            moves = known[2]
+        else:
             deadline = facts.spec.progress_deadline if facts.spec else 0.0
-            written = _without_looks(as_written(plan.state, deadline))
-            kept.moved = read, wanted, written != read
-        return kept.moved[2]
+            moves = _without_looks(as_written(plan.state, deadline)) != read
+        # It is kept for each rollout: the states themselves, whose parts others hold too, and one of them
+        # where they say the same, as mostly.
+        kept.moved = facts.state, facts.state if same else plan.state, moves
+        return moves
 
     async def _write_if_due(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> bool:
         kept.schedule = plan.state.schedule
@@ -373,6 +376,11 @@ def _without_looks(state: RolloutState) -> tuple[object, ...]:
     gates = [_GATE(gate) for gate in state.gates]
     conditions = [_CONDITION(one) for one in state.conditions]
     return gates, conditions, _STATE(state)
+
+
+def _says(state: RolloutState, values: tuple[object, ...]) -> bool:
+    """Whether these are the values of `_without_looks`."""
+    return _without_looks(state) == values
 
 
 def _all_but(kind: type, *names: str) -> Callable[[object], tuple[object, ...]]:

@@ -86,8 +86,8 @@ class Kept:
 
     memory: Memory = field(default_factory=Memory)
     state: tuple[str, RolloutState] | None = None
-    moved: tuple[tuple[object, ...], tuple[object, ...], bool] | None = None
-    """Of what two states say, whether more than times and texts lies between them."""
+    moved: tuple[RolloutState, RolloutState, bool] | None = None
+    """Of two states, whether what they say differs in more than times and texts."""
     schedule: Schedule | None = None
     compiled: tuple[object, Compiled] | None = None
     running: tuple[str, RuntimeManifest] | None = None

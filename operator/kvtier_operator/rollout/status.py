@@ -7,6 +7,7 @@ It must not decide anything.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -358,6 +359,11 @@ def _read(status: Mapping[str, Any]) -> RolloutState:
     )
 
 
+def _word(value: object) -> str:
+    """Names and printed numbers, empty for none: one object for all states, as in the read cache."""
+    return sys.intern(str(value or ""))
+
+
 def _blocker(status: Mapping[str, Any]) -> tuple[Blocker, str]:
     for row in status.get("conditions") or []:
         if row.get("type") == ConditionType.PROGRESSING:
@@ -368,7 +374,7 @@ def _blocker(status: Mapping[str, Any]) -> tuple[Blocker, str]:
 
 def read_holders(status: Mapping[str, Any]) -> Holders:
     row = status.get("holders") or {}
-    names = tuple(str(node) for node in row.get("nodes") or ())
+    names = tuple(_word(node) for node in row.get("nodes") or ())
     return Holders(names, max(len(names), int(row.get("count") or 0)))
 
 
@@ -412,17 +418,17 @@ def _read_schedule(row: Mapping[str, Any]) -> Schedule | None:
 
 def _read_gate(row: Mapping[str, Any]) -> GateStatus:
     return GateStatus(
-        name=str(row["name"]),
+        name=_word(row["name"]),
         verdict=Verdict(row["verdict"]),
-        reason=str(row.get("reason") or ""),
-        metric=str(row.get("metric") or ""),
-        value=str(row.get("value") or ""),
-        bound=str(row.get("bound") or ""),
-        limit=str(row.get("limit") or ""),
+        reason=_word(row.get("reason")),
+        metric=_word(row.get("metric")),
+        value=_word(row.get("value")),
+        bound=_word(row.get("bound")),
+        limit=_word(row.get("limit")),
         n=int(row.get("n") or 0),
         expected_n=int(row.get("expectedN") or 0),
-        k=str(row.get("k") or ""),
-        basis=str(row.get("basis") or ""),
+        k=_word(row.get("k")),
+        basis=_word(row.get("basis")),
         at=parse_stamp(row.get("at")),
         fail_only=bool(row.get("failOnly")),
         overridden=bool(row.get("overridden")),
@@ -476,9 +482,9 @@ def _read_intent(row: Mapping[str, Any] | None) -> LastIntent | None:
 
 def _read_condition(row: Mapping[str, Any]) -> Condition:
     return Condition(
-        type=str(row["type"]),
-        status=str(row["status"]),
-        reason=str(row.get("reason") or ""),
+        type=_word(row["type"]),
+        status=_word(row["status"]),
+        reason=_word(row.get("reason")),
         message=str(row.get("message") or ""),
         observed_generation=int(row.get("observedGeneration") or 0),
         last_transition=parse_stamp(row.get("lastTransitionTime")),

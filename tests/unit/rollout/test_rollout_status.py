@@ -207,3 +207,24 @@ def test_every_list_at_its_longest_stays_under_8_kib(count: int) -> None:
     assert back.carry.failed == carry.failed
     assert steps[-1] in back.carry.mismatched
     assert "tail-median" in [kept.name for kept in back.gates]
+
+
+def test_words_and_printed_numbers_are_one_object_in_all_states() -> None:
+    """A thousand states are kept, each with some dozens of the same few, and the read cache has them too."""
+    gate = GateStatus("out put", Verdict.PASS, "BoundInside", "a metric", "0.125", "0.25", "0.5", k="1.5")
+    progressing = Condition(str(ConditionType.PROGRESSING), "True", "Observing", "", 1, 1_800_000_000.0)
+    state = RolloutState(
+        Phase.PROGRESSING, Stage.SHADOW, gates=(gate,), conditions=(progressing,), carry=CARRY
+    )
+    text = json.dumps(to_status(replace(state, holders=Holders(("node-7", "node-8"), 2))))
+    one, two = (words(from_status(json.loads(text))) for _ in range(2))
+    assert len(one) == 16 and "0.125" in one and "node-7" in one and "Canary/0/3" in one
+    assert [id(word) for word in one] == [id(word) for word in two]
+
+
+def words(state: RolloutState) -> list[str]:
+    """Of gates, conditions, cells and holders."""
+    (gate,), (row,) = state.gates, state.conditions
+    found = [gate.name, gate.reason, gate.metric, gate.value, gate.bound, gate.limit, gate.k]
+    found += [row.type, row.status, row.reason, *state.holders.names]
+    return found + [word for cell in state.carry.cells for word in (cell.gate, cell.window)]
