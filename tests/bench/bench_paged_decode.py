@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
+from kvtier_kernels.compiled.crew import Crew
 from kvtier_kernels.ops.paged_decode import paged_decode_torch
 from tests.bench.rows import Row
 
@@ -52,12 +52,10 @@ def _rows(name: str, table: Tensor, caches: Sequence[_Cache], threads: int) -> I
     lens = torch.tensor([ROWS], dtype=torch.int32)
     pages = table[0].long()
     with ExitStack() as stack:
-        workers: Executor | None = None
-        if threads > 1:
-            workers = stack.enter_context(ThreadPoolExecutor(threads - 1))
+        crew = stack.enter_context(Crew(threads - 1)) if threads > 1 else None
 
         def ours(cache: _Cache) -> None:
-            paged_decode_torch(cache.q, cache.k, cache.v, table, lens, scale=SCALE, workers=workers)
+            paged_decode_torch(cache.q, cache.k, cache.v, table, lens, scale=SCALE, crew=crew)
 
         def sdpa(cache: _Cache) -> None:
             k, v = (x[pages].flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (cache.k, cache.v))

@@ -465,8 +465,8 @@ def merge_row(e: Emitter, total: Sequence[Value], other: Sequence[Value], row_by
         e.store(e.fma(take, e.load(e.at(row2, c)), e.b.fmul(keep, e.load(into))), into)
 
 
-def emit_fold(module: ir.Module) -> None:
-    """`fold(words)`: states, one after the other, into totals."""
+def emit_fold(module: ir.Module) -> Value:
+    """`fold(words)`: states, one after the other, into totals; the function."""
     e = Emitter(module, "fold")
     rows, row_bytes = e.word(FoldWord.ROWS), e.times(e.word(FoldWord.HEAD_DIM), 4)
     with e.loop(e.word(FoldWord.STATES)) as i, e.loop(rows) as row:
@@ -475,3 +475,4 @@ def emit_fold(module: ir.Module) -> None:
         one = (e.word(FoldWord.M_OF), e.word(FoldWord.L_OF), e.word(FoldWord.U_OF), state)
         merge_row(e, total, one, row_bytes)
     e.done()
+    return e.function

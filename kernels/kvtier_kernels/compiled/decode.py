@@ -20,31 +20,31 @@ def emit_decode(module: ir.Module, attend: Value) -> None:
     """`decode(words)`: sets the query and the totals of `attend`, calls it, and writes the output."""
     e = Emitter(module, "decode")
     words = e.word(DecodeWord.ATTEND)
-    sizes = _Sizes.of(e, words)
+    sizes = Sizes.of(e, words)
     zero = e.number(0)
-    _begin(e, sizes, e.word(DecodeWord.QUERY), e.word(DecodeWord.SCALE), zero)
+    begin(e, sizes, e.word(DecodeWord.QUERY), e.word(DecodeWord.SCALE), zero)
     e.b.call(attend, [words])
     _end(e, sizes, e.word(DecodeWord.OUT), zero)
     e.done()
 
 
 def emit_batch(module: ir.Module) -> None:
-    """`decode_begin(words)` and `decode_end(words)`: of several queries, before and after calls of `attend`
+    """`decodebegin(words)` and `decode_end(words)`: of several queries, before and after calls of `attend`
     which together are all of their jobs."""
     e = Emitter(module, "decode_begin")
-    sizes = _Sizes.of(e, e.word(BatchWord.ATTEND))
+    sizes = Sizes.of(e, e.word(BatchWord.ATTEND))
     with e.loop(e.word(BatchWord.COUNT)) as i:
         query = e.load_int(e.at(e.word(BatchWord.QUERIES), e.times(i, 8)))
-        _begin(e, sizes, query, e.at(e.word(BatchWord.SCALES), e.times(i, 4)), i)
+        begin(e, sizes, query, e.at(e.word(BatchWord.SCALES), e.times(i, 4)), i)
     e.done()
     e = Emitter(module, "decode_end")
-    sizes = _Sizes.of(e, e.word(BatchWord.ATTEND))
+    sizes = Sizes.of(e, e.word(BatchWord.ATTEND))
     with e.loop(e.word(BatchWord.COUNT)) as i:
         _end(e, sizes, e.word(BatchWord.OUT), i)
     e.done()
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """What `attend` is told: how many query heads, bytes of a row, and where queries and totals are."""
 
     heads: Value
@@ -55,7 +55,7 @@ class _Sizes(NamedTuple):
     u: Value
 
     @classmethod
-    def of(cls, e: Emitter, words: Value) -> _Sizes:
+    def of(cls, e: Emitter, words: Value) -> Sizes:
         return cls(
             e.times(e.load_int(words, 8 * Word.HEADS), e.load_int(words, 8 * Word.GROUP)),
             e.times(e.load_int(words, 8 * Word.HEAD_DIM), 4),
@@ -63,7 +63,7 @@ class _Sizes(NamedTuple):
         )
 
 
-def _begin(e: Emitter, sizes: _Sizes, query: Value, scale: Value, slot: Value) -> None:
+def begin(e: Emitter, sizes: Sizes, query: Value, scale: Value, slot: Value) -> None:
     """Query `slot` times its scale, and no rows in its totals. query, scale: addresses."""
     factor = e.spread(e.load_one(scale))
     first = e.times(slot, sizes.heads)
@@ -77,7 +77,7 @@ def _begin(e: Emitter, sizes: _Sizes, query: Value, scale: Value, slot: Value) -
         e.store_one(ir.Constant(F32, 0.0), e.at(sizes.l, place))
 
 
-def _end(e: Emitter, sizes: _Sizes, out: Value, slot: Value) -> None:
+def _end(e: Emitter, sizes: Sizes, out: Value, slot: Value) -> None:
     """The output of query `slot`: u / l, 0 where there are no rows."""
     first = e.times(slot, sizes.heads)
     with e.loop(sizes.heads) as h:

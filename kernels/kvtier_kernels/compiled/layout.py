@@ -82,9 +82,10 @@ class PageWord(IntEnum):
     TABLE = 8  # int64 [chunks, 2, blocks] and AHEAD more
     JOBS = 9  # int64 [chunks, len(Job)]
     WRONG = 10  # set to how many ids are none of the pool's
-    KEYS = 11  # each four: the pool, bytes from page to page, from row to row, from head to head
-    VALUES = 15
-    SIZE = 19
+    SEEN = 11  # int64 [chunks]: rows of each
+    KEYS = 12  # each four: the pool, bytes from page to page, from row to row, from head to head
+    VALUES = 16
+    SIZE = 20
 
 
 def scratch_floats(heads: int, queries: int, head_dim: int, room: int) -> int:
@@ -105,3 +106,30 @@ class FoldWord(IntEnum):
     M = 6  # float32 [rows]: what they are merged into
     L = 7
     U = 8
+
+
+class CrewWord(IntEnum):
+    """What a caller and its helpers share. Addresses but for numbers."""
+
+    STOP = 0  # not 0: helpers end
+    OPEN = 1  # not 0: chunks may be taken
+    NEXT = 2  # the first chunk that nobody has taken
+    INSIDE = 3  # helpers that may use the memory of a call
+    WAKES = 4  # how many helpers are woken
+    PATIENCE = 5  # how often a caller looks for helpers to leave before it gives up its processor
+    SEMAPHORE = 6
+    ATTEND = 7  # arguments of `attend` of all chunks, job i into slot i; no scratch
+    FOLD = 8  # arguments of `fold` of these states
+    QUERY = 9  # float32 [Hq, d]
+    SCALE = 10  # float32
+    FOLDED = (
+        11  # whether states were folded; INSIDE does not say so, since who comes late looks in at any time
+    )
+
+
+class HelperWord(IntEnum):
+    """Of one thread."""
+
+    CREW = 0  # CrewWord's
+    ATTEND = 1  # arguments of `attend` for this thread to fill in, but for its scratch
+    HELPS = 2  # 1; 0 for the thread that called

@@ -22,6 +22,7 @@ from kvtier_kernels.compiled.attention import emit_attend, emit_fold
 from kvtier_kernels.compiled.decode import emit_batch, emit_decode
 from kvtier_kernels.compiled.layout import LANES, FoldWord, Job, Word, scratch_floats
 from kvtier_kernels.compiled.pages import emit_pages
+from kvtier_kernels.compiled.shares import emit_shares
 
 Integers = NDArray[np.int64]
 
@@ -46,21 +47,26 @@ def check_machine() -> None:
 class Library:
     """Kernels of this process. Raises UnsupportedMachine. Safe to call from several threads. decode: takes
     the address of DecodeWord's arguments, decode_begin and decode_end that of BatchWord's, attend_words that
-    of Word's, fold_words that of FoldWord's, pages that of PageWord's."""
+    of Word's, fold_words that of FoldWord's, pages that of PageWord's, attend_shared and help that of
+    HelperWord's."""
 
     def __init__(self, processor: str = "") -> None:
         """processor: LLVM's name of one to compile for, by default this machine's."""
         check_machine()
         module = ir.Module("kvtier")
-        emit_decode(module, emit_attend(module))
+        attend = emit_attend(module)
+        emit_decode(module, attend)
         emit_batch(module)
         emit_pages(module)
-        emit_fold(module)
+        emit_shares(module, attend, emit_fold(module))
         self._engine = built(module, processor)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
         self.attend_words, self.fold_words, self.decode, self.decode_begin, self.decode_end, self.pages = (
             kind(self._engine.get_function_address(name))
             for name in ("attend", "fold", "decode", "decode_begin", "decode_end", "pages")
+        )
+        self.attend_shared, self.help = (
+            kind(self._engine.get_function_address(name)) for name in ("attend_shared", "help")
         )
         self._local = threading.local()
         self._processor = processor

@@ -53,6 +53,7 @@ def emit_pages(module: ir.Module) -> None:
         }
         for field in Job:
             e.store_int(fields[field], job, 8 * field)
+        e.store_int(fields[Job.VISIBLE], e.at(e.word(PageWord.SEEN), e.times(chunk, 8)))
     end = e.at(e.word(PageWord.TABLE), e.times(e.times(chunks, 2), size))
     for spare in range(AHEAD):
         e.store_int(e.load_int(end, -8), end, 8 * spare)

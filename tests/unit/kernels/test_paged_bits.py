@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvtier_kernels import state
+from kvtier_kernels.compiled import crew as crews
+from kvtier_kernels.compiled.crew import Crew
 from kvtier_kernels.ops.chunk_attention import ShapeError, chunk_state, torch_impl
 from kvtier_kernels.ops.paged_decode import paged_decode_torch
 from kvtier_kernels.ops.paged_decode import torch_impl as paged
@@ -55,13 +56,13 @@ def expected(q: Tensor, k: Tensor, v: Tensor, table: list[int], n: int) -> Atten
 
 
 @pytest.mark.parametrize("library", ["compiled", "plain"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("helpers", [0, 2])
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
 @pytest.mark.parametrize("heads", [(9, 3, 64), (8, 1, 128), (2, 2, 16)], ids=str)
 def test_any_table_has_the_bits_of_one_chunk_at_a_time(
     heads: tuple[int, int, int],
     table: list[int],
-    workers: int,
+    helpers: int,
     library: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -69,13 +70,12 @@ def test_any_table_has_the_bits_of_one_chunk_at_a_time(
     lengths = [PAGES * PAGE, 40 * PAGE + 3, 7]
     tables = torch.tensor([table] * 3, dtype=torch.int32)
     lens = torch.tensor(lengths, dtype=torch.int32)
-    with ThreadPoolExecutor(max(1, workers)) as pool, monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, contextlib.ExitStack() as stack:
         if library == "plain":
-            for module in (paged, torch_impl, state):
+            for module in (paged, torch_impl, state, crews):
                 patched.setattr(module, "library", lambda: None)
-        got = paged_decode_torch(
-            q, k, v, tables, lens, scale=SCALE, split_tokens=SPLIT, workers=pool if workers else None
-        )
+        crew = stack.enter_context(Crew(helpers)) if helpers else None
+        got = paged_decode_torch(q, k, v, tables, lens, scale=SCALE, split_tokens=SPLIT, crew=crew)
     for b, n in enumerate(lengths):
         want = expected(q[b : b + 1], k, v, table, n)
         for name in ("m", "l", "u"):
@@ -83,22 +83,19 @@ def test_any_table_has_the_bits_of_one_chunk_at_a_time(
             assert torch.equal(a.view(torch.int32), e.view(torch.int32)), (b, name)
 
 
-def test_workers_that_never_begin_are_not_waited_for() -> None:
+def test_a_crew_that_is_busy_or_closed_leaves_all_to_its_caller() -> None:
     q, k, v = inputs(9, 3, 64)
-    table, lens = (
-        torch.arange(PAGES, dtype=torch.int32)[None],
-        torch.tensor([PAGES * PAGE], dtype=torch.int32),
-    )
-    free = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(free.wait, 60)
-        try:
-            got = paged_decode_torch(q[:1], k, v, table, lens, scale=SCALE, split_tokens=SPLIT, workers=pool)
-            assert not busy.done()
-        finally:
-            free.set()
+    table, lens = whole()
     want = expected(q[:1], k, v, list(range(PAGES)), PAGES * PAGE)
-    assert torch.equal(got.u, want.u) and torch.equal(got.l, want.l) and torch.equal(got.m, want.m)
+    with Crew(1) as crew, crew._lock:
+        busy = paged_decode_torch(q[:1], k, v, table, lens, scale=SCALE, split_tokens=SPLIT, crew=crew)
+    closed = paged_decode_torch(q[:1], k, v, table, lens, scale=SCALE, split_tokens=SPLIT, crew=crew)
+    for got in (busy, closed):
+        assert torch.equal(got.u, want.u) and torch.equal(got.l, want.l) and torch.equal(got.m, want.m)
+
+
+def whole() -> tuple[Tensor, Tensor]:
+    return torch.arange(PAGES, dtype=torch.int32)[None], torch.tensor([PAGES * PAGE], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("layout", ["half precision", "pages apart", "rows apart"])

@@ -7,8 +7,6 @@ pages.
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, wait
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,16 +14,14 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.compiled import library
+from kvtier_kernels.compiled.crew import Crew, Listed
 from kvtier_kernels.compiled.layout import AHEAD, LANES, Job, PageWord
 from kvtier_kernels.ops.chunk_attention import ShapeError, chunk_state
-from kvtier_kernels.ops.chunk_attention.decode import no_rows
-from kvtier_kernels.ops.chunk_attention.jobs import one_each, readable
+from kvtier_kernels.ops.chunk_attention.jobs import Integers, readable
 from kvtier_kernels.state import AttentionState, LogitFrame, States, fold
 
 if TYPE_CHECKING:
     from kvtier_kernels.compiled.machine import Library
-
-_SHARES = 4
 
 
 def _check_shapes(
@@ -89,29 +85,31 @@ def paged_decode_torch(
     *,
     scale: float,
     split_tokens: int = 256,
-    workers: Executor | None = None,
+    crew: Crew | None = None,
 ) -> AttentionState:
     """See the package. Inputs of any float dtype; rows are widened to float32 after the gather.
 
-    workers: threads that attend shares of a request's chunks beside the caller's; the bits are the same. What
-    they have not begun when the caller is through is cancelled, and in their queue until they come by."""
+    crew: threads that attend chunks of a request beside the caller's, where it is free; the bits are the
+    same, and whoever does not come in time is not waited for."""
     _check_shapes(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
     batch, hq, d = q.shape
     page = k_cache.shape[1]
     compiled = library()
-    totals = no_rows(batch, hq, d)
-    scaled = q.float() * scale
+    m, l = (torch.empty((batch, hq), dtype=torch.float32) for _ in range(2))
+    u = torch.empty((batch, hq, d), dtype=torch.float32)
+    totals = m, l, u
     if (
         compiled is None
         or page % LANES
-        or not (readable(k_cache) and readable(v_cache) and readable(scaled))
+        or not (readable(k_cache) and readable(v_cache) and q.is_cpu)
         or not (page_table.is_cpu and seq_lens.is_cpu)
     ):
         check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
+        scaled = q.float() * scale
         for b, n in enumerate(seq_lens.tolist()):
+            into = _no_rows(totals, b)
             if n:
                 pages = page_table[b, : -(-n // page)].long()
-                into = totals[0][b], totals[1][b], totals[2][b]
                 _gathered(scaled[b : b + 1], (k_cache, v_cache), pages, (n, split_tokens), into)
         return AttentionState(*totals, frame=LogitFrame(scale))
     lengths, most = seq_lens.tolist(), page_table.shape[1] * page
@@ -124,12 +122,29 @@ def paged_decode_torch(
         _Chunks(compiled, k_cache, v_cache, page_table, b, n, split_tokens) if n else None
         for b, n in enumerate(lengths)
     ]
-    queries = scaled.contiguous().view(batch, k_cache.shape[2], hq // k_cache.shape[2], d)
+    heads = k_cache.shape[2]
+    given = q.float().contiguous()
     for b, chunks in enumerate(requests):
+        if (
+            chunks is not None
+            and chunks.count > 1
+            and crew is not None
+            and crew.attend(given[b], scale, heads, chunks.listed, (m[b], l[b], u[b]))
+        ):
+            continue
+        into = _no_rows(totals, b)
         if chunks is not None:
-            m, l, u = (total[b : b + 1] for total in totals)
-            _attend(compiled, queries[b : b + 1], chunks, (m, l, u), workers)
+            only = np.zeros(chunks.count, np.int64)
+            query = (given[b] * scale).view(1, heads, hq // heads, d)
+            totals_of = into[0][None], into[1][None], into[2][None]
+            compiled.attend(query, chunks.jobs, only, only, chunks.seen, totals_of)
     return AttentionState(*totals, frame=LogitFrame(scale))
+
+
+def _no_rows(totals: States, request: int) -> States:
+    """One request's part of the totals, over no rows yet."""
+    m, l, u = (total[request] for total in totals)
+    return m.fill_(-torch.inf), l.zero_(), u.zero_()
 
 
 class _Chunks:
@@ -139,70 +154,46 @@ class _Chunks:
         self, compiled: Library, k: Tensor, v: Tensor, page_table: Tensor, request: int, n: int, split: int
     ) -> None:
         """ShapeError for an id that is no page."""
-        pool, page = k.shape[:2]
+        pool, page, _, _ = k.shape
         count, blocks = -(-n // split), split // LANES
-        at = 2 * count * blocks + AHEAD
-        # Tables and jobs in one piece.
-        memory = np.empty(at + count * len(Job), np.int64)
-        self.jobs = memory[at:].reshape(count, len(Job))
-        sides = [(x.data_ptr(), *(4 * x.stride(i) for i in range(3))) for x in (k, v)]
-        given: dict[int, int] = {
-            PageWord.PAGES: page_table.data_ptr() + 4 * request * page_table.stride(0),
-            PageWord.USED: -(-n // page),
-            PageWord.POOL: pool,
-            PageWord.PER_PAGE: page // LANES,
-            PageWord.CHUNKS: count,
-            PageWord.BLOCKS: blocks,
-            PageWord.SPLIT: split,
-            PageWord.LAST: n - (count - 1) * split,
-            PageWord.TABLE: memory.ctypes.data,
-            PageWord.JOBS: self.jobs.ctypes.data,
-            PageWord.WRONG: 0,
-            **{PageWord.KEYS + i: x for i, x in enumerate(sides[0])},
-            **{PageWord.VALUES + i: x for i, x in enumerate(sides[1])},
-        }
-        words = np.array([given[i] for i in range(PageWord.SIZE)], np.int64)
-        compiled.pages(words.ctypes.data)
-        if words[PageWord.WRONG]:
+        jobs_from = 2 * count * blocks + AHEAD
+        seen_from = jobs_from + count * len(Job)
+        # Tables, jobs, how many rows each has, and what is said of them: in one piece, with one address.
+        words_from = seen_from + count
+        memory = self._memory = np.empty(words_from + PageWord.SIZE, np.int64)
+        at = int(memory.ctypes.data)
+        self.count, self._jobs_from, self._seen_from = count, jobs_from, seen_from
+        self.listed = Listed(count, min(n, split), at + 8 * jobs_from, at + 8 * seen_from)
+        # In the order of PageWord.
+        memory[words_from:] = (
+            page_table.data_ptr() + 4 * request * page_table.stride(0),
+            -(-n // page),
+            pool,
+            page // LANES,
+            count,
+            blocks,
+            split,
+            n - (count - 1) * split,
+            at,
+            self.listed.jobs,
+            0,
+            self.listed.seen,
+            k.data_ptr(),
+            *(4 * step for step in k.stride()[:3]),
+            v.data_ptr(),
+            *(4 * step for step in v.stride()[:3]),
+        )
+        compiled.pages(at + 8 * words_from)
+        if memory[words_from + PageWord.WRONG]:
             raise _wrong_pages(pool)
 
+    @property
+    def jobs(self) -> Integers:
+        return self._memory[self._jobs_from : self._seen_from].reshape(self.count, len(Job))
 
-def _attend(compiled: Library, q: Tensor, chunks: _Chunks, totals: States, workers: Executor | None) -> None:
-    """One request: q [1, Hk, G, d] times the scale, into totals of [1, ...]."""
-    jobs = chunks.jobs
-    count = len(jobs)
-    only = np.zeros(count, np.int64)
-    if workers is None or count < 2:
-        compiled.attend(q, jobs, only, only, jobs[:, Job.VISIBLE].copy(), totals)
-        return
-    states = no_rows(count, *totals[2].shape[1:])
-    share = -(-count // _SHARES)
-    firsts = SimpleQueue[int]()
-    for first in range(0, count, share):
-        firsts.put(first)
-
-    def attend() -> None:
-        while True:
-            try:
-                first = firsts.get_nowait()
-            except Empty:
-                return
-            last = min(count, first + share)
-            work = one_each(jobs[first:last], np.arange(first, last))
-            compiled.attend(q, work.jobs, work.queries, work.slots, work.seen, states)
-
-    # The caller attends what no worker has begun: waking one may take as long as a share does.
-    beside = [workers.submit(attend) for _ in range(firsts.qsize() - 1)]
-    try:
-        attend()
-    finally:
-        # Nobody may write to these states once they are left.
-        wait([one for one in beside if not one.cancel()])
-    for one in beside:
-        if not one.cancelled():
-            one.result()
-    m, l, u = totals
-    fold((m[0], l[0], u[0]), states)
+    @property
+    def seen(self) -> Integers:
+        return self._memory[self._seen_from : self._seen_from + self.count]
 
 
 def _gathered(
