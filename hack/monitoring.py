@@ -145,6 +145,13 @@ ALERTS = (
         "An agent's loop is over a second late: it is short of CPU, and revocations wait.",
     ),
     Alert(
+        "KvtierManifestDiffers",
+        "kvtier_agent_manifest_differences > 0",
+        "0m",
+        "critical",
+        "An agent runs another manifest than was applied or granted; its KVNode says of which cache.",
+    ),
+    Alert(
         "KvtierAgentCannotRegister",
         "rate(kvtier_agent_registration_failures_total[5m]) > 0",
         "5m",

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kvtier_agent.blockhost import BlockHost
@@ -68,6 +69,7 @@ class CacheHost:
         self.blocks_beside: BlockHost | None = None
         # Of a replaced baseline until its engine has ended: sessions that stay there start from them.
         self.blocks_former: BlockHost | None = None
+        self._changes = self._changing = 0
         # How often blocks were deleted: what is copied meanwhile may be of them.
         self.deletions = 0
         self.key_secret = key_secret
@@ -108,6 +110,21 @@ class CacheHost:
             # The engine has set its own, whatever was declared beside the former.
             self.admission = UNDECLARED
         self.manifest, self.baseline_digest = manifest, manifest.digest()
+        self._changes += 1
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """While an engine takes over another baseline: what it runs then is neither the one nor the other."""
+        self._changing += 1
+        try:
+            yield
+        finally:
+            self._changing -= 1
+
+    @property
+    def standing(self) -> int | None:
+        """A number that is another one after each change of what should run; None while it changes."""
+        return None if self._changing else self._changes
 
     async def open_session(
         self,

@@ -59,18 +59,6 @@ def place_for(host: CacheHost | None, beside: bool, record: FenceRecord | None, 
     return FIRST if record is None else record.place
 
 
-def candidate_digest(host: CacheHost) -> str:
-    """Of the candidate whose lease is held, recomputed from the engine that runs it, where that is its own;
-    empty without one."""
-    lease = host.enforcement.lease()
-    if lease is None:
-        return ""
-    if not lease.terms.own:
-        return lease.terms.candidate_digest
-    beside = paired(host).beside
-    return "" if beside is None or beside.retired else beside.engine.live_manifest().digest()
-
-
 @dataclass(frozen=True)
 class _Ending:
     """A second engine that nobody reaches any more, while it goes on."""

@@ -95,10 +95,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
         told = sorted(wanted & node.caches.keys()) if wanted else sorted(node.caches)
         for uid in told:
             host = node.caches[uid]
+            running, candidate = node.running.told(host, answer.stamp_ns)
             state = control_pb2.CacheState(
                 cache=convert.cache_ref(host.name),
                 highest_fence=node.highest_fence(uid),
                 baseline_digest=host.baseline_digest,
+                running_digest=running,
                 sessions=len(host.sessions),
                 admission=admission_message(host.admission),
             )
@@ -112,6 +114,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             state.indexes.extend(convert.index_states(host.indexes, held))
             if lease is not None:
                 state.candidate.digest = lease.terms.candidate_digest
+                state.candidate.running_digest = candidate
                 state.candidate.fence.CopyFrom(convert.fence_message(lease.terms.fence))
                 state.candidate.remaining_ms = lease.remaining_ms(node.clock())
             returned = host.enforcement.returned

@@ -64,7 +64,7 @@ def status_of(node: Node, generation: int, now: str, previous: Json | None) -> J
 
 
 def conditions_of(node: Node, tiers: list[Json]) -> list[Condition]:
-    """Ready, Draining, CapabilitiesVerified."""
+    """Ready, Draining, CapabilitiesVerified, ManifestsVerified."""
     failed = [tier for tier in tiers if tier["state"] == "Failed"]
     if node.draining:
         ready = Condition("Ready", "False", "Draining", "no new sessions are taken")
@@ -82,7 +82,13 @@ def conditions_of(node: Node, tiers: list[Json]) -> list[Condition]:
         verified = Condition("CapabilitiesVerified", "False", failed[0].get("reason", "Failed"), text[:2048])
     else:
         verified = Condition("CapabilitiesVerified", "True", "Probed", "")
-    return [ready, draining, verified]
+    differs = "; ".join(f"cache {uid}: {text}" for uid, text in sorted(node.differences().items()))
+    runs = (
+        Condition("ManifestsVerified", "False", "DigestsDiffer", differs[:2048])
+        if differs
+        else Condition("ManifestsVerified", "True", "Recomputed", "")
+    )
+    return [ready, draining, verified, runs]
 
 
 def tier_of(report: TierReport, node: Node) -> Json:

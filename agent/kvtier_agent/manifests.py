@@ -68,6 +68,7 @@ def placed_terms(running: RuntimeManifest, candidate: RuntimeManifest, terms: Gr
     """With the candidate's placement, where that is its own, or where it is exact and its contract is; or
     for an engine of its own, which has both. Chunks of another size are merged at other rows, so their
     answers are the same up to rounding only: within the contract's tolerance."""
+    terms = replace(terms, contract=candidate.contract)
     if needs_own_engine(running, candidate):
         same = candidate.chunk_tokens == running.chunk_tokens
         return replace(terms, own=True, tolerance=0.0 if same else float(running.contract.tolerance))
@@ -77,6 +78,18 @@ def placed_terms(running: RuntimeManifest, candidate: RuntimeManifest, terms: Gr
     own = "\n".join(one.model_dump_json(by_alias=True) for one in (candidate.placement, candidate.contract))
     name = hashlib.sha256(own.encode()).hexdigest()[:16]
     return replace(terms, placement=candidate.placement, lane=name)
+
+
+def lane_manifest(running: RuntimeManifest, terms: GrantTerms) -> RuntimeManifest:
+    """What answers for a candidate in the baseline's engine: what runs, with all that the lease lets steps do
+    otherwise. For `placed_terms` without an engine of their own."""
+    allowed = tuple(one for one in Fallback if one in terms.fallbacks)
+    changed = {
+        "selector": terms.selector,
+        "placement": terms.placement or running.placement,
+        "contract": terms.contract.model_copy(update={"allowed_fallbacks": allowed}),
+    }
+    return running.model_copy(update=changed)
 
 
 def check_baseline(manifest: RuntimeManifest, cache: CacheName, device_kind: str) -> None:

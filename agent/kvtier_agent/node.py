@@ -26,29 +26,27 @@ from kvtier_agent.candidateengines import (
     BlocksOf,
     CandidateEngines,
     EngineFactory,
-    candidate_digest,
     place_for,
     place_of,
 )
 from kvtier_agent.commands import Command, ProofFacts, proof_facts, record_of
 from kvtier_agent.config import Limits
 from kvtier_agent.endings import BlockingEnd
-from kvtier_agent.engine_port import EnginePort, EngineRunner, TierReport
+from kvtier_agent.engine_port import EngineRunner, TierReport
 from kvtier_agent.evidence_port import EvidencePort, WindowTerms
 from kvtier_agent.keyedlocks import KeyedLocks
 from kvtier_agent.manifests import check_baseline, check_candidate, parse_manifest, placed_terms
 from kvtier_agent.nodeends import CacheEnds
+from kvtier_agent.nodereports import NodeReports
 from kvtier_agent.pairedengine import PairedEngine
+from kvtier_agent.running import RunningDigests, candidate_digest
 from kvtier_agent.statedir import StateDir
 from kvtier_agent.tierdirs import NodeTiers, other_place
-from kvtier_agent.tiersums import with_engines
 from kvtier_core.admission import UNDECLARED, AdmissionTerms
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.nodeplan import NodePlan
 from kvtier_core.release.enforcement import CacheEnforcement, LocalReturn, ReturnReason
 from kvtier_core.release.fences import CommandKind, FenceBook, FenceRecord, Judgement
 from kvtier_core.release.leases import FenceToken, GrantTerms, Lease, since
-from kvtier_core.selectors.lifecycle.works import IndexState
 from kvtier_core.tiers.nvme.datakeys import KeysErased
 from kvtier_crds.manifest import RuntimeManifest
 
@@ -61,9 +59,6 @@ REPORT_SECONDS = 5.0
 BASELINE_APPLIED = "BaselineApplied"
 # And after a grant of another candidate, until that has its engine.
 CANDIDATE_REPLACED = "CandidateReplaced"
-
-
-Asked = tuple[Sequence[TierReport], NodePlan | None, Sequence[IndexState]]
 
 
 class Node:
@@ -101,11 +96,9 @@ class Node:
         self._ends = CacheEnds()
         self._candidates = CandidateEngines(tiers, engine_factory, blocks_of, lambda: clock() / 1e9)
         self._opening = 0
-        self._asking: asyncio.Future[list[Asked]] | None = None
         self._named: tuple[dict[str, str], str] = {}, manifest_set_digest({})
-        self._reports: Sequence[TierReport] = [tier.report() for tier in tiers.all()]
+        self._reports = NodeReports(tiers, clock, self.changed.set)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="control")
-        self._report_pool = ThreadPoolExecutor(1, thread_name_prefix="reports")
 
     # --- start and end ---------------------------------------------------------------------------------
 
@@ -149,7 +142,7 @@ class Node:
         """
         for uid, host in self.caches.items():
             self._ends.begin(uid, host)
-        threads = {"control threads": self._pool, "report threads": self._report_pool}
+        threads = {"control threads": self._pool, "report threads": self._reports.pool}
         others = {
             name: BlockingEnd(partial(pool.shutdown, wait=True, cancel_futures=True), f"close {name}")
             for name, pool in threads.items()
@@ -201,8 +194,9 @@ class Node:
                 self._candidates.adopt(host, manifest)
             elif host is not None and host.may_become(manifest, key_secret):
                 adopting = host.runner.engine
-                await self._in_thread(lambda: adopting.adopt(manifest))
-                host.become(manifest)
+                with host.changing():
+                    await self._in_thread(lambda: adopting.adopt(manifest))
+                    host.become(manifest)
             elif fresh:
                 with self.arriving.expected(command.cache):
                     await self._end(uid)
@@ -381,29 +375,22 @@ class Node:
 
     def tier_reports(self) -> Sequence[TierReport]:
         """This node's tiers as of the last refresh."""
-        return self._reports
+        return self._reports.tiers
 
     async def refresh_reports(self, uids: Collection[str] = ()) -> None:
-        """Asks what engines, by default all, use and measured; adds what others said last. They answer under
-        the lock that a running step holds, so never on the loop, nor in a thread that a revocation needs. One
-        that hangs for REPORT_SECONDS, or fails, leaves the reports as they were: no command fails for it."""
-        earlier = self._asking
-        if earlier is not None and not (await asyncio.wait([earlier], timeout=REPORT_SECONDS))[0]:
-            return
-        hosts = [host for uid, host in self.caches.items() if not uids or uid in uids]
-        self._asking = asking = asyncio.get_running_loop().run_in_executor(
-            self._report_pool,
-            lambda: [_asked(host.runner.engine) for host in hosts],
-        )
-        if not (await asyncio.wait([asking], timeout=REPORT_SECONDS))[0] or asking.cancelled():
-            return
-        if (failure := asking.exception()) is not None:
-            log.error("an engine cannot say what it uses", exc_info=failure)
-            return
-        for host, (usage, plan, indexes) in zip(hosts, asking.result(), strict=True):
-            host.usage, host.plan, host.indexes = usage, plan, indexes
-        every = [report for host in self.caches.values() for report in host.usage]
-        self._reports = [with_engines(tier.report(), every) for tier in self.tiers.all()]
+        """Asks what engines, by default all, run, use and measured; no command fails for it, nor waits for it
+        for long."""
+        await self._reports.refresh(self.caches, REPORT_SECONDS, uids)
+
+    @property
+    def running(self) -> RunningDigests:
+        """What the caches were found to run at the last refresh."""
+        return self._reports.running
+
+    def differences(self) -> dict[str, str]:
+        """By cache uid, how what runs is not what was applied and granted."""
+        said = {uid: self.running.difference(host) for uid, host in self.caches.items()}
+        return {uid: text for uid, text in said.items() if text}
 
     async def expire_idle_sessions(self) -> int:
         """Closes sessions that had no frame for the time that they live without; returns how many."""
@@ -494,7 +481,3 @@ def _unchanged(command: Command, kind: CommandKind, host: CacheHost) -> FenceRec
 
 def _same_name(name: CacheName, wanted: CacheName) -> bool:
     return (name.namespace, name.name) == (wanted.namespace, wanted.name)
-
-
-def _asked(engine: EnginePort) -> Asked:
-    return engine.tiers(), engine.plan(), engine.indexes()

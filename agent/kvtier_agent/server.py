@@ -216,6 +216,7 @@ class AgentServer:
                     self._metrics.expired_sessions.inc(expired)
                 self._metrics.idle_demoted_chunks.inc(await self.node.demote_idle_sessions())
                 await self.node.refresh_reports()
+                self._metrics.manifest_differences.set(len(self.node.differences()))
                 await tend_blocks(self.node)
                 self._metrics.sessions.set(self.node.session_count())
                 for report in self.node.tier_reports():

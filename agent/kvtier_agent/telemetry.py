@@ -223,6 +223,11 @@ class Metrics:
         self.tier_used_bytes = Gauge(
             "kvtier_agent_tier_used_bytes", "Bytes in use by tier class", ["tier_class"], registry=registry
         )
+        self.manifest_differences = Gauge(
+            "kvtier_agent_manifest_differences",
+            "Caches that run another manifest than was applied or granted, or cannot say which",
+            registry=registry,
+        )
         self.registration_failures = Counter(
             "kvtier_agent_registration_failures",
             "Writes to the Kubernetes API that failed, by object",

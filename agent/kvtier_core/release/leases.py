@@ -44,7 +44,8 @@ class GrantTerms:
     """What one grant permits. `selector` and `fallbacks` are the candidate's (of its contract), `placement`
     too where it is another than the running one; all are opaque here. lane: names that placement, empty: the
     running one. own: it is answered by an engine of its own. tolerance: by what part of its norm an
-    exact candidate's answer may differ from the baseline's. Fractions lie in [0, 1]."""
+    exact candidate's answer may differ from the baseline's. contract: the candidate's whole, opaque too.
+    Fractions lie in [0, 1]."""
 
     fence: FenceToken
     candidate_digest: str
@@ -60,6 +61,7 @@ class GrantTerms:
     lane: str = ""
     own: bool = False
     tolerance: float = 0.0
+    contract: Any = None
 
     def check(self) -> None:
         """Raises BAD_ARGUMENT naming the field that is out of range."""

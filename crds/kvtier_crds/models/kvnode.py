@@ -90,7 +90,7 @@ class KVNodeSpec(Struct):
 
 
 class KVNodeStatus(Status):
-    """Conditions: Ready, Draining, CapabilitiesVerified."""
+    """Conditions: Ready, Draining, CapabilitiesVerified, ManifestsVerified."""
 
     model_config = ConfigDict(json_schema_extra=ATOMIC_OBJECT)
 

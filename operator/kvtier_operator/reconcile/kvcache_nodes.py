@@ -161,6 +161,7 @@ class CacheNodes:
             and known is not None
             and (known.boot_id, known.digest) == (target.boot_id, baseline.digest)
             and now - known.at < PROOF_SECONDS
+            and not _differs(held, baseline)
         )
         if fresh:
             return _found(target, Standing.PROVED, held)
@@ -260,6 +261,12 @@ def _lacks_number(held: control.CacheState | None, baseline: Baseline) -> bool:
     if held is None or held.baseline_digest != baseline.digest or not held.HasField("admission"):
         return False
     return held.admission != baseline.admission and held.highest_fence >= baseline.fence
+
+
+def _differs(held: control.CacheState | None, baseline: Baseline) -> bool:
+    """Whether the agent recomputed another digest of what runs, or cannot say; one of an earlier version says
+    none."""
+    return held is not None and held.HasField("running_digest") and held.running_digest != baseline.digest
 
 
 def _held(state: control.GetStateResponse, uid: str) -> control.CacheState | None:

@@ -103,8 +103,10 @@ def agents_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tu
             return Cause.MANIFEST_MISMATCH, f"{agent.node}: {agent.refusal}: {agent.refusal_message}"
         if agent.refusal in INFEASIBLE:
             return Cause.INFEASIBLE_NODE, f"{agent.node}: {agent.refusal}: {agent.refusal_message}"
-        if agent.reachable and agent.granted_fence == state.fence and not holds(agent, state):
-            return Cause.MANIFEST_MISMATCH, f"{agent.node} runs {short_digest(agent.candidate_digest)}"
+        if agent.reachable and agent.granted_fence == state.fence:
+            other = _runs_otherwise(agent, state)
+            if other:
+                return Cause.MANIFEST_MISMATCH, f"{agent.node} runs {other}"
     if state.phase is Phase.COMPLETED:
         return None  # a node that dies takes its own lease with it, not what the others were approved for
     patience = spec.lease_ttl * LEASE_GRACE
@@ -114,6 +116,18 @@ def agents_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tu
         if inputs.now >= max(lost.since, inputs.quiet_since) + patience:
             return Cause.AGENT_LOST, f"{lost.node} has not answered for {int(inputs.now - lost.since)} s"
     return None
+
+
+def _runs_otherwise(agent: AgentView, state: RolloutState) -> str:
+    """What a holder runs that it should not: another candidate than this, or beside it another baseline than
+    was applied. Empty: nothing, or it cannot say, which is no evidence."""
+    if not holds(agent, state):
+        return short_digest(agent.candidate_digest)
+    if agent.running_baseline and agent.running_baseline != agent.baseline_digest:
+        return f"the baseline {short_digest(agent.running_baseline)}"
+    if agent.running_candidate and agent.running_candidate != agent.candidate_digest:
+        return short_digest(agent.running_candidate)
+    return ""
 
 
 def holds(agent: AgentView, state: RolloutState) -> bool:

@@ -114,16 +114,22 @@ def next_due(state: RolloutState, spec: RolloutSpec, now: float) -> float:
 
 
 def _identity(state: RolloutState, inputs: Inputs, look: Look) -> GateStatus:
-    """The built-in gate that is not counted but proved: each agent recomputed the candidate's digest."""
+    """The built-in gate that is not counted but proved: each agent recomputed the candidate's digest. One of
+    an earlier version repeats what it was granted, and the reason says so."""
     digest = state.candidate.digest if state.candidate else ""
     chosen = [agent for agent in inputs.agents if agent.selected]
-    same = sum(agent.candidate_digest == digest for agent in chosen)
+    said = [
+        agent.candidate_digest if agent.running_candidate is None else agent.running_candidate
+        for agent in chosen
+    ]
+    same = said.count(digest)
     whole = bool(chosen) and same == len(chosen)
+    recomputed = all(agent.running_candidate is not None for agent in chosen)
     return GateStatus(
         name="manifestIdentity",
         metric="manifestIdentity",
         verdict=Verdict.PASS if whole else Verdict.INSUFFICIENT,
-        reason="DigestsRecomputed" if whole else "CoverageIncomplete",
+        reason=("DigestsRecomputed" if recomputed else "DigestsRepeated") if whole else "CoverageIncomplete",
         n=same,
         expected_n=len(chosen),
         at=look.at,

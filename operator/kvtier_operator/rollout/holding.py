@@ -288,11 +288,12 @@ def suspended(inputs: Inputs) -> bool:
 
 
 def _ready(state: RolloutState, inputs: Inputs) -> bool:
-    """Every agent of the radius holds the candidate under this fence, and none that held it is silent."""
+    """Every agent of the radius holds the candidate under this fence and can say that it runs it, and none
+    that held it is silent."""
     chosen = [agent for agent in inputs.agents if agent.selected]
-    return (
-        bool(chosen) and not state.lost and all(agent.reachable and holds(agent, state) for agent in chosen)
-    )
+    if not chosen or state.lost:
+        return False
+    return all(agent.reachable and holds(agent, state) and agent.running_candidate != "" for agent in chosen)
 
 
 def _onward(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | None:

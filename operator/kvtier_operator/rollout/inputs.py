@@ -72,7 +72,8 @@ class AgentView:
     selected: may hold the candidate (blast radius, not cordoned or draining). reachable: answered in this
     pass. granted_fence, granted_rollout: of the candidate it holds (when unreachable: last said to hold), 0
     for none. returned_*: of the candidate that it gave up by itself last. refusal: reason of a refused grant
-    or revocation in this pass.
+    or revocation in this pass. running_*: what it recomputed of what runs; None: an agent of an earlier
+    version, empty: it cannot say.
     """
 
     node: str
@@ -82,6 +83,8 @@ class AgentView:
     highest_fence: int = 0
     baseline_digest: str = ""
     candidate_digest: str = ""
+    running_baseline: str | None = None
+    running_candidate: str | None = None
     granted_fence: int = 0
     granted_rollout: str = ""
     returned_reason: str = ""

@@ -127,6 +127,7 @@ class Messenger:
             granted_fence=sent.state.fence,
             granted_rollout=sent.uid,
             candidate_digest=answer.candidate_digest,
+            running_candidate=answer.candidate_digest,
             highest_fence=max(view.highest_fence, sent.state.fence),
             returned_reason="",
             returned_fence=0,

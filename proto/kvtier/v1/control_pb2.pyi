@@ -37,7 +37,7 @@ class GetStateResponse(_message.Message):
     def __init__(self, node: _Optional[str] = ..., boot_id: _Optional[str] = ..., agent_version: _Optional[str] = ..., numerics_version: _Optional[str] = ..., manifest_set_digest: _Optional[str] = ..., draining: _Optional[bool] = ..., caches: _Optional[_Iterable[_Union[CacheState, _Mapping]]] = ..., tiers: _Optional[_Iterable[_Union[TierState, _Mapping]]] = ..., stamp_ns: _Optional[int] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid", "used_by_tier", "pinned_by_tier", "plan", "indexes", "admission")
+    __slots__ = ("cache", "highest_fence", "baseline_digest", "candidate", "sessions", "returned_reason", "returned_fence", "returned_rollout_uid", "used_by_tier", "pinned_by_tier", "plan", "indexes", "admission", "running_digest")
     class UsedByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class CacheState(_message.Message):
     PLAN_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_DIGEST_FIELD_NUMBER: _ClassVar[int]
     cache: _common_pb2.CacheRef
     highest_fence: int
     baseline_digest: str
@@ -78,7 +79,8 @@ class CacheState(_message.Message):
     plan: PlanState
     indexes: _containers.RepeatedCompositeFieldContainer[IndexState]
     admission: CacheAdmission
-    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ..., used_by_tier: _Optional[_Mapping[str, int]] = ..., pinned_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Union[PlanState, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexState, _Mapping]]] = ..., admission: _Optional[_Union[CacheAdmission, _Mapping]] = ...) -> None: ...
+    running_digest: str
+    def __init__(self, cache: _Optional[_Union[_common_pb2.CacheRef, _Mapping]] = ..., highest_fence: _Optional[int] = ..., baseline_digest: _Optional[str] = ..., candidate: _Optional[_Union[CandidateState, _Mapping]] = ..., sessions: _Optional[int] = ..., returned_reason: _Optional[str] = ..., returned_fence: _Optional[int] = ..., returned_rollout_uid: _Optional[str] = ..., used_by_tier: _Optional[_Mapping[str, int]] = ..., pinned_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Union[PlanState, _Mapping]] = ..., indexes: _Optional[_Iterable[_Union[IndexState, _Mapping]]] = ..., admission: _Optional[_Union[CacheAdmission, _Mapping]] = ..., running_digest: _Optional[str] = ...) -> None: ...
 
 class IndexState(_message.Message):
     __slots__ = ("family", "selector_digest", "of_candidate", "ready", "building", "refused", "hidden_seconds", "exposed_seconds", "index_bytes", "waiting_bytes", "builds", "appends", "failures", "refusals")
@@ -159,14 +161,16 @@ class PlanAlternative(_message.Message):
     def __init__(self, name: _Optional[str] = ..., lost: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class CandidateState(_message.Message):
-    __slots__ = ("digest", "fence", "remaining_ms")
+    __slots__ = ("digest", "fence", "remaining_ms", "running_digest")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_DIGEST_FIELD_NUMBER: _ClassVar[int]
     digest: str
     fence: _common_pb2.Fence
     remaining_ms: int
-    def __init__(self, digest: _Optional[str] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., remaining_ms: _Optional[int] = ...) -> None: ...
+    running_digest: str
+    def __init__(self, digest: _Optional[str] = ..., fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., remaining_ms: _Optional[int] = ..., running_digest: _Optional[str] = ...) -> None: ...
 
 class TierState(_message.Message):
     __slots__ = ("tier_class", "medium", "simulated", "capacity_bytes", "used_bytes", "pinned_bytes", "read_bytes_per_second", "write_bytes_per_second", "probes", "condition")

@@ -265,7 +265,9 @@ class Bench:
         gates: Sequence[GateTerms] = (GateTerms("output", "outputRelativeError", 75.0, "0.05"),),
         settle_ms: int = 1000,
         sent_ns: int = 0,
+        listed: bool = True,
     ) -> WindowKey:
+        """listed: steps may do what the candidate's contract lists."""
         command = self.command(stage=stage)
         terms = GrantTerms(
             fence=command.fence,
@@ -276,6 +278,7 @@ class Bench:
             sample_fraction=Decimal(sample),
             blast_radius=BlastRadius(),
             selector=self.candidate.selector,
+            fallbacks=frozenset(self.candidate.contract.allowed_fallbacks if listed else ()),
         )
         key = WindowKey(
             "rollout", 1, stage, 0, terms.candidate_digest, terms.baseline_digest, "sha256:g", self.fence

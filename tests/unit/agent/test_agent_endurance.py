@@ -144,7 +144,7 @@ async def test_a_paced_tier_is_degraded_until_no_write_was_put_off_for_a_while(t
     bench = Bench(tmp_path / "node")
     found = kvnode.tier_of(node_tier.report(), bench.node)
     assert (found["state"], found["reason"]) == ("Degraded", "WriteBudget")
-    verified = kvnode.conditions_of(bench.node, [found])[-1]
+    verified = kvnode.conditions_of(bench.node, [found])[2]
     assert (verified.type, verified.status) == ("CapabilitiesVerified", "True")
     spec = kvnode.spec_of("node-a", "10.0.0.1:7443", "serving", "pool")
     KVNode.model_validate(

@@ -302,7 +302,7 @@ async def test_an_approximate_answer_without_permission_is_an_illegal_fallback(b
 async def test_a_way_that_the_candidates_contract_does_not_list_is_an_illegal_fallback(
     bench: Bench, widened: int, failed: bool, counted: int
 ) -> None:
-    key = await bench.grant()
+    key = await bench.grant(listed=False)
     session = await open_session(bench)
     bench.engine.selection = replace(SELECTION, widened=widened, failed=failed)
     await prefill(session)

@@ -134,6 +134,7 @@ async def test_the_object_is_a_kvnode_owned_by_its_node(registered: Registered) 
         "Ready": "True",
         "Draining": "False",
         "CapabilitiesVerified": "True",
+        "ManifestsVerified": "True",
     }
 
 

@@ -239,6 +239,8 @@ class FakeAgents:
         self.candidates: dict[str, control.CandidateState] = {}
         self.indexes: dict[str, list[control.IndexState]] = {}
         self.retained: Container[str] | None = None
+        # By node, what it recomputes of what runs, and proves; others are of an earlier version.
+        self.runs: dict[str, str] = {}
 
     def _node(self, node: AgentTarget) -> dict[str, list[Any]]:
         if node.name in self.down:
@@ -259,6 +261,7 @@ class FakeAgents:
                     cache=self.refs[uid],
                     highest_fence=fence,
                     baseline_digest=digest,
+                    running_digest=self.runs.get(node.name),
                     used_by_tier=self.used,
                     plan=self.plans.get(node.name),
                     candidate=self.candidates.get(node.name),
@@ -312,6 +315,7 @@ class FakeAgents:
         fence, digest = held[request.cache.uid]
         if request.fence.value < fence:
             raise AgentError(node.name, "FENCE_STALE", "below", 0.0, {"highest_fence": str(fence)})
+        digest = self.runs.get(node.name) or digest
         boot = self.boots.get(node.name, node.boot_id)
         joined = request.nonce + digest.encode() + boot.encode()
         return control.ProveResponse(

@@ -78,6 +78,24 @@ async def test_a_quiet_cache_costs_one_question_a_node_and_no_write() -> None:
     assert isinstance(outcome, Requeue)
 
 
+@pytest.mark.parametrize("said", ["sha256:" + "6" * 64, ""], ids=["another", "cannot-say"])
+async def test_what_an_agent_recomputes_ends_an_earlier_proof_at_the_next_look(said: str) -> None:
+    """Though it was proved a moment ago, and is said to be applied."""
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    bench.agents.runs = {"a": cache["status"]["baseline"]["digest"]}
+    bench.agents.calls.clear()
+    await reconciler.reconcile(KEY)
+    assert bench.agents.calls == ["GetState", "GetState"]
+    bench.agents.runs = {"a": said}
+    bench.agents.calls.clear()
+    await reconciler.reconcile(KEY)
+    assert sorted(bench.agents.calls) == ["GetState", "GetState", "Prove"]
+    found = conditions(bench.api.objects[KEY])["Ready"]
+    assert found == (("False", "BaselineNotProved") if said else ("True", "BaselineServed"))
+
+
 @pytest.mark.parametrize("crash_at", range(1, 5))
 async def test_a_crash_after_any_write_is_completed_by_the_next_operator(crash_at: int) -> None:
     """Finalizer, revision, baseline and fence, status: the operator dies right after each was accepted."""

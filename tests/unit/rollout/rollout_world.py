@@ -269,6 +269,9 @@ class AgentSim:
         self.cordoned = False
         self.in_flight = 0
         self.lie_about_baseline = ""
+        # What it recomputes of what runs; None: it is of an earlier version, and repeats.
+        self.runs_baseline: str | None = "as applied"
+        self.runs_candidate: str | None = "as granted"
         self.refuse: str = ""
         self.boots = 0
         self.grants: list[tuple[int, str, str]] = []
@@ -296,8 +299,14 @@ class AgentSim:
         held = answer.caches.add(highest_fence=self.book.highest(self.cache_uid))
         held.cache.uid = self.cache_uid
         held.baseline_digest = self.baseline
+        if self.runs_baseline is not None:
+            held.running_digest = self.baseline if self.runs_baseline == "as applied" else self.runs_baseline
         lease = self.core.lease()
         if lease is not None:
+            granted = lease.terms.candidate_digest
+            if self.runs_candidate is not None:
+                runs = granted if self.runs_candidate == "as granted" else self.runs_candidate
+                held.candidate.running_digest = runs
             held.candidate.digest = lease.terms.candidate_digest
             held.candidate.fence.value = lease.terms.fence.value
             held.candidate.fence.rollout_uid = lease.terms.fence.rollout_uid

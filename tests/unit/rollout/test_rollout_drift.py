@@ -113,6 +113,52 @@ async def test_an_agent_that_runs_another_candidate_is_found_within_one_interval
     assert held(world) == []
 
 
+@pytest.mark.parametrize("which", ["runs_candidate", "runs_baseline"])
+@pytest.mark.parametrize(("phase", "stage"), STAGES, ids=lambda value: value)
+async def test_an_agent_that_recomputes_another_digest_is_found_within_one_interval(
+    phase: str, stage: str, which: str
+) -> None:
+    """It repeats what it was told all the same."""
+    world = World(stages=QUICK)
+    await world.until(phase, stage)
+    await world.run(2)
+    setattr(world.sims["node-1"], which, "sha256:" + "6" * 64)
+    await world.run(TICK)
+    assert world.status["rollback"]["cause"] == "ManifestMismatch"
+    assert "node-1 runs" in world.status["rollback"]["message"]
+    assert "666666" in world.status["rollback"]["message"]
+    assert held(world) == []
+
+
+@pytest.mark.parametrize(
+    ("runs", "verdict", "reason"),
+    [
+        ("as granted", "Pass", "DigestsRecomputed"),
+        (None, "Pass", "DigestsRepeated"),
+        ("", "Insufficient", "CoverageIncomplete"),
+    ],
+    ids=["recomputed", "earlier-version", "cannot-say"],
+)
+async def test_only_what_was_recomputed_is_called_so(runs: str | None, verdict: str, reason: str) -> None:
+    world = World(stages=[{**QUICK[0], "minDuration": "60s"}, *QUICK[1:]])
+    world.sims["node-1"].runs_candidate = runs
+    await world.until("Progressing", "Shadow")
+    await world.run(15)
+    [found] = [gate for gate in world.status["gates"] if gate["name"] == "manifestIdentity"]
+    assert (found["verdict"], found["reason"]) == (verdict, reason)
+    assert world.status["phase"] == "Progressing"
+
+
+async def test_no_step_goes_on_while_an_agent_cannot_say_what_it_runs() -> None:
+    world = World(stages=QUICK)
+    world.sims["node-1"].runs_candidate = ""
+    await world.until("Progressing", "Shadow")
+    await world.run(30)
+    assert (world.status["phase"], world.status["stage"]) == ("Progressing", "Shadow")
+    world.sims["node-1"].runs_candidate = "as granted"
+    await world.until("Completed")
+
+
 async def test_an_agent_that_has_drifted_from_the_baseline_is_not_called_restored() -> None:
     world = World(stages=QUICK)
     await world.until("Progressing", "Canary")
