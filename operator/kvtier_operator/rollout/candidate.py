@@ -166,9 +166,3 @@ _BLOCKERS = {
     CompileReason.TIER_CLASS_MISSING: Blocker.REFERENCE_MISSING,
     CompileReason.CONTRACT_FORBIDS: Blocker.CONTRACT_FORBIDS,
 }
-
-
-def spent_shares(cache: JsonObject, digest: str) -> int:
-    """Parts of the digest's false-promotion budget used on this cache, by whichever rollout."""
-    rows = (cache.get("status") or {}).get("digestBudget") or []
-    return next((int(row["attempts"]) for row in rows if row["digest"] == digest), 0)

@@ -26,11 +26,10 @@ from kvtier_operator.ports import (
 from kvtier_operator.revisions import Role, read_revision, revision_manifest, revision_name, selector_for
 from kvtier_operator.rollout.grants import plain
 from kvtier_operator.rollout.inputs import FenceMove
+from kvtier_operator.rollout.shares import budget_rows
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.status import format_stamp, to_status
-
-MAX_DIGESTS = 32
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,6 @@ def adoption(state: RolloutState, status: JsonObject) -> list[PatchOp]:
         expect_op("/status/baseline/digest", state.baseline.digest),
         add_op("/status/baseline", baseline),
     ]
-
-
-def budget_rows(rows: list[JsonObject], digest: str, shares: int) -> list[JsonObject]:
-    """The digest's row last; the oldest go when there are too many."""
-    kept = [row for row in rows if row["digest"] != digest]
-    return [*kept[-(MAX_DIGESTS - 1) :], {"digest": digest, "attempts": shares}]
 
 
 def approval(subject: Subject, state: RolloutState, spec: RolloutSpec, expires: float) -> JsonObject:

@@ -21,7 +21,6 @@ from kvtier_operator.rollout.candidate import (
     Sources,
     compile_candidate,
     selector_named,
-    spent_shares,
     tier_class_names,
 )
 from kvtier_operator.rollout.effects import Subject
@@ -52,6 +51,7 @@ from kvtier_operator.rollout.pairs import Pair
 from kvtier_operator.rollout.probereads import SHARED_SECONDS, ProbeReads
 from kvtier_operator.rollout.probing import Probing
 from kvtier_operator.rollout.rivals import busy_with, rivals, rivals_now, superseded_by
+from kvtier_operator.rollout.shares import spent_shares
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp, read_holders
@@ -236,7 +236,9 @@ class Gatherer:
             kept.compiled = versions, fresh if beginning else replace(fresh, manifest=None)
         compiled = kept.compiled[1]
         digest = compiled.view.ref.digest if compiled.view.ref else ""
-        return replace(compiled, view=replace(compiled.view, prior_shares=spent_shares(cache, digest)))
+        rows = (cache.get("status") or {}).get("digestBudget") or []
+        prior = spent_shares(rows, digest) if digest else 0
+        return replace(compiled, view=replace(compiled.view, prior_shares=prior))
 
     def _with_room(
         self,
