@@ -37,11 +37,19 @@ def pending_intent(state: RolloutState, inputs: Inputs) -> Intent | None:
     return None if repeated or last.message.startswith(f"replay of {intent.seq}:") else intent
 
 
-def judge_intent(state: RolloutState, intent: Intent, *, suspended: bool = False) -> tuple[IntentResult, str]:
-    """Whether it may be done now, and the sentence for the status. suspended: the cache is."""
+def judge_intent(
+    state: RolloutState, intent: Intent, *, suspended: bool = False, created_with: bool = False
+) -> tuple[IntentResult, str]:
+    """Whether it may be done now, and the sentence for the status. suspended: the cache is. created_with: the
+    object came with it, so whoever wrote it had seen another one."""
     last = state.last_intent
     if last is not None and intent.seq <= last.seq:
         return IntentResult.REPLAYED, f"replay of {intent.seq}: seq must grow past {last.seq}"
+    if created_with:
+        return IntentResult.NOT_APPLICABLE, (
+            f"spec.intent.attempt {intent.attempt} is of another object: this one was created with it in its "
+            f"spec; write it again with a seq above {intent.seq}"
+        )
     if intent.attempt != state.attempt:
         return IntentResult.WRONG_ATTEMPT, f"meant for attempt {intent.attempt}, this is {state.attempt}"
     if state.phase not in _ALLOWED[intent.verb] or (

@@ -119,7 +119,9 @@ def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
 
 def _on_intent(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
     held = inputs.cache is not None and inputs.cache.suspended
-    result, message = judge_intent(state, intent, suspended=held)
+    # The spec is as it was created while its generation is the first.
+    created_with = inputs.generation == 1
+    result, message = judge_intent(state, intent, suspended=held, created_with=created_with)
     if result is not IntentResult.ACCEPTED:
         notice = Notice(True, "IntentRefused", f"{intent.verb} seq {intent.seq}: {message}")
         refused = answered(state, intent, result, message, inputs.now)

@@ -302,7 +302,7 @@ class World(ABC):
             now=self.wall,
             uid=UID,
             name="fuzz",
-            generation=1,
+            generation=2,
             spec=self.spec,
             spec_error="",
             deleting=self.deleting,

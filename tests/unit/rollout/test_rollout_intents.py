@@ -41,6 +41,37 @@ def test_replay_is_refused_whatever_it_asks(seq: int) -> None:
         assert judge_intent(state, Intent(seq, verb, 1, "Canary", 0))[0] is IntentResult.REPLAYED
 
 
+@pytest.mark.parametrize("verb", list(Verb))
+def test_what_an_object_was_created_with_was_meant_for_another(verb: Verb) -> None:
+    for phase in Phase:
+        state = RolloutState(phase=phase, stage=Stage.OFF)
+        result, message = judge_intent(state, Intent(4, verb, 1, "Off", 0), created_with=True)
+        assert result is IntentResult.NOT_APPLICABLE
+        assert message.startswith("spec.intent.attempt 1 is of another object") and "above 4" in message
+
+
+async def test_an_old_file_with_an_abort_in_it_does_not_end_the_rollout_that_is_made_again() -> None:
+    """Its attempt 1 is that of the object before, and seq is each object's own."""
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.intent("Abort", 4)
+    await world.until("RolledBack")
+    world.api.ask_to_delete(world.rollout)
+    await world.run(5)
+    again = world.add_rollout("again", intent={"seq": 4, "verb": "Abort", "attempt": 1})
+    await world.run(30, keys=[again])
+    status = world.status_of(again)
+    assert status["phase"] == "Progressing"
+    answer = status["lastIntent"]
+    assert (answer["seq"], answer["result"]) == (4, "NotApplicable")
+    assert "spec.intent.attempt" in answer["message"]
+    told = [text for reason, text in world.api.events if reason == "IntentRefused"]
+    assert len(told) == 1
+    world.edit(again, intent={"seq": 5, "verb": "Abort", "attempt": 1})
+    await world.run(30, keys=[again])
+    assert world.status_of(again)["phase"] == "RolledBack"
+
+
 async def test_each_replay_is_refused_aloud_once() -> None:
     world = World()
     await world.until("Progressing", "Canary")
