@@ -18,7 +18,7 @@ from kubectl_kvtier.lint.files import lint, parse, read
 from kubectl_kvtier.lint.findings import Severity
 from kubectl_kvtier.outcomes import Exit, Failure
 from kubectl_kvtier.ports import Api
-from kubectl_kvtier.rollouts import read_as, read_rollout, status_of
+from kubectl_kvtier.rollouts import Unread, read_as, read_rollout, readable, status_of
 from kubectl_kvtier.tables import table
 from kubectl_kvtier.tree import Look, tree
 from kvtier_crds.models import KVCache, KVNode, KVRollout
@@ -97,11 +97,13 @@ async def in_cluster(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
 
 
 async def list_rollouts(api: Api, everywhere: bool, out: Out) -> Exit:
-    found = [read_rollout(one) for one in await api.list(intents.PLURAL, everywhere=everywhere)]
-    found.sort(key=lambda one: (one.metadata.namespace, one.metadata.name))
+    """FAILED when some cannot be read; the others are listed all the same."""
     now = out.clock()
-    facts = [_facts(one, now) for one in found]
-    if not found and not out.as_json:
+    found, lost = readable(
+        await api.list(intents.PLURAL, everywhere=everywhere), lambda one: _facts(read_rollout(one), now)
+    )
+    facts = sorted(found, key=lambda one: (one["namespace"], one["name"]))
+    if not facts and not lost and not out.as_json:
         out.lines([f"no rollouts in {'any namespace' if everywhere else f'namespace {api.namespace}'}"])
         return Exit.OK
     head = ("NAMESPACE", "NAME", "CACHE", "PHASE", "STAGE", "STEP", "VERDICT", "CANDIDATE", "BASELINE")
@@ -119,8 +121,8 @@ async def list_rollouts(api: Api, everywhere: bool, out: Out) -> Exit:
         )
         for one in facts
     ]
-    out.write(facts, table(head, rows))
-    return Exit.OK
+    out.write([*facts, *(one.facts() for one in lost)], [*table(head, rows), *(one.line for one in lost)])
+    return Exit.FAILED if lost else Exit.OK
 
 
 async def show_status(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
@@ -131,13 +133,14 @@ async def show_status(api: Api, arguments: argparse.Namespace, out: Out) -> Exit
     look = Look(colour=terminal, unicode=not arguments.ascii)
     rollout = read_rollout(await api.get(intents.PLURAL, arguments.name))
     if not arguments.watch:
-        nodes = [read_as(KVNode, one) for one in await api.list("kvnodes")]
-        out.write(_facts(rollout, out.clock()), tree(rollout, nodes, out.clock(), look))
+        nodes, lost = readable(await api.list("kvnodes"), _node)
+        lines = tree(rollout, nodes, out.clock(), look)
+        out.write(_facts(rollout, out.clock()), [*lines, *(one.line for one in lost)])
     else:
         async for document in api.follow(intents.PLURAL, arguments.name):
             rollout = read_rollout(document)
-            nodes = [read_as(KVNode, one) for one in await api.list("kvnodes")]
-            lines = tree(rollout, nodes, out.clock(), look)
+            nodes, lost = readable(await api.list("kvnodes"), _node)
+            lines = [*tree(rollout, nodes, out.clock(), look), *(one.line for one in lost)]
             out.write(_facts(rollout, out.clock()), [(_CLEAR if terminal else "") + lines[0], *lines[1:]])
             if status_of(rollout).phase in _ENDED:
                 break
@@ -154,15 +157,20 @@ async def show_reason(api: Api, name: str, out: Out) -> Exit:
 async def show_history(api: Api, name: str, out: Out) -> Exit:
     if name.startswith("cache/"):
         cache = read_as(KVCache, await api.get("kvcaches", name.removeprefix("cache/")))
-        rollouts = [read_rollout(one) for one in await api.list(intents.PLURAL)]
+        rollouts, lost = readable(await api.list(intents.PLURAL), read_rollout)
         mine = [one for one in rollouts if one.spec.cache_ref.name == cache.metadata.name]
         past = history.rollout_facts(mine)
         revisions = history.revision_facts(await api.revisions(cache.metadata.uid))
         out.write(
-            {"rollouts": past, "revisions": revisions},
-            [*history.rollout_table(past), "", *history.revision_table(revisions)],
+            {"rollouts": [*past, *(one.facts() for one in lost)], "revisions": revisions},
+            [
+                *history.rollout_table(past),
+                *(one.line for one in lost),
+                "",
+                *history.revision_table(revisions),
+            ],
         )
-        return Exit.OK
+        return Exit.FAILED if lost else Exit.OK
     rollout = read_rollout(await api.get(intents.PLURAL, name))
     past = history.rollout_facts([rollout])
     events = history.event_facts(await api.events(rollout.KIND, name))
@@ -195,20 +203,28 @@ async def show_diff(api: Api, name: str, wanted: Sequence[str], out: Out) -> Exi
 
 
 async def show_top(api: Api, what: str | None, everywhere: bool, out: Out) -> Exit:
+    """FAILED when some cannot be read."""
     facts: dict[str, Any] = {}
     lines: list[str] = []
+    unread: list[Unread] = []
     if what in (None, "nodes"):
-        nodes = [read_as(KVNode, one) for one in await api.list("kvnodes")]
+        nodes, lost = readable(await api.list("kvnodes"), _node)
+        unread += lost
         facts["nodes"] = top.node_facts(sorted(nodes, key=lambda one: one.metadata.name))
         lines += top.node_table(facts["nodes"])
+        facts["nodes"] += [one.facts() for one in lost]
     if what in (None, "caches"):
-        caches = [read_as(KVCache, one) for one in await api.list("kvcaches", everywhere=everywhere)]
+        caches, lost = readable(
+            await api.list("kvcaches", everywhere=everywhere), lambda one: read_as(KVCache, one)
+        )
+        unread += lost
         facts["caches"] = top.cache_facts(
             sorted(caches, key=lambda one: (one.metadata.namespace, one.metadata.name))
         )
         lines += [*([""] if lines else []), *top.cache_table(facts["caches"])]
-    out.write(facts, lines)
-    return Exit.OK
+        facts["caches"] += [one.facts() for one in lost]
+    out.write(facts, [*lines, *(one.line for one in unread)])
+    return Exit.FAILED if unread else Exit.OK
 
 
 async def show_trace(trace_id: str, arguments: argparse.Namespace, out: Out) -> Exit:
@@ -240,16 +256,25 @@ async def command(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
 
 
 def lint_files(paths: Sequence[Path], namespace: str, stdin: TextIO, out: Out) -> Exit:
-    """NEGATIVE when something would be refused; notes alone are no findings."""
+    """NEGATIVE when something would be refused; notes alone are no findings. Failure USAGE for a path without
+    objects."""
     documents = []
     for path in paths:
-        documents += parse("-", stdin.read()) if str(path) == "-" else read([path])
+        here = parse("-", stdin.read()) if str(path) == "-" else read([path])
+        if not here:
+            # A path that was mistyped must not let a pipeline pass.
+            raise Failure(Exit.USAGE, f"{path}: no objects in it")
+        documents += here
     found = lint(documents, namespace)
     errors = [one for one in found if one.severity is Severity.ERROR]
     lines = [f"{one.severity}: {one.where}: {one.message}" for one in found]
     lines.append(f"{len(documents)} objects, {len(errors)} errors, {len(found) - len(errors)} notes")
     out.write([dataclasses.asdict(one) for one in found], lines)
     return Exit.NEGATIVE if errors else Exit.OK
+
+
+def _node(document: dict[str, Any]) -> KVNode:
+    return read_as(KVNode, document)
 
 
 def _facts(rollout: KVRollout, now: float) -> dict[str, Any]:

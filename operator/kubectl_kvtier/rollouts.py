@@ -6,7 +6,7 @@ seconds since the epoch. It must not know how anything is printed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -24,6 +24,7 @@ from kvtier_crds.quantity import parse_duration, parse_fraction
 
 DEFAULT_HOLDBACK = "2%"
 _R = TypeVar("_R", bound=Resource)
+_T = TypeVar("_T")
 ORDER = (StageName.SHADOW, StageName.CANARY, StageName.RAMP, StageName.FULL)
 
 
@@ -63,6 +64,33 @@ def read_as(kind: type[_R], document: dict[str, Any]) -> _R:
         raise Failure(
             Exit.FAILED, f"{kind.KIND} {name} cannot be read by this version: {where}: {first['msg']}"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """One of many objects that this version cannot read, and why."""
+
+    namespace: str
+    name: str
+    line: str
+
+    def facts(self) -> dict[str, str]:
+        return {"namespace": self.namespace, "name": self.name, "unreadable": self.line}
+
+
+def readable(
+    documents: Sequence[dict[str, Any]], reads: Callable[[dict[str, Any]], _T]
+) -> tuple[list[_T], list[Unread]]:
+    """Those of a list that can be read, and the others: one must not hide all."""
+    found: list[_T] = []
+    lost: list[Unread] = []
+    for document in documents:
+        try:
+            found.append(reads(document))
+        except Failure as failure:
+            metadata = document.get("metadata") or {}
+            lost.append(Unread(metadata.get("namespace", ""), metadata.get("name", ""), str(failure)))
+    return found, lost
 
 
 def status_of(rollout: KVRollout) -> KVRolloutStatus:

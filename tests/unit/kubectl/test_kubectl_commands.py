@@ -130,6 +130,49 @@ async def test_a_list_has_a_line_a_rollout() -> None:
     assert empty == "no rollouts in namespace serving\n"
 
 
+def with_unreadable() -> MemoryApi:
+    """One rollout, cache and node each that another version has written, beside others."""
+    api = api_with()
+    other = document()
+    other["metadata"]["name"] = "of-tomorrow"
+    other["status"]["phase"] = "Dreaming"
+    api.put("kvrollouts", other)
+    for plural, kind, spec in (
+        ("kvcaches", "KVCache", {"pageTokens": "many"}),
+        ("kvnodes", "KVNode", {"address": 3}),
+    ):
+        metadata = {
+            "name": f"{plural}-of-tomorrow",
+            "namespace": "serving",
+            "uid": "u",
+            "resourceVersion": "1",
+        }
+        api.put(
+            plural, {"apiVersion": "kvtier.dev/v1alpha1", "kind": kind, "metadata": metadata, "spec": spec}
+        )
+    return api
+
+
+async def test_one_that_cannot_be_read_hides_no_other() -> None:
+    found, text = await ran(with_unreadable(), "status")
+    assert found is Exit.FAILED
+    assert "quest-on-chat" in text.splitlines()[1]
+    assert "KVRollout of-tomorrow cannot be read by this version: status.phase" in text.splitlines()[2]
+    found, text = await ran(with_unreadable(), "status", "-o", "json")
+    good, bad = json.loads(text)
+    assert found is Exit.FAILED and good["name"] == "quest-on-chat"
+    assert bad["name"] == "of-tomorrow" and "status.phase" in bad["unreadable"]
+    found, text = await ran(with_unreadable(), "top")
+    assert found is Exit.FAILED
+    assert "kvcaches-of-tomorrow cannot be read" in text and "kvnodes-of-tomorrow cannot be read" in text
+
+
+async def test_a_node_that_cannot_be_read_does_not_hide_the_rollout() -> None:
+    found, text = await ran(with_unreadable(), "status", "quest-on-chat")
+    assert found is Exit.OK
+    assert "quest-on-chat" in text and "kvnodes-of-tomorrow cannot be read" in text
+
+
 def revision(name: str, number: int, **manifest: Any) -> dict[str, Any]:
     data = json.dumps(manifest)
     digest = "sha256:" + hashlib.sha256(data.encode()).hexdigest()

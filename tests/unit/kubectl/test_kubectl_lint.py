@@ -98,6 +98,17 @@ def test_a_date_is_a_string_as_kubectl_reads_it() -> None:
     assert any('spec.family: Unsupported value: "2026-01-01"' in one.message for one in found), found
 
 
+@pytest.mark.parametrize("text", [None, "", "# a note\n---\n"], ids=["no-file", "empty", "comments"])
+def test_a_path_without_objects_is_no_clean_one(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("kind: KVCache", encoding="utf-8")
+    if text is not None:
+        (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
+    assert main(["lint", "-f", str(EXAMPLES), "-f", str(tmp_path)]) == Exit.USAGE
+    assert f"{tmp_path}: no objects in it" in capsys.readouterr().err
+
+
 def test_the_command_reads_standard_input_and_ends_with_no(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
