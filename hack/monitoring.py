@@ -116,6 +116,14 @@ ALERTS = (
         "Objects wait more than 5 s for their turn, so evidence is looked at late.",
     ),
     Alert(
+        "KvtierLooksLate",
+        "histogram_quantile(0.99, sum by (le) "
+        "(rate(kvtier_operator_look_lateness_intervals_bucket[5m]))) > 2",
+        "10m",
+        "warning",
+        "Evidence of rollouts is looked at over two intervals late, so harm is found that much later.",
+    ),
+    Alert(
         "KvtierQueueFull",
         "increase(kvtier_operator_queue_refused_total[5m]) > 0",
         "0m",

@@ -159,6 +159,7 @@ class Operator:
             reads=self._reads,
             external=external,
             rolled_back=self.metrics.rolled_back,
+            looked=self.metrics.looked,
         )
         relist = Relist(ungated, self.store, clock, self._random.random, self._relisted)
         self._relist = relist

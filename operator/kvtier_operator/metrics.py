@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_INTERVALS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class Metrics:
@@ -69,6 +70,12 @@ class Metrics:
             ["cause"],
             registry=registry,
         )
+        self._lateness = Histogram(
+            "kvtier_operator_look_lateness_intervals",
+            "How late the looks at rollouts' evidence were, in parts of their interval.",
+            buckets=_INTERVALS,
+            registry=registry,
+        )
         self._watched = Gauge(
             "kvtier_operator_watched_objects", "Objects in the read cache.", ["kind"], registry=registry
         )
@@ -107,6 +114,9 @@ class Metrics:
 
     def rolled_back(self, cause: str) -> None:
         self._of(self._rollbacks, cause).inc()
+
+    def looked(self, late: float) -> None:
+        self._lateness.observe(late)
 
     def watched(self, kind: str, objects: int) -> None:
         self._of(self._watched, kind).set(objects)

@@ -4,9 +4,8 @@ Reconcilers (ours and the rollout's) code against these Protocols only, so they 
 real API server, a fake in a unit test, or the simulator. This module must not import kopf, an HTTP client
 or grpc's runtime: it holds names, frozen values and typed errors.
 
-What the rollout's side builds and `kvtier_operator.app` wires: `kvtier_operator.agents.GrpcAgents(tls,
-leader, telemetry, metrics)`, which is an `Agents`, with `tls: AgentTls`; and
-`kvtier_operator.rollout.KVRolloutReconciler(deps)`, which is a `Reconciler`.
+`kvtier_operator.app` wires `agents.GrpcAgents(tls, leader, telemetry, metrics)`, which is an `Agents`, with
+`tls: AgentTls`; and `reconcile.kvrollout.KVRolloutReconciler(deps)`, which is a `Reconciler`.
 """
 
 from __future__ import annotations
@@ -444,7 +443,7 @@ class Agents(Protocol):
 class Deps:
     """Everything a reconciler may reach. `randomness` returns a float in [0, 1) for jitter; `nonce` returns
     16 unpredictable bytes for proofs. `reads`: what the server gave last, whoever asked. `rolled_back` hears
-    the cause of each return to the baseline."""
+    the cause of each return to the baseline, `looked` how late each look was, in parts of its interval."""
 
     api: KubeApi
     store: Store
@@ -459,6 +458,7 @@ class Deps:
     reads: LastReadsPort
     external: ExternalSource | None = None
     rolled_back: Callable[[str], None] = lambda cause: None
+    looked: Callable[[float], None] = lambda late: None
 
 
 class LastReadsPort(Protocol):

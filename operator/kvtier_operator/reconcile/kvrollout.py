@@ -34,6 +34,7 @@ from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run, reference
 from kvtier_operator.rollout.inputs import GateVerdict, Notice, Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
+from kvtier_operator.rollout.moves import tick_seconds
 from kvtier_operator.rollout.pairs import Pair, Pairs
 from kvtier_operator.rollout.probing import LOOK_SECONDS, ProbeJobs
 from kvtier_operator.rollout.state import Condition, GateStatus, RolloutState
@@ -263,7 +264,7 @@ class KVRolloutReconciler:
         return moves
 
     async def _write_if_due(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> bool:
-        kept.schedule = plan.state.schedule
+        self._note_look(facts, plan.state, kept)
         if not self._due_to_write(facts, plan, kept):
             return False
         await self._write(facts, plan, kept, run)
@@ -277,10 +278,19 @@ class KVRolloutReconciler:
         self._deps.reads.note(subject.key, written, asked)
         self._deps.reads.wrote(subject.key, written, subject.key)
         run.known = Pair(subject.key, written, subject.cache_key, subject.cache)
-        kept.schedule, kept.written_at = state.schedule, self._deps.clock.monotonic()
+        self._note_look(facts, state, kept)
+        kept.written_at = self._deps.clock.monotonic()
         kept.memory.written = frozenset(state.holders.names)
         self._tell_trace(facts, plan, state)
         run.notices += [(facts.subject.rollout, notice) for notice in plan.notices]
+
+    def _note_look(self, facts: Facts, state: RolloutState, kept: Kept) -> None:
+        """Remembers the schedule, and tells once of each look how late it was: most are not written. What the
+        status says was due is of a look long ago, so this process' own first is measured against nothing."""
+        before, now = kept.schedule, state.schedule
+        if before is not None and now is not None and now != before and facts.spec is not None:
+            self._deps.looked(now.late_by / tick_seconds(facts.spec))
+        kept.schedule = now
 
     def _traced(self, state: RolloutState, subject: effects.Subject, *, entering: bool) -> RolloutState:
         """With the traceparent of its attempt; the root span is emitted as the attempt begins."""

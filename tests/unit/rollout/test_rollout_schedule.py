@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from kvtier_operator.metrics import Metrics
+from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World, copied, held
 
@@ -43,6 +47,36 @@ async def test_a_late_look_is_written_with_how_late_it_was() -> None:
     world.clock.seconds += 40.0
     await world.run(12)
     assert set(world.status["schedule"]) >= {"dueAt", "ranAt", "lateBy", "deadlineAt"}
+
+
+async def test_each_look_is_told_once_with_how_late_it_was() -> None:
+    """In parts of the interval of 10 s, also those that write nothing."""
+    world = World(leaseTTL="60s")
+    world.feed.default = Verdict.INSUFFICIENT
+    told: list[float] = []
+    world.deps = replace(world.deps, looked=told.append)
+    world.operator = KVRolloutReconciler(world.deps, feed=world.feed)
+    await world.until("Progressing", "Shadow")
+    await world.run(25)
+    due = world.operator._kept["uid-quest"].schedule
+    assert due is not None and len(told) >= 2
+    told.clear()
+    writes = len(world.api.events)
+    world.clock.seconds = due.due_at + 27.0
+    for _ in range(5):
+        await world.pass_()
+    assert told == [pytest.approx(2.7, abs=1e-3)]
+    assert len(world.api.events) == writes
+    # To the next operator what it reads in the status is no look, nor the grid that its first is late by.
+    told.clear()
+    world.operator = KVRolloutReconciler(world.deps, feed=world.feed)
+    await world.pass_()
+    assert told == []
+    metrics = Metrics(CollectorRegistry())
+    metrics.looked(2.7)
+    shown = generate_latest(metrics.registry).decode()
+    assert 'kvtier_operator_look_lateness_intervals_bucket{le="5.0"} 1.0' in shown
+    assert 'kvtier_operator_look_lateness_intervals_bucket{le="2.0"} 0.0' in shown
 
 
 @pytest.mark.parametrize("what", ["pause", "edit", "resume"])
