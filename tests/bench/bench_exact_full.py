@@ -186,7 +186,8 @@ def _play(
     rng = random.Random(length)
 
     def between() -> None:
-        shuffle(engine, rng, MOVES)
+        if not shuffle(engine, rng, MOVES):
+            raise AssertionError("no chunk was promoted or demoted between two steps")
 
     for count in (1, BATCH):
         cache = PlannedCache(sessions[:count], length - 1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvtier_client.hf import KvtierCache
 from kvtier_client.session import Geometry
 from kvtier_core.directory import ChunkState
-from kvtier_core.edits.requests import EditRequest, ForkRequest, Truncate
+from kvtier_core.edits.requests import EditAnswer, EditRequest, ForkRequest, Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError
 from kvtier_core.receipts import SessionHandle, SessionSpec, StepMode, StepReceipt, StepRequest
@@ -117,8 +117,10 @@ class PlannedSession:
         handle = self.engine.fork_session(ForkRequest(self.handle.session_id, self.handle.generation))
         return PlannedSession(self.engine, handle)
 
-    def truncate(self, to: int) -> None:
-        self.engine.edit_session(EditRequest(self.handle.session_id, self.handle.generation, Truncate(to)))
+    def truncate(self, to: int) -> EditAnswer:
+        return self.engine.edit_session(
+            EditRequest(self.handle.session_id, self.handle.generation, Truncate(to))
+        )
 
     def close(self) -> int:
         return self.engine.close_session(self.handle.session_id, self.handle.generation)
