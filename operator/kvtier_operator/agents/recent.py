@@ -21,6 +21,8 @@ from kvtier_operator.ports import Agents, AgentTarget, Clock
 MAX_TOLD = 65_536
 MAX_SINGLE = 16
 """Answers of a single cache that are kept of one agent."""
+KEPT_SECONDS = 30.0
+"""For how long, at least; nobody asks for one that is nearly as old."""
 ALL = ""
 """Stands where a cache's uid would, for all of them."""
 
@@ -147,7 +149,9 @@ class RecentAgents:
         kept = {
             uid: known
             for uid, known in before.items()
-            if uid != asked and known.state.boot_id == answer.state.boot_id
+            if uid != asked
+            and known.state.boot_id == answer.state.boot_id
+            and answer.sent - known.sent <= KEPT_SECONDS
         }
         kept[asked] = answer
         single = [uid for uid in kept if uid != ALL]

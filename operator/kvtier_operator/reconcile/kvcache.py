@@ -93,7 +93,8 @@ class KVCacheReconciler:
         self._nodes = CacheNodes(deps)
         self._beats = PoolBeats(deps.store)
         self._ledger_written: dict[str, float] = {}
-        self._revisions: dict[str, bytes] = {}
+        # By cache, its baseline's digest and bytes.
+        self._revisions: dict[str, tuple[str, bytes]] = {}
         self._labelled: dict[str, str] = {}
         self._removal_fence: dict[str, int] = {}
         self._overtaken: dict[str, int] = {}
@@ -150,7 +151,7 @@ class KVCacheReconciler:
         current = cache.get("status") or {}
         if current.get("baseline"):
             reference = current["baseline"]
-            revision = await self._read(key, reference["revision"], reference["digest"])
+            revision = await self._read(key, _uid(cache), reference["revision"], reference["digest"])
             await self._keep_label(cache, revision)
             adopted = _adopted(revision, int(current.get("fence") or INITIAL_FENCE))
             await self._keep_budgets(key, cache, adopted.manifest)
@@ -224,19 +225,19 @@ class KVCacheReconciler:
         baselines = [revision for revision in revisions if revision.role is Role.BASELINE]
         return max(baselines, key=lambda revision: (revision.number, revision.key.name), default=None)
 
-    async def _read(self, key: ObjectKey, name: str, digest: str) -> Revision:
-        """A revision by name, from memory when its digest is known: it is immutable."""
+    async def _read(self, key: ObjectKey, uid: str, name: str, digest: str) -> Revision:
+        """A cache's revision by name, from memory when its digest was the last: it is immutable."""
         where = ObjectKey(Kind.CONTROLLER_REVISION, key.namespace, name)
-        known = self._revisions.get(digest)
-        if known is not None:
-            return Revision(where, digest, Role.BASELINE, 0, known)
+        known = self._revisions.get(uid)
+        if known is not None and known[0] == digest:
+            return Revision(where, digest, Role.BASELINE, 0, known[1])
         try:
             revision = read_revision(await self._deps.api.get(where))
         except NotFound as error:
             raise RevisionDamaged(f"ControllerRevision {name} of status.baseline does not exist") from error
         if revision.digest != digest:
             raise RevisionDamaged(f"ControllerRevision {name} holds {revision.digest}, not {digest}")
-        self._revisions[digest] = revision.data
+        self._revisions[uid] = digest, revision.data
         return revision
 
     async def _keep_label(self, cache: JsonObject, revision: Revision) -> None:
@@ -425,6 +426,7 @@ class KVCacheReconciler:
         self._removal_fence.pop(uid, None)
         self._ledger_written.pop(uid, None)
         self._labelled.pop(uid, None)
+        self._revisions.pop(uid, None)
         self._overtaken.pop(uid, None)
         return Done()
 

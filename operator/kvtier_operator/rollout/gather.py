@@ -338,6 +338,9 @@ class Gatherer:
     ) -> Look | None:
         """The evidence, when its tick is due and the two fences agree."""
         cache = subject.cache
+        if state.stage is Stage.EXACT_BASELINE:
+            # Nobody reads its window any more, and it stays for days; another attempt begins another.
+            self._feed.forget(subject.uid)
         if cache is None or spec is None or state.window is None or not state.holds_candidate:
             return None
         if (cache.get("status") or {}).get("fence") != state.fence:

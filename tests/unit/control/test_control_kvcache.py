@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -173,6 +174,33 @@ async def test_a_damaged_revision_of_another_manifest_is_no_fault_of_the_baselin
     damaged = revision_manifest(bench.api.objects[KEY], b"{}", f"sha256:{'0' * 64}", Role.CANDIDATE, 9)
     await bench.api.apply(damaged)
     assert conditions(await settle(bench))["Ready"] == ("True", "BaselineServed")
+
+
+async def test_of_all_baselines_that_a_cache_has_had_the_last_is_remembered() -> None:
+    """Each exact candidate that completes is another one, of a few KB."""
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    for number in range(2, 2_000):
+        data = b'{"number":%d}' % number
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        kept = await bench.api.apply(revision_manifest(cache, data, digest, Role.BASELINE, number))
+        found = await reconciler._read(KEY, UID, kept["metadata"]["name"], digest)
+        again = await reconciler._read(KEY, UID, "not asked for", digest)
+        assert found.data == again.data == data
+        assert len(reconciler._revisions) == 1
+
+
+async def test_of_a_cache_that_is_deleted_nothing_is_remembered() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    await settle(bench, reconciler)
+    kept = [value for value in vars(reconciler).values() if isinstance(value, dict)]
+    assert any(UID in of for of in kept)
+    bench.api.mark_deleted(KEY, bench.clock.now())
+    await reconciler.reconcile(KEY)
+    assert KEY not in bench.api.objects
+    assert [of for of in kept if UID in of] == []
 
 
 async def test_a_stale_view_cannot_adopt_twice() -> None:

@@ -328,3 +328,12 @@ async def test_of_one_agent_few_answers_of_single_caches_are_kept_the_latest(
 
 def _grant(boot_id: str) -> control.GrantRequest:
     return control.GrantRequest(cache=common.CacheRef(uid="mine"), boot_id=boot_id)
+
+
+async def test_an_answer_that_nobody_asks_for_again_is_not_kept() -> None:
+    """Each cache of an agent is asked for alone now and then, and an answer has many fields."""
+    rig = Rig()
+    for index in range(2_000):
+        await rig.look(f"cache-{index}", for_all=False)
+        rig.clock.advance(recent.KEPT_SECONDS / 2)
+        assert len(rig.agents._answers[NODE.name]) <= 3

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World
 
 
@@ -44,6 +45,18 @@ async def test_of_a_rollout_in_which_nothing_moves_little_is_kept() -> None:
     held = values([kept.state[1], read, kept.last_look])
     assert len(held) > 20
     assert [one for one in held if hasattr(one, "__dict__")] == []
+
+
+async def test_the_windows_of_an_attempt_that_is_over_are_forgotten() -> None:
+    """Nobody reads them any more, while the rollout stays until somebody deletes it."""
+    world = World()
+    forgotten: list[str] = []
+    world.feed.forget = forgotten.append  # type: ignore[method-assign, assignment]
+    await world.until("Progressing", "Canary")
+    assert forgotten == []
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    assert set(forgotten) == {"uid-quest"}
 
 
 async def test_a_rollout_that_is_deleted_is_forgotten() -> None:
