@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -249,16 +250,17 @@ def _verdicts(
         GateVerdict(
             name=result.name,
             verdict=Verdict(result.verdict),
-            reason=str(result.reason),
+            reason=sys.intern(str(result.reason)),
             required=result.required,
             metric=metrics.get(result.name, result.name),
-            value=result.value_text,
-            bound=result.bound_text,
-            limit=result.limit_text,
+            # As the status that says the same has them.
+            value=sys.intern(result.value_text),
+            bound=sys.intern(result.bound_text),
+            limit=sys.intern(result.limit_text),
             n=result.n,
             expected_n=result.expected_n or 0,
-            k=result.k_text,
-            basis=str(result.basis),
+            k=sys.intern(result.k_text),
+            basis=sys.intern(str(result.basis)),
             detail=details.get(result.name, ""),
         )
         for result in results

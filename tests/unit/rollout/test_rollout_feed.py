@@ -107,6 +107,19 @@ async def test_a_look_says_the_baselines_quantiles_of_every_ratio_gate_of_the_la
     assert set(told) == ratio_gates(spec) != set()
     assert set(told.values()) == {quantile(0.99), quantile(0.5)}, "a tail and its median guard"
     assert look.pair_thresholds == tuple(sorted(told.items()))
+    # A thousand looks are kept, which all say the same few words, and their statuses say them too.
+    again = EvidenceFeed(EvidenceOf(counts), world.clock)  # type: ignore[arg-type]
+    same = await again.look(reading, state, spec, world.clock.seconds)
+    assert {"DesignEffectUnknown", "inf"} < set(words(look)) and words(look) == words(same)
+    assert [id(word) for word in words(look)] == [id(word) for word in words(same)]
+
+
+def words(look: Look) -> list[str]:
+    return [
+        word
+        for one in look.verdicts
+        for word in (one.reason, one.value, one.bound, one.limit, one.k, one.basis)
+    ]
 
 
 async def test_looks_whose_answers_come_at_once_are_judged_one_by_one(
