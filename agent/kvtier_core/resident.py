@@ -32,6 +32,7 @@ from kvtier_core.receiptcheck.step import check_step
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepAnswer, StepReceipt, StepRequest
 from kvtier_core.selectors.base import SelectorFamily
 from kvtier_core.sessions import RowStore
+from kvtier_core.sharedreads import Place, Sequenced, readings_of
 from kvtier_core.stepplans import StepPlans, Tried
 from kvtier_core.streamed import Streamed, StreamedLayer
 from kvtier_kernels.compiled import library
@@ -50,15 +51,16 @@ _GROUP = 64
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class ResidentLayer:
-    """What frames of one layer have in common. runs: its full chunks. payload: of the open chunk
-    [2, Hk, C, d]. whole_bytes: payload bytes of the full chunks by tier. clean: the frontier from which the
-    open chunk's rows are known to be zero, -1 for not known. decode: what answers a frame alone, where
-    kernels are compiled and one look at the clock is enough. together: what answers it with others, the
-    first of which it is. resident: every chunk is attended in place. streamed: what answers it alone where
-    some come from storage. With neither, all of this is empty."""
+    """What frames of one layer have in common. runs: its full chunks; places: where each of them is. payload:
+    of the open chunk [2, Hk, C, d]. whole_bytes: payload bytes of the full chunks by tier. clean: the
+    frontier from which the open chunk's rows are known to be zero, -1 for not known. decode: what answers a
+    frame alone, where kernels are compiled and one look at the clock is enough. together: what answers it
+    with others, the first of which it is. resident: every chunk is attended in place. streamed: what answers
+    it alone where some come from storage. With neither, all of this is empty."""
 
     stamp: PlacementStamp
     resident: bool
+    places: tuple[Place, ...]
     runs: tuple[ChunkRun, ...]
     open_run: ChunkRun | None
     payload: Tensor | None
@@ -223,9 +225,10 @@ class ResidentDecode:
             streamed = self._plans.streamed.keep(plan, session, session.spec.score_scale)
         resident = all(read.path is Path.PARTIAL for read in reads)
         if reads[-1].line != state.open_line or not (resident or streamed is not None):
-            return ResidentLayer(stamp, False, (), None, None, "", {}, (), False, plan.kind)
+            return ResidentLayer(stamp, False, (), (), None, None, "", {}, (), False, plan.kind)
         here = reads if resident else reads[-1:]
-        payloads = [store.tiers[read.tier].view(store.ref(read.line)) for read in here]
+        places = [Place(store.tiers[read.tier], store.ref(read.line)) for read in here]
+        payloads = [place.memory.view(place.slot) for place in places]
         keys, values = [payload[0] for payload in payloads], [payload[1] for payload in payloads]
         whole: dict[str, int] = {}
         for read in reads[:-1]:
@@ -239,6 +242,7 @@ class ResidentDecode:
         return ResidentLayer(
             stamp=stamp,
             resident=resident,
+            places=tuple(places[:-1]),
             runs=runs,
             open_run=open_run,
             payload=payloads[-1],
@@ -320,7 +324,7 @@ class ResidentDecode:
             batch = KeptBatch(
                 compiled,
                 room,
-                shared_readings(frames, self._size),
+                self._readings(frames),
                 [frame.session.spec.score_scale for frame in frames],
                 _GROUP,
             )
@@ -331,11 +335,15 @@ class ResidentDecode:
         """By tensor operations, or one frame of many chunks; None when it is `over` between some of them."""
         scaled = self._scaled(frames)
         totals = no_rows(*scaled.shape)
-        for number, group in enumerate(groups_of(shared_readings(frames, self._size))):
+        for number, group in enumerate(groups_of(self._readings(frames))):
             if number and over():
                 return None
             attend_into(totals, scaled, group)
         return outputs(totals)
+
+    def _readings(self, frames: Sequence[ResidentFrame]) -> list[Reading]:
+        each = [_sequenced(frame, self._size) for frame in frames]
+        return readings_of(each, self._size, self._size * self._row_bytes)
 
     def _scaled(self, frames: Sequence[ResidentFrame]) -> Tensor:
         if len(frames) == 1:
@@ -398,56 +406,10 @@ class ResidentDecode:
         return StepAnswer(out, receipt)
 
 
-def shared_readings(frames: Sequence[ResidentFrame], size: int) -> list[Reading]:
-    """What the frames read, for each of them in ascending order. Leading full chunks that frames have in
-    common, as forked sessions do, are one reading for all of them."""
-    if len(frames) == 1:
-        return _own(frames[0], 0, 0, size)
-    groups: dict[int, list[int]] = {}
-    for index, frame in enumerate(frames):
-        groups.setdefault(frame.state.lines[0], []).append(index)
-    readings: list[Reading] = []
-    for members in groups.values():
-        common = _common_chunks([frames[index] for index in members]) if len(members) > 1 else 0
-        if common:
-            readings += [
-                Reading(run, tuple(members), size) for run in _cut(frames[members[0]].layer.runs, 0, common)
-            ]
-        for index in members:
-            readings += _own(frames[index], index, common, size)
-    return readings
-
-
-def _common_chunks(frames: Sequence[ResidentFrame]) -> int:
-    """How many leading full chunks are the same lines in all frames."""
-    whole = min(len(frame.state.lines) for frame in frames) - 1
-    first = frames[0].state.lines
-    for chunk in range(whole):
-        if any(frame.state.lines[chunk] != first[chunk] for frame in frames):
-            return chunk
-    return whole
-
-
-def _own(frame: ResidentFrame, index: int, first: int, size: int) -> list[Reading]:
-    """One frame's chunks from `first` on."""
+def _sequenced(frame: ResidentFrame, size: int) -> Sequenced:
     kept = frame.layer
     assert kept.open_run is not None
-    runs = kept.runs if first == 0 else _cut(kept.runs, first, len(frame.state.lines))
-    readings = [Reading(run, (index,), size) for run in runs]
-    readings.append(Reading(kept.open_run, (index,), (frame.visible - 1) % size + 1))
-    return readings
-
-
-def _cut(runs: Sequence[ChunkRun], first: int, last: int) -> list[ChunkRun]:
-    """Chunks [first, last) of runs that follow each other."""
-    found: list[ChunkRun] = []
-    at = 0
-    for run in runs:
-        low, high = max(first, at), min(last, at + run.count)
-        if low < high:
-            found.append(run.cut(low - at, high - at))
-        at += run.count
-    return found
+    return Sequenced(kept.places, kept.runs, kept.open_run, (frame.visible - 1) % size + 1)
 
 
 def groups_of(readings: Sequence[Reading]) -> list[list[Reading]]:

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from kvtier_core import resident, sharedreads
 from kvtier_core.edits.requests import Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
@@ -86,6 +88,8 @@ class Ragged(RuleBasedStateMachine):
         )
     )
     def start(self, tiers: list[object]) -> None:
+        # Chunks are small here, and all that sessions begin with is to be read once.
+        self.stack.enter_context(mock.patch.object(sharedreads, "PAYS_FROM_BYTES", 1))
         self.engine = self.stack.enter_context(engine(self.folder, tiers))  # type: ignore[arg-type]
 
     @rule(seed=st.integers(0, 2), tokens=st.sampled_from([1, 5, CHUNK - 2, CHUNK + 3]))
@@ -199,8 +203,7 @@ TestRagged.settings = settings(max_examples=40, stateful_step_count=20, deadline
 def test_a_shared_prefix_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked sessions: one reading of their common chunks for all of them, and each answer's bits its own.
     What is read is made up once for the same frames."""
-    from kvtier_core import resident
-
+    monkeypatch.setattr(sharedreads, "PAYS_FROM_BYTES", 1)
     seen: list[list[tuple[int, int]]] = []
 
     class Watched(KeptBatch):
@@ -234,7 +237,6 @@ def test_frames_in_one_call_go_on_over_chunks_that_fill_up(
 ) -> None:
     """Sessions that are not equally far, one leaving and coming back, over the end of a chunk."""
     if not compiled:
-        from kvtier_core import resident
         from kvtier_kernels import state
         from kvtier_kernels.ops.chunk_attention import decode, torch_impl
 
