@@ -23,6 +23,7 @@ import torch
 
 from kvtier_client.hf import attach
 from kvtier_core.engine import CacheEngine
+from kvtier_core.errors import CoreError
 from kvtier_core.placements.preference import PlanKind
 from kvtier_core.planner import StepPlanner
 from kvtier_core.tiers.base import SlotRef
@@ -334,8 +335,11 @@ def test_a_plan_that_attends_a_wrong_chunk_is_noticed(
         check_bits((LONG, NAMES[0]), play(model, where, plan, [sound], [prompt], seed=1))
     session = sound.fork()
     monkeypatch.setattr(StepPlanner, "plan", wrong_chunk(StepPlanner.plan))
+    # A state that was formed where the rows are says which blocks it has read: where the two are in storage,
+    # which moves before this have settled, it is not even merged.
+    noticed = "other bits|a state of producer flash is refused"
     try:
-        with pytest.raises(AssertionError, match="other bits"):
+        with pytest.raises((AssertionError, CoreError), match=noticed):
             check_bits((LONG, NAMES[0]), play(model, where, plan, [session], [prompt], seed=1))
     finally:
         session.close()

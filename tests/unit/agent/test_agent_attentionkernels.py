@@ -19,7 +19,7 @@ def ready(node: Any) -> tuple[str, str, str]:
     return condition.type, condition.status, condition.message
 
 
-NODE = SimpleNamespace(draining=False, faults={})
+NODE = SimpleNamespace(draining=False, faults={}, differences=dict)
 
 
 def test_compiled_kernels_need_no_remark(caplog: pytest.LogCaptureFixture) -> None:

@@ -162,6 +162,7 @@ def test_metric_names_carry_units_and_labels_are_closed() -> None:
         "_chunks",
         "_flight",
         "_failures",
+        "_differences",
         "_info",
     )
     for family in families:
