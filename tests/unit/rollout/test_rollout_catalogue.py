@@ -1,4 +1,4 @@
-"""The specification's mutations of a release (N.11 from 22 on) and its release vectors (C11.17 to C11.19).
+"""The specification's mutations of a release (N.11 from 22 on).
 
 Its codes in the words of this API: RELEASE_ORDER is SpecInvalid, or a move that the machine does not have;
 RELEASE_MANIFEST is InputDrift; GATE_MISSING is GateMissing, or a gate that cannot be left out; GATE_FAILED is
@@ -240,52 +240,3 @@ async def test_n_11_38_what_was_removed_is_not_served_after_a_restart(tmp_path: 
     await again.node.restore()
     assert again.node.caches == {}
     assert again.node.highest_fence(bench.command().cache.uid) > 0
-
-
-# The vectors: gates by their measures, at the thresholds that the vectors state.
-
-RUNTIME = (
-    metrics.ALLOCATION_FAILURES,
-    metrics.ILLEGAL_FALLBACKS,
-    metrics.ISOLATION_FAILURES,
-    metrics.REPLAY_FAILURES,
-)
-OK = {"tail": 1.02, "stall": 0.4, "output": 2e-4, "quality": 0.002, **dict.fromkeys(RUNTIME, 0.0)}
-LIMITS = {"tail": 1.05, "stall": 1.0, "output": 1e-3, "quality": 0.01}
-BROKEN = {"tail": 1.2, "stall": 3.0, metrics.OUTPUT_MISMATCHES: 1.0, **dict.fromkeys(RUNTIME, 1.0)}
-
-
-def measured(world: World, values: dict[str, float]) -> None:
-    for gate, value in values.items():
-        world.feed.gates[gate] = Verdict.PASS if value <= LIMITS.get(gate, 0) else Verdict.FAIL
-
-
-async def test_c11_17_an_exact_candidate_that_passes_shadow_goes_to_canary() -> None:
-    world = World(candidate=EXACT, gates=[])
-    measured(world, {**OK, metrics.OUTPUT_MISMATCHES: 0})
-    await world.until("Progressing", "Shadow")
-    await world.until("Progressing", "Canary", limit=60)
-    assert world.status["candidate"]["class"] == "exact"
-
-
-async def test_c11_18_better_latency_does_not_pay_for_quality_and_a_fallback() -> None:
-    world = World()
-    measured(world, {**OK, "quality": 0.021, metrics.ILLEGAL_FALLBACKS: 1, "tail": 0.8})
-    await world.until("RolledBack", limit=60)
-    assert world.status["rollback"]["fromStage"] == "Shadow"
-    assert world.where[1] == "ExactBaseline"
-
-
-@pytest.mark.parametrize("gate", BROKEN)
-@pytest.mark.parametrize(("stage", "step"), LIVE)
-async def test_c11_19_every_single_failed_gate_returns_from_every_live_state(
-    gate: str, stage: str, step: int
-) -> None:
-    if stage == "Shadow" and gate in ("tail", "stall"):
-        stage = "Canary"  # latency is not judged where no candidate serves
-    world = World(candidate=EXACT, gates=[])
-    await world.until("Progressing", stage, step)
-    measured(world, {**OK, gate: BROKEN[gate]})
-    await world.until("RolledBack", limit=60)
-    rollback = world.status["rollback"]
-    assert (rollback["cause"], rollback["gate"], rollback["fromStage"]) == ("GateFailed", gate, stage)
