@@ -19,6 +19,7 @@ import aiohttp
 
 Json = dict[str, Any]
 MERGE = "application/merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
 JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
 REQUEST_SECONDS = 60.0
@@ -65,6 +66,10 @@ class Admin:
     async def merge(self, path: str, body: Json) -> Json:
         return await self._request("PATCH", path, body, MERGE)
 
+    async def swap(self, path: str, operations: Sequence[Json]) -> Json:
+        """Operations of a JSON patch, tests among them, all or none."""
+        return await self._request("PATCH", path, operations, JSON_PATCH)
+
     async def apply(self, path: str, body: Json) -> Json:
         """Server-side, with force."""
         return await self._request("PATCH", f"{path}?fieldManager=bench&force=true", body, APPLY)
@@ -102,7 +107,9 @@ class Admin:
                     if line:
                         yield json.loads(line)
 
-    async def _request(self, method: str, path: str, body: Json | None, content_type: str) -> Json:
+    async def _request(
+        self, method: str, path: str, body: Json | Sequence[Json] | None, content_type: str
+    ) -> Json:
         data = None if body is None else json.dumps(body).encode()
         timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         async with self._session.request(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from tests.bench.rows import Row
 LEASE = "6s"
 """As short as makes the operator look once a second."""
 SECONDS = 300.0
+PAIRS = 20
 PEER = "Argo Rollouts 1.10.1"
 Round = Callable[[], Coroutine[Any, Any, float]]
 
@@ -63,10 +65,16 @@ class Rounds:
         self._telling: set[str] = set()
         self._ours: list[Return] = []
         self._theirs: list[float] = []
+        self._alone: list[float] = []
 
     def rows(self) -> list[Row]:
         """Of the rounds that have ended."""
-        return _rows(self._ours, self._theirs) if self._ours else []
+        found = _rows(self._ours, self._theirs) if self._ours else []
+        for label, share in (("p50", 0.5), ("p99", 0.99)):
+            if self._alone:
+                value = quantile(self._alone, share)
+                found.append(Row(f"rollback.two_writes.{label}", value, "s", lower_is_better=True))
+        return found
 
     async def run(self, rounds: int, peer: Round | None) -> None:
         """Ours and the peer's in turn, after one of each that is not counted."""
@@ -88,6 +96,35 @@ class Rounds:
             for task in watches:
                 task.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
+
+    async def two_writes(self) -> None:
+        """What a return writes before anybody can see it, a fence and then a status, each durable before it
+        is answered, with nothing judged and nobody else at work: the operator is ended first."""
+        await self._world.operator.close()
+        admin = self._world.admin
+        cache_path = f"{collection(self._space, 'kvcaches')}/wide"
+        for number in range(PAIRS + 1):
+            held, back = await admin.get(cache_path), await admin.get(self._path)
+            fence = held["status"]["fence"]
+            began = time.monotonic()
+            await admin.swap(
+                f"{cache_path}/status",
+                [
+                    {"op": "test", "path": "/metadata/uid", "value": held["metadata"]["uid"]},
+                    {"op": "test", "path": "/status/fence", "value": fence},
+                    {"op": "add", "path": "/status/fence", "value": fence + 1},
+                ],
+            )
+            version = back["metadata"]["resourceVersion"]
+            await admin.swap(
+                f"{self._path}/status",
+                [
+                    {"op": "test", "path": "/metadata/resourceVersion", "value": version},
+                    {"op": "add", "path": "/status", "value": {**back["status"], "fence": fence + 1}},
+                ],
+            )
+            if number:
+                self._alone.append(time.monotonic() - began)
 
     def _cache(self, kind: str, obj: Json, now: float) -> None:
         self._ready = _is_ready(obj)
@@ -158,6 +195,7 @@ async def measure(world: World, rounds: Rounds, count: int, *, beside: bool) -> 
             peer = other.round
         await rounds.run(count, peer)
     print(f"release: operator {world.operator.rss() // MIB} MiB after {count} returns", flush=True)
+    await rounds.two_writes()
 
 
 def _rows(ours: list[Return], theirs: list[float]) -> list[Row]:
