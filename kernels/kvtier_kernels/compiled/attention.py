@@ -252,8 +252,9 @@ def _begun_tile(
     """`width` queries times 4 rows: one vector each, of 4 lanes a row."""
     # Rows that are not seen are not read: their lanes read the last one that is.
     last = e.at(keys.count, -1)
-    rows = [keys.at(e, sizes, e.smaller(e.at(keys.first, i), last)) for i in range(ROWS)]
-    later = [keys.later(e, sizes, e.at(keys.first, i)) for i in range(ROWS)] if sizes.listed else []
+    which = [e.smaller(e.at(keys.first, i), last) for i in range(ROWS)]
+    rows = [keys.at(e, sizes, i) for i in which]
+    later = [keys.later(e, sizes, i) for i in which] if sizes.listed else []
     state = e.at(e.times(h, chunk.queries), first)
     q = [e.at(chunk.q, e.times(e.at(state, i), sizes.row_bytes)) for i in range(width)]
     sums = [[e.variable(VF) for _ in rows] for _ in q]

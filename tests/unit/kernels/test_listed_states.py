@@ -3,6 +3,9 @@ where they are weighted."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtier_kernels import state
+from kvtier_kernels.compiled import library
+from kvtier_kernels.compiled.layout import AHEAD, LANES, Job
 from kvtier_kernels.ops.chunk_attention import ShapeError, chunk_state, listed
 from kvtier_kernels.ops.chunk_attention.listed import listed_states
 from kvtier_kernels.ops.paged_decode import paged_decode_torch
@@ -250,3 +255,34 @@ def test_all_units_have_the_bits_of_paged_decode(tokens: int, lists: int) -> Non
         unit_tokens=16,
     )
     assert same(got, want)
+
+
+@pytest.mark.parametrize("rows", [*range(1, 5), 15, 16, 17, 33])
+@pytest.mark.parametrize("group", [1, 12], ids=["begun", "transposed"])
+def test_a_table_is_not_read_beyond_its_hints(rows: int, group: int) -> None:
+    """It lies before memory that nobody may read; a process of its own runs into that, if any does."""
+    compiled, width = library(), 16
+    if compiled is None:
+        pytest.skip("no compiled kernels")
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    pages = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(pages + mmap.PAGESIZE), mmap.PAGESIZE, 0)
+    room = rows + AHEAD * LANES
+    table = np.frombuffer(memory, np.int64, room, mmap.PAGESIZE - 8 * room)
+    data = np.ones((rows, width), np.float32)
+    table[:] = data.ctypes.data
+    table[:rows] += np.arange(rows) * data.strides[0]
+    jobs = np.zeros((1, len(Job)), np.int64)
+    jobs[0, [Job.KEYS, Job.VALUES]] = table.ctypes.data
+    jobs[0, [Job.VISIBLE, Job.COUNT]] = rows, 1
+    jobs[0, [Job.KEY_ROW, Job.VALUE_ROW]] = data.strides[0]
+    only, q = np.zeros(1, np.int64), torch.ones(1, 1, group, width)
+    total = state.identity((1, group), width, FRAME)
+    compiled._attend_listed()
+    child = os.fork()
+    if not child:
+        compiled.attend(
+            q, jobs, only, only, np.array([rows], np.int64), (total.m, total.l, total.u), listed=True
+        )
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
