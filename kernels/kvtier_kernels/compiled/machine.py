@@ -21,6 +21,7 @@ from torch import Tensor
 from kvtier_kernels.compiled.attention import emit_attend, emit_fold
 from kvtier_kernels.compiled.decode import emit_batch, emit_decode
 from kvtier_kernels.compiled.layout import LANES, FoldWord, Job, Word, scratch_floats
+from kvtier_kernels.compiled.modes import emit_guarded
 from kvtier_kernels.compiled.pages import emit_pages
 from kvtier_kernels.compiled.shares import emit_shares
 
@@ -28,6 +29,7 @@ Integers = NDArray[np.int64]
 
 _NEEDED = ("avx2", "fma")
 _SCRATCH = 1 << 16
+_ENTRIES = ("attend", "fold", "decode", "decode_begin", "decode_end", "pages", "attend_shared", "help")
 
 
 class UnsupportedMachine(RuntimeError):
@@ -48,7 +50,7 @@ class Library:
     """Kernels of this process. Raises UnsupportedMachine. Safe to call from several threads. decode: takes
     the address of DecodeWord's arguments, decode_begin and decode_end that of BatchWord's, attend_words that
     of Word's, fold_words that of FoldWord's, pages that of PageWord's, attend_shared and help that of
-    HelperWord's."""
+    HelperWord's. Each computes as IEEE 754 says, whatever modes the calling thread is in."""
 
     def __init__(self, processor: str = "") -> None:
         """processor: LLVM's name of one to compile for, by default this machine's."""
@@ -59,14 +61,14 @@ class Library:
         emit_batch(module)
         emit_pages(module)
         emit_shares(module, attend, emit_fold(module))
+        entries = {name: emit_guarded(module, module.globals[name]) for name in _ENTRIES}
         self._engine = built(module, processor)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
         self.attend_words, self.fold_words, self.decode, self.decode_begin, self.decode_end, self.pages = (
-            kind(self._engine.get_function_address(name))
-            for name in ("attend", "fold", "decode", "decode_begin", "decode_end", "pages")
+            kind(self._engine.get_function_address(entries[name])) for name in _ENTRIES[:6]
         )
         self.attend_shared, self.help = (
-            kind(self._engine.get_function_address(name)) for name in ("attend_shared", "help")
+            kind(self._engine.get_function_address(entries[name])) for name in _ENTRIES[6:]
         )
         self._local = threading.local()
         self._processor = processor
@@ -121,11 +123,11 @@ class Library:
         with self._lock:
             if self._listed is None:
                 module = ir.Module("kvtier-listed")
-                emit_attend(module, listed=True)
+                entry = emit_guarded(module, emit_attend(module, listed=True))
                 engine = built(module, self._processor)
                 kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
                 # The engine owns the code.
-                self._listed = engine, kind(engine.get_function_address("attend_listed"))
+                self._listed = engine, kind(engine.get_function_address(entry))
             return self._listed[1]
 
     def fold(self, states: tuple[Tensor, Tensor, Tensor], totals: tuple[Tensor, Tensor, Tensor]) -> None:

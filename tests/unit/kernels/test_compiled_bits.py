@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +129,30 @@ def test_threads_do_not_share_what_they_write() -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
             assert all(same(a, b) for a, b in zip(pool.map(run, cases), wants, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["flushes small numbers", "rounds up"])
+def test_a_thread_of_other_modes_has_the_same_bits(mode: str) -> None:
+    """Such as a library that was built for speed leaves behind, or an engine's own setting."""
+    q, k, v = drawn(2, 200, (9, 3, 64))
+    given = q, k * 1e-3, v * 1e-38
+    want = chunk_state(*given, scale=1.0, q_pos0=300, row_pos0=0)
+    folded = identity((2, 9), 64, LogitFrame(1.0))
+    fold((folded.m, folded.l, folded.u), (want.m[None], want.l[None], want.u[None]))
+
+    def otherwise() -> list[AttentionState]:
+        if mode == "rounds up":
+            assert not ctypes.CDLL("libm.so.6").fesetround(0x800)
+        else:
+            assert torch.set_flush_denormal(True)
+        got = chunk_state(*given, scale=1.0, q_pos0=300, row_pos0=0)
+        total = identity((2, 9), 64, LogitFrame(1.0))
+        fold((total.m, total.l, total.u), (got.m[None], got.l[None], got.u[None]))
+        return [got, total]
+
+    with ThreadPoolExecutor(1) as pool:
+        for one, wanted in zip(pool.submit(otherwise).result(), (want, folded), strict=True):
+            assert same(one, wanted)
 
 
 @pytest.mark.parametrize(
