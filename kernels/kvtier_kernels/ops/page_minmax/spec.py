@@ -199,6 +199,7 @@ def _refusal(id: str, change: dict[str, Any], match: str, *backends: str) -> Ref
 REFUSALS = (
     _refusal("unknown-page", {"page_ids": _ids(0, 1, 2, 6)}, "page 6 of 6"),
     _refusal("past-the-page", {"first": _ids(0, 1, 0, 0)}, "of a page of 8"),
+    _refusal("a-slot-that-wraps", {"first": _ids(0, 2**31 - 1, 0, 0)}, "of a page of 8"),
     _refusal("two-entries-of-a-page", {"page_ids": _ids(1, 1, 2, 3)}, "two different entries"),
     _refusal("dtype-of-ids", {"page_ids": torch.arange(4)}, "int32"),
     _refusal("dtype-of-boxes", {"kmin": torch.zeros(6, 2, 64).half()}, "one dtype"),

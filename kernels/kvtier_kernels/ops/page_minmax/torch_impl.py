@@ -55,7 +55,8 @@ def _check_entries(page_ids: Tensor, first: Tensor, count: Tensor, pages: int, t
     real = page_ids >= 0
     if bool((page_ids >= pages).any()):
         raise ShapeError(f"page {int(page_ids.max())} of {pages}")
-    bad = real & ((first < 0) | (count < 0) | (first + count > tokens))
+    # Not their sum, which may wrap around.
+    bad = real & ((first < 0) | (count < 0) | (count > tokens) | (first > tokens - count))
     if bool(bad.any()):
         raise ShapeError(f"slots [{int(first[bad][0])}, +{int(count[bad][0])}) of a page of {tokens}")
     order = page_ids.argsort(stable=True)

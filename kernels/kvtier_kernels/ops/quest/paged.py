@@ -39,6 +39,11 @@ def check_inputs(
         and not 0 <= int(n_pages.min()) <= int(n_pages.max()) <= page_table.shape[1]
     ):
         raise ShapeError(f"n_pages must lie in [0, {page_table.shape[1]}]")
+    if n_pages.device.type == page_table.device.type == "cpu" and page_table.numel():
+        there = torch.arange(page_table.shape[1]) < n_pages.unsqueeze(1)
+        highest = int(page_table.masked_fill(~there, -1).max())
+        if highest >= kmin.shape[0]:
+            raise ShapeError(f"page {highest} of {kmin.shape[0]}")
 
 
 def quest_score_paged_torch(

@@ -195,6 +195,7 @@ def specs() -> tuple[KernelSpec, ...]:
             refusals=(
                 _refusal("dtype", {"n_pages": torch.tensor([1])}, "int32"),
                 _refusal("past-the-table", {"n_pages": _ids(4)}, r"\[0, 3\]"),
+                _refusal("unknown-page", {"page_table": _ids(4, 9, 9)[None]}, "page 4 of 4"),
                 _refusal("reduce", {"reduce": "mean"}, "max, none"),
                 _refusal("heads", {"q": torch.zeros(1, 5, 64)}, "do not divide"),
                 _refusal("dims", {"q": torch.zeros(1, 6, 32)}, "want q"),

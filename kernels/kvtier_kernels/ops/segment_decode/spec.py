@@ -193,8 +193,11 @@ def _ids(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+_BOTH = ("torch", "triton")
+
+
 def _refusal(id: str, change: dict[str, Any], match: str, *backends: str) -> Refusal:
-    return Refusal(id, "neox", change, match, backends or ("torch", "triton"))
+    return Refusal(id, "neox", change, match, backends or _BOTH)
 
 
 REFUSALS = (
@@ -204,6 +207,9 @@ REFUSALS = (
     _refusal("backwards", {"seg_tok": _ids(0, 50, 60, 55).view(2, 2)}, "end where"),
     _refusal("past-the-table", {"seg_tok": _ids(0, 50, 60, 145).view(2, 2)}, r"\[0, 144\]"),
     _refusal("pointers", {"seg_ptr": _ids(0, 1)}, "ascend from 0 to 2"),
+    Refusal("pointers-that-wrap", "ragged", {"seg_ptr": _ids(0, 2 * 10**9, -2 * 10**9, 5)}, "ascend", _BOTH),
+    _refusal("no-page-of-a-row", {"page_table": torch.full((1, 9), -1, dtype=torch.int32)}, r"\[0, 10\)"),
+    _refusal("page-past-the-pool", {"page_table": torch.full((1, 9), 10, dtype=torch.int32)}, r"\[0, 10\)"),
     _refusal("rotary-dims", {"inv_freq": torch.ones(33)}, "r <= 64"),
     _refusal("split-inside-a-page", {"split_tokens": 24}, "whole pages"),
     _refusal("split", {"split_tokens": 32}, "multiple of 64", "triton"),

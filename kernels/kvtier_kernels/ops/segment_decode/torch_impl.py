@@ -49,10 +49,14 @@ def check_inputs(
         raise ShapeError(f"a split of {split_tokens} tokens is not whole pages of {page}")
     if seg_tok.device.type == "cpu":
         _check_segments(seg_ptr, seg_tok, page_table.shape[1] * page)
+        if page_table.device.type == "cpu":
+            _check_pages(page_table, seg_ptr, seg_tok, page, k_cache.shape[0])
 
 
 def _check_segments(seg_ptr: Tensor, seg_tok: Tensor, room: int) -> None:
-    if int(seg_ptr[0]) != 0 or int(seg_ptr[-1]) != seg_tok.shape[0] or bool((seg_ptr.diff() < 0).any()):
+    # In int64: a difference that wraps around ascends.
+    steps = seg_ptr.long().diff()
+    if int(seg_ptr[0]) != 0 or int(seg_ptr[-1]) != seg_tok.shape[0] or bool((steps < 0).any()):
         raise ShapeError(f"seg_ptr must ascend from 0 to {seg_tok.shape[0]}")
     if not seg_tok.numel():
         return
@@ -62,6 +66,20 @@ def _check_segments(seg_ptr: Tensor, seg_tok: Tensor, room: int) -> None:
     late |= _opens(seg_ptr, seg_tok.shape[0])[1:]
     if not bool(late.all()):
         raise ShapeError("segments of a request must ascend and not overlap")
+
+
+def _check_pages(page_table: Tensor, seg_ptr: Tensor, seg_tok: Tensor, page: int, pool: int) -> None:
+    """Pages of rows in segments. An id below 0 would be a page counted from the pool's end."""
+    owner = torch.repeat_interleave(torch.arange(page_table.shape[0]), seg_ptr.diff().long())
+    first, end = seg_tok.long().unbind(1)
+    some = end > first
+    edges = page_table.new_zeros(page_table.shape[0], page_table.shape[1] + 1, dtype=torch.int64)
+    one = torch.ones(int(some.sum()), dtype=torch.int64)
+    edges.index_put_((owner[some], first[some] // page), one, accumulate=True)
+    edges.index_put_((owner[some], -(-end[some] // page)), -one, accumulate=True)
+    ids = page_table[edges.cumsum(1)[:, :-1] > 0]
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < pool:
+        raise ShapeError(f"page ids of rows must lie in [0, {pool})")
 
 
 def _opens(seg_ptr: Tensor, count: int) -> Tensor:
