@@ -12,19 +12,14 @@ import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import lru_cache
+from operator import mul
 from typing import Final
-
-import numpy as np
-import numpy.typing as npt
 
 NEG: Final = -math.inf
 PASS_BETS: Final = 8
 FEW_CELLS: Final = 16
 """Up to so many distinct values what was computed is remembered."""
 _ZERO_FACTOR: Final = -1.0 + 1e-15
-_IMPOSSIBLE: Final = -1e200
-
-FloatArray = npt.NDArray[np.float64]
 
 
 class Side(Enum):
@@ -56,24 +51,22 @@ def log_sum_exp(values: Sequence[float]) -> float:
 
 def log_e(side: Side, m: float, cells: Iterable[tuple[float, float]], k: float = 1.0) -> float:
     """log e-value from cells (value in [0, 1], count >= 0) with design effect `k` >= 1."""
-    pairs = tuple((x, w) for x, w in cells if w > 0)
+    pairs = [cell for cell in cells if cell[1] > 0]
     if not pairs:
         return 0.0
-    return _log_e_few(side, m, pairs, k) if len(pairs) <= FEW_CELLS else _log_e(side, m, pairs, k)
+    return _log_e_few(side, m, tuple(pairs), k) if len(pairs) <= FEW_CELLS else _log_e(side, m, pairs, k)
 
 
-def _log_e(side: Side, m: float, pairs: tuple[tuple[float, float], ...], k: float) -> float:
-    x, w = np.asarray(pairs, np.float64).T
-    logs = _log_factor_array(side, m, x)
-    return log_sum_exp([float(t) / k for t in logs @ w]) - math.log(len(logs))
+def _log_e(side: Side, m: float, pairs: Sequence[tuple[float, float]], k: float) -> float:
+    totals = _bet_logs(side, m, pairs)
+    return log_sum_exp([t / k for t in totals]) - math.log(len(totals))
 
 
 # Of two hundred agents most have counted nothing new since the last look, or the same as others.
 _log_e_few = lru_cache(maxsize=4096)(_log_e)
 
 
-@lru_cache(maxsize=8192)
-def log_e_counts(side: Side, m: float, n: float, s: float, k: float = 1.0) -> float:
+def log_e_above(side: Side, m: float, n: float, s: float, k: float = 1.0) -> float:
     """log e-value of `s` units of value 1 among `n`, the others 0.
 
     `s` may be fractional: a fraction replaced by its linear interpolation is on the safe side.
@@ -88,20 +81,13 @@ def log_e_counts(side: Side, m: float, n: float, s: float, k: float = 1.0) -> fl
     return log_sum_exp(out) - math.log(len(out))
 
 
-def log_e_array(side: Side, m: float, n: float | FloatArray, s: FloatArray, k: float = 1.0) -> FloatArray:
-    """`log_e_counts` for many counts at once; `s` any shape, `n` a scalar or of the same shape."""
-    ones, nones = _finite_log_factors(side, m)
-    t = (np.multiply.outer(ones, s) + np.multiply.outer(nones, n - s)) / k
-    # The last bet is zero, so the maximum over bets is never -inf.
-    top = t.max(axis=0)
-    return np.asarray(top + np.log(np.exp(t - top).sum(axis=0)) - math.log(len(ones)), np.float64)
+log_e_counts = lru_cache(maxsize=8192)(log_e_above)
+"""The same, remembered: of two hundred agents most have counted nothing new, or the same as others."""
 
 
 def growth(side: Side, m: float, cells: Sequence[tuple[float, float]]) -> float:
     """Largest expected log growth per unit over the bets, for a law given as (value, probability)."""
-    pairs = [(x, p) for x, p in cells if p > 0]
-    logs = _log_factor_array(side, m, np.asarray([x for x, _ in pairs], np.float64))
-    return float((logs @ np.asarray([p for _, p in pairs], np.float64)).max())
+    return max(_bet_logs(side, m, [(x, p) for x, p in cells if p > 0]))
 
 
 def min_units_without_event(m: float, alpha: float, k: float = 1.0) -> int:
@@ -133,16 +119,19 @@ def _log_factors(side: Side, m: float) -> tuple[tuple[float, float], ...]:
     )
 
 
-@lru_cache(maxsize=1024)
-def _finite_log_factors(side: Side, m: float) -> tuple[FloatArray, FloatArray]:
-    """The same as two arrays. A factor of zero is finite here, so that no unit of it gives 0 and not NaN; one
-    unit of it is beyond every other bet."""
-    pairs = np.maximum(np.asarray(_log_factors(side, m)), _IMPOSSIBLE)
-    return pairs[:, 0].copy(), pairs[:, 1].copy()
-
-
-def _log_factor_array(side: Side, m: float, x: FloatArray) -> FloatArray:
-    """log factors, one row per bet and one column per value."""
-    factor = side.value * np.asarray(bets(side, m))[:, None] * (x - m)[None, :]
-    dead = factor <= _ZERO_FACTOR
-    return np.where(dead, NEG, np.log1p(np.where(dead, 0.0, factor)))
+def _bet_logs(side: Side, m: float, pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """Per bet: the sum of log factors over cells (value, weight > 0), of which there is at least one."""
+    over = [x - m for x, _ in pairs]
+    weights = [w for _, w in pairs]
+    # The value that a bet loses most on decides whether it loses all.
+    worst = max(over) if side is Side.PASS else min(over)
+    out = []
+    for lam in bets(side, m):
+        c = side.value * lam
+        if c == 0.0:
+            out.append(0.0)
+        elif c * worst <= _ZERO_FACTOR:
+            out.append(NEG)
+        else:
+            out.append(sum(map(mul, weights, map(math.log1p, [c * d for d in over]))))
+    return out

@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal, localcontext
 from typing import Final
-
-import numpy as np
-import numpy.typing as npt
 
 SUB: Final = 256
 """Bins per octave at full resolution (an exponential histogram of scale 8)."""
@@ -141,26 +137,30 @@ class Histogram:
         """Units above edge(i, shift); missing ones too when that is the unfavourable reading."""
         return sum(c for b, c in self.bins.items() if b >= i) + (self.missing if worst else 0)
 
-    def survival(self, lo: int, hi: int, *, worst: bool) -> npt.NDArray[np.int64]:
-        """`exceed` for each i of lo..hi inclusive; int64 [hi - lo + 1]."""
-        out = np.zeros(hi - lo + 1, np.int64)
-        if self.bins:
-            idx = np.fromiter(self.bins.keys(), np.int64, len(self.bins))
-            cnt = np.fromiter(self.bins.values(), np.int64, len(self.bins))
-            keep = idx >= lo
-            np.add.at(out, np.minimum(idx[keep], hi) - lo, cnt[keep])
-            out = np.cumsum(out[::-1])[::-1]
-        return out + (self.missing if worst else 0)
+    def steps(self, *, worst: bool) -> tuple[list[int], list[int]]:
+        """`exceed` as steps: where each begins after the first, ascending, and the units above each.
 
-    def cells(self, *, upper: bool) -> Iterator[tuple[float, int]]:
-        """(value, count), each value rounded outward to an edge and clipped to [0, 1].
+        One more count than beginnings: `above[k]` holds at edges `starts[k - 1]` to `starts[k] - 1`.
+        """
+        starts = sorted(self.bins)
+        above = [self.missing if worst else 0]
+        for i in reversed(starts):
+            above.append(above[-1] + self.bins[i])
+        return [i + 1 for i in starts], above[::-1]
+
+    def cells(self, *, upper: bool) -> list[tuple[float, int]]:
+        """(value, count > 0), each value rounded outward to an edge and clipped to [0, 1].
 
         `upper` rounds up and reads missing as 1; otherwise down and missing as 0.
         """
-        yield 0.0, self.zero
-        yield (1.0 if upper else 0.0), self.missing
+        out = [(0.0, self.zero), (1.0 if upper else 0.0, self.missing)]
+        shift, mask, octave = self.shift, SUB - 1, SUB.bit_length() - 1
         for i, c in self.bins.items():
-            yield min(1.0, edge(i + 1 if upper else i, self.shift)), c
+            # `edge`, without its call: thousands of these are made at a look.
+            j = (i + upper) << shift
+            x = math.ldexp(_EDGES[j & mask], (j >> octave) + 1)
+            out.append((x if x < 1.0 else 1.0, c))
+        return [one for one in out if one[1] > 0]
 
     def quantile(self, p: float) -> float | None:
         """Sample p-quantile of the measured units (upper edge of its bin); None without any."""

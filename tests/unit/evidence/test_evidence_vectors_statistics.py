@@ -22,13 +22,13 @@ from kvtier_evidence.evalues import (
     bets,
     growth,
     log_e,
-    log_e_array,
     log_e_counts,
     min_units_without_event,
 )
 from kvtier_evidence.gates import ONE, Effect, Pair, RatioEvidence
 from kvtier_evidence.grid import GAMMA, Histogram, edge, index
 from kvtier_evidence.limits import share_above
+from tests.unit.evidence.evidence_arrays import log_e_array
 
 P99 = share_above(Decimal(99))
 LN_30MS = math.log(0.03)

@@ -122,17 +122,17 @@ def _closure(extra: str) -> set[str]:
     return {name for name, _ in seen}
 
 
-def test_the_operators_installation_has_no_torch() -> None:
+def test_the_operators_installation_has_no_torch_and_no_numpy() -> None:
     brought = _closure("operator")
     assert {"kopf", "grpcio", "pydantic"} <= brought
-    assert brought & {"torch", "triton", "transformers", "scipy"} == set()
+    assert brought & {"torch", "triton", "transformers", "scipy", "numpy"} == set()
     assert "torch" in _closure("agent")
 
 
 _IMPORT_ALL = """
 import importlib, pkgutil, sys
 
-ABSENT = ("torch", "triton", "transformers", "kvtier_core", "kvtier_kernels", "kvtier_agent")
+ABSENT = ("torch", "numpy", "triton", "transformers", "kvtier_core", "kvtier_kernels", "kvtier_agent")
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
