@@ -46,6 +46,12 @@ class Access:
     server_name: str | None = None
     proxy: str | None = None
 
+    def refused(self) -> None:
+        """The server does not believe who asks. A token's file is read again at the next request: it may have
+        been renewed before its time, as when its token was taken back."""
+        if isinstance(self.authorization, TokenFile):
+            self.authorization.forget()
+
     def ssl_context(self) -> ssl.SSLContext:
         data = self.ca.decode() if isinstance(self.ca, bytes) else None
         context = ssl.create_default_context(
@@ -114,6 +120,9 @@ class TokenFile:
                 raise OSError(f"token file {self._path} is empty")
             self._value, self._until = f"Bearer {token}", now + TOKEN_SECONDS
         return self._value
+
+    def forget(self) -> None:
+        self._until = float("-inf")
 
 
 def _current(config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

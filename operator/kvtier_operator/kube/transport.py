@@ -16,6 +16,7 @@ import aiohttp
 from kvtier_operator.kube.access import Access, load_access
 
 CONNECTIONS = 32
+UNAUTHORIZED = 401
 USER_AGENT = "kvtier-operator"
 
 
@@ -66,6 +67,8 @@ class Transport:
             proxy=self._access.proxy,
             server_hostname=self._access.server_name,
         ) as response:
+            if response.status == UNAUTHORIZED:
+                self._access.refused()
             return Answer(response.status, await response.read(), response.headers.get("Retry-After"))
 
     async def close(self) -> None:

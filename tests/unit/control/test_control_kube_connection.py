@@ -156,6 +156,29 @@ def test_in_a_pod_the_token_is_read_again_when_it_may_have_been_renewed(tmp_path
     assert access.authorization() == "Bearer second"
 
 
+async def test_a_token_that_is_refused_is_read_again_at_once(
+    tmp_path: Path, asked: tuple[str, list[dict[str, Any]]], status: list[int]
+) -> None:
+    server, seen = asked
+    service_account(tmp_path)
+    transport = await connect(kubeconfig(tmp_path, user={"tokenFile": "token"}, server=server))
+
+    async def ask() -> str:
+        await transport.send("GET", "/", query=[], body=None, content_type="x/y", seconds=60)
+        return str(seen[-1]["headers"]["Authorization"])
+
+    try:
+        assert await ask() == "Bearer first"
+        (tmp_path / "token").write_text("second", encoding="utf-8")
+        assert await ask() == "Bearer first", "a file is not read for each request"
+        status[0] = 401
+        assert await ask() == "Bearer first"
+        status[0] = 429
+        assert await ask() == "Bearer second"
+    finally:
+        await transport.close()
+
+
 def test_an_address_of_colons_stands_in_brackets(tmp_path: Path) -> None:
     access = in_cluster({**IN_A_POD, "KUBERNETES_SERVICE_HOST": "fd00::1"}, service_account(tmp_path))
     assert access.server == "https://[fd00::1]:443"
@@ -168,8 +191,14 @@ def test_without_a_pod_it_says_so(tmp_path: Path, environment: dict[str, str], f
 
 
 @pytest.fixture
-async def asked() -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
-    """A server and what it was asked; it answers 429."""
+def status() -> list[int]:
+    """What the server answers."""
+    return [429]
+
+
+@pytest.fixture
+async def asked(status: list[int]) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
+    """A server and what it was asked."""
     seen: list[dict[str, Any]] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -181,7 +210,7 @@ async def asked() -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
                 "headers": request.headers,
             }
         )
-        return web.Response(status=429, body=b"later", headers={"Retry-After": "3"})
+        return web.Response(status=status[0], body=b"later", headers={"Retry-After": "3"})
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
