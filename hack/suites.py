@@ -97,6 +97,7 @@ _BESIDE = tuple(
         "localplane_identity",
         "localplane_lifecycle",
         "operator_api_faults",
+        "rollout_api_restarts",
     )
 )
 

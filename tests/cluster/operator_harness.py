@@ -104,14 +104,24 @@ async def _async(function: Any) -> Any:
 
 
 def start_operator(
-    cluster: Cluster, folder: Path, identity: str, timing: Timing = QUICK, *, server: str = ""
+    cluster: Cluster,
+    folder: Path,
+    identity: str,
+    timing: Timing = QUICK,
+    *,
+    server: str = "",
+    token_file: Path | None = None,
 ) -> RunningOperator:
-    """server: URL of something that stands before the API server."""
+    """server: URL of something that stands before the API server. token_file: who asks, as a pod has it."""
     kubeconfig = cluster.service_account_kubeconfig(
         SYSTEM, "kvtier-operator", folder / f"{identity}.kubeconfig"
     )
+    config = json.loads(kubeconfig.read_text(encoding="utf-8"))
     if server:
-        _point_to(kubeconfig, server)
+        config["clusters"][0]["cluster"] = {"server": server}
+    if token_file is not None:
+        config["users"][0]["user"] = {"tokenFile": str(token_file)}
+    kubeconfig.write_text(json.dumps(config), encoding="utf-8")
     certificate = cluster.issue_certificate(f"operator-{identity}", folder / "operator-tls")
     spans = InMemorySpanExporter()
     telemetry = build_telemetry(
@@ -149,18 +159,18 @@ def start_operator(
     return RunningOperator(box["operator"], spans, thread, box["loop"], box["stop"], errors)
 
 
-def _point_to(kubeconfig: Path, server: str) -> None:
-    config = json.loads(kubeconfig.read_text(encoding="utf-8"))
-    config["clusters"][0]["cluster"] = {"server": server}
-    kubeconfig.write_text(json.dumps(config), encoding="utf-8")
-
-
 @contextlib.contextmanager
 def operator(
-    cluster: Cluster, folder: Path, identity: str, timing: Timing = QUICK, *, server: str = ""
+    cluster: Cluster,
+    folder: Path,
+    identity: str,
+    timing: Timing = QUICK,
+    *,
+    server: str = "",
+    token_file: Path | None = None,
 ) -> Iterator[RunningOperator]:
     """A leading operator; the Lease of one that was killed before is waited for."""
-    running = start_operator(cluster, folder, identity, timing, server=server)
+    running = start_operator(cluster, folder, identity, timing, server=server, token_file=token_file)
     try:
         eventually(running.leading, 60, what=f"{identity} leads")
         yield running

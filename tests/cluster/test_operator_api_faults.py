@@ -13,15 +13,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from kvtier_core.release.enforcement import ReturnReason
+from kvtier_operator.kube import access
 from kvtier_operator.ports import Kind
 from tests.cluster.faultproxy import Cut, Delay, Expire, Fault, FaultProxy, Hide, Lose, Refuse, Seen
 from tests.cluster.kvtier_localplane import Cluster, eventually
 from tests.cluster.operator_harness import (
+    SYSTEM,
     RunningOperator,
     agent_pool,
     apply,
@@ -40,12 +44,47 @@ NAMESPACE = "api-faults"
 STAGES = ["Shadow", "Canary", "Ramp", "Full"]
 
 
+class Token:
+    """Of the operator, in a file, as a kubelet keeps it: bound to a Pod, with which it ends."""
+
+    def __init__(self, cluster: Cluster, file: Path) -> None:
+        self.file = file
+        self._cluster = cluster
+        self._count = 0
+        self.renew()
+
+    @property
+    def _pod(self) -> str:
+        return f"faults-operator-{self._count}"
+
+    def renew(self) -> None:
+        self._count += 1
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": self._pod, "namespace": SYSTEM},
+            "spec": {
+                "serviceAccountName": "kvtier-operator",
+                "containers": [{"name": "never-runs", "image": "none"}],
+            },
+        }
+        apply(self._cluster, pod)
+        token = self._cluster.service_account_token(SYSTEM, "kvtier-operator", bound_pod=self._pod)
+        fresh = self.file.with_suffix(".new")
+        fresh.write_text(token, encoding="utf-8")
+        fresh.replace(self.file)
+
+    def end(self) -> None:
+        self._cluster.kubectl("delete", "pod", self._pod, "-n", SYSTEM, "--wait=false")
+
+
 @dataclass
 class World:
     cluster: Cluster
     proxy: FaultProxy
     agent: RolloutFakeAgent
     operator: RunningOperator
+    token: Token
 
     def begin(self, name: str, **spec: Any) -> str:
         """A cache with its baseline, and a rollout on it, of which `spec` may say more; the cache's uid."""
@@ -98,9 +137,12 @@ def world(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
     golden = {"name": "golden", "namespace": NAMESPACE}
     plan = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": golden, "data": {"plan.json": PLAN}}
     apply(control_plane, quest, plan)
+    token = Token(control_plane, folder / "token")
     with (
+        # So that its file is never read again because it was due.
+        patch.object(access, "TOKEN_SECONDS", 3600.0),
         FaultProxy(control_plane.url, str(control_plane.ca_file)) as proxy,
-        operator(control_plane, folder, "faults", server=proxy.url) as running,
+        operator(control_plane, folder, "faults", server=proxy.url, token_file=token.file) as running,
     ):
         apply(control_plane, agent_pool(NAMESPACE, NAMESPACE))
         agent = RolloutFakeAgent(
@@ -114,12 +156,13 @@ def world(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
         )
         try:
             agent.start()
-            yield World(control_plane, proxy, agent, running)
+            yield World(control_plane, proxy, agent, running, token)
             # An approval that no agent can renew would keep the operators of other modules busy.
             for kind in ("kvrollouts", "kvcaches", "agentpools"):
                 control_plane.kubectl("delete", kind, "--all", "-n", NAMESPACE, "--timeout=60s", timeout=90)
         finally:
             agent.cleanup()
+            token.end()
 
 
 def sometimes(share: float, seed: int, when: Callable[[Seen], bool]) -> Callable[[Seen], bool]:
@@ -195,6 +238,83 @@ def test_throttling_is_obeyed(world: World) -> None:
         assert again - refused > 1.9, "the server asked for two seconds"
 
 
+def status_of(name: str) -> Callable[[Seen], bool]:
+    return lambda seen: seen.write and seen.path.endswith(f"/kvrollouts/{name}/status")
+
+
+def object_of(name: str) -> Callable[[Seen], bool]:
+    return lambda seen: seen.write and seen.path.endswith(f"/kvrollouts/{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        pytest.param("throttled-status", status_of, id="status"),
+        pytest.param("throttled-object", object_of, id="finalizer"),
+    ],
+)
+def test_a_rollout_whose_writes_are_throttled_waits_as_asked_and_completes(
+    world: World, name: str, which: Callable[[str], Callable[[Seen], bool]]
+) -> None:
+    """429 with Retry-After on each of its first writes of a kind: no other is tried before."""
+    ours, began = which(name), time.monotonic()
+    with world.proxy.fault(ours, Refuse(429, "TooManyRequests", "2"), times=2) as fault:
+        uid = world.begin(name)
+        world.completes(name, uid)
+    assert fault.hits == 2
+    tries = [one for one in world.proxy.passed(began) if ours(one.seen)]
+    assert [one.status for one in tries[:3]] == [429, 429, 200]
+    for refused, again in pairwise(tries[:3]):
+        assert again.at - refused.at > 1.9, "the server asked for two seconds"
+
+
+def test_a_return_whose_status_is_throttled_is_told_to_agents_after_it_was_written(world: World) -> None:
+    """An agent is told nothing under a fence that the rollout does not carry; then the return is proved."""
+    name = "throttled-return"
+    stages = rollout(name, name)["spec"]["stages"]
+    stages[1]["minDuration"] = "10m"
+    uid = world.begin(name, stages=stages)
+    core = world.agent.state.enforcement(uid)
+
+    def in_canary() -> bool:
+        lease = core.lease()
+        return lease is not None and lease.terms.fence.stage == "Canary"
+
+    eventually(in_canary, 120, what="the agent serves the candidate")
+    with world.proxy.fault(status_of(name), Refuse(429, "TooManyRequests", "1"), times=2) as fault:
+        began = time.monotonic()
+        abort = json.dumps({"spec": {"intent": {"seq": 1, "verb": "Abort", "attempt": 1}}})
+        world.cluster.kubectl("patch", "kvr", name, "-n", NAMESPACE, "--type=merge", "-p", abort)
+        eventually(lambda: core.lease() is None, 60, what="the candidate is revoked", interval=0.02)
+        revoked = time.monotonic()
+    assert fault.hits == 2
+    written = [one for one in world.proxy.passed(began) if status_of(name)(one.seen) and one.status == 200]
+    assert written and written[0].at <= revoked
+    eventually(lambda: world.status(name)["phase"] == "RolledBack", 60, what="the return is proved")
+    assert world.status(name)["rollback"]["agentsRestored"] == 1
+
+
+def test_a_token_that_ends_is_replaced_without_a_change_of_leaders(world: World) -> None:
+    """The API server refuses it in earnest: its Pod is gone. The file that holds it is renewed a moment
+    later, and is read then, not when it was due."""
+    name = "token"
+    uid = world.begin(name)
+    eventually(lambda: world.agent.state.candidate(uid), 120, what="the rollout has begun")
+    began, leading = time.monotonic(), world.operator.operator.election
+    assert leading is not None
+    since = leading.leading_since()
+    world.token.end()
+
+    def refused() -> bool:
+        return any(one.status == 401 for one in world.proxy.passed(began))
+
+    # The API server may hold a token for good for ten seconds more.
+    eventually(refused, 60, what="the server refuses the token", interval=0.05)
+    world.token.renew()
+    world.completes(name, uid)
+    assert leading.leading_since() == since, "another term began"
+
+
 def test_an_outage_and_an_expired_token_are_waited_out(world: World) -> None:
     """Everything is refused for longer than the operator's Lease lasts; agents fall back alone meanwhile, and
     afterwards the rollout goes on by its rules."""
@@ -265,8 +385,8 @@ def test_a_deletion_that_no_watch_told_is_found_by_the_relist(world: World) -> N
         # What is listed when a watch begins again has it still; later nothing but a relist tells.
         eventually(watched, 60, what="caches are watched again")
         # Its finalizer is the operator's to remove; without it no operator would be asked.
-        patch = json.dumps({"metadata": {"finalizers": None}})
-        world.cluster.kubectl("patch", "kvcache", "vanishes", "-n", NAMESPACE, "--type=merge", "-p", patch)
+        freed = json.dumps({"metadata": {"finalizers": None}})
+        world.cluster.kubectl("patch", "kvcache", "vanishes", "-n", NAMESPACE, "--type=merge", "-p", freed)
         world.cluster.kubectl("delete", "kvcache", "vanishes", "-n", NAMESPACE, "--wait=false")
         eventually(
             lambda: (
