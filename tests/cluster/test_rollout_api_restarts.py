@@ -1,5 +1,5 @@
 """SIGKILL of the API server in the middle of a rollout, right after it accepted a write, and another on the
-same store: one operator finishes it as if nothing had been. `make soak ARGS="--kills --api"` tries all writes.
+same store: one operator finishes it as if nothing had been. All writes: `make soak ARGS="--kills --api"`.
 """
 
 from __future__ import annotations
