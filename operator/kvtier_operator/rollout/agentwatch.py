@@ -113,8 +113,9 @@ def agents_against(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tu
     if spec.on_lease_expired is OnLeaseExpired.RESUME:
         patience *= LOST_LEASES
     for lost in state.lost:
-        if inputs.now >= max(lost.since, inputs.quiet_since) + patience:
-            return Cause.AGENT_LOST, f"{lost.node} has not answered for {int(inputs.now - lost.since)} s"
+        silent = inputs.now_for(lost.since) - lost.since
+        if min(silent, inputs.now - inputs.quiet_since) >= patience:
+            return Cause.AGENT_LOST, f"{lost.node} has not answered for {int(silent)} s"
     return None
 
 

@@ -97,6 +97,8 @@ class Kept:
     rate: float = 0.0
     unreadable: str = ""
     waits: dict[float, float] = field(default_factory=dict)
+    firsts: dict[float, tuple[float, float]] = field(default_factory=dict)
+    """Of times that were written down: wall and monotonic time at which this process first read them."""
     probing: Probing = field(default_factory=Probing)
 
 
@@ -136,6 +138,7 @@ class Gatherer:
         pool = await self._pool(members, cache, subject.uid, state, spec, kept, run)
         now, steady = self._deps.clock.now().timestamp(), self._deps.clock.monotonic()
         kept.waits = {since: kept.waits.get(since, steady) for since in _waits(state)}
+        kept.firsts = {at: kept.firsts.get(at, (now, steady)) for at in _measured(state)}
         if run.look is None:
             run.look = await self._look(subject, state, spec, pool, now)
             kept.last_look = run.look or kept.last_look
@@ -159,6 +162,7 @@ class Gatherer:
             probe_trouble=kept.probing.trouble,
             quiet_since=self._quiet_since(now),
             waited={since: steady - first for since, first in kept.waits.items()},
+            nows={at: wall + steady - then for at, (wall, then) in kept.firsts.items()},
             ttl=_duration(rollout, "ttlAfterFinished", 0.0),
             lease_ttl=_duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL),
         )
@@ -417,6 +421,14 @@ def _waits(state: RolloutState) -> tuple[float, ...]:
     found += [state.rollback.started_at] if state.rollback is not None else []
     found += [state.revoking.since] if state.revoking is not None else []
     return tuple(found)
+
+
+def _measured(state: RolloutState) -> tuple[float, ...]:
+    """Times by which a step, an attempt, a grant or patience ends."""
+    opened = () if state.window is None else (state.window.opened_at,)
+    lost = (one.since for one in state.lost)
+    at = (*opened, *lost, state.started_at, state.pending_since, state.grant_expires)
+    return tuple(one for one in at if one)
 
 
 def _known_rate(kept: Kept, state: RolloutState) -> float:

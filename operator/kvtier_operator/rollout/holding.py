@@ -182,19 +182,19 @@ def _deadlines(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[
     if state.phase is Phase.COMPLETED:
         if inputs.cache is not None and not is_mine(inputs.cache, inputs):
             return Cause.INPUT_DRIFT, "the KVCache does not hold this approval any more"
-        if inputs.now >= state.grant_expires:
+        if inputs.now_for(state.grant_expires) >= state.grant_expires:
             return Cause.LEASE_EXPIRED, "the long grant of the approved candidate was not renewed in time"
         return None
-    if inputs.now >= state.started_at + spec.progress_deadline:
+    if inputs.now_for(state.started_at) >= state.started_at + spec.progress_deadline:
         return (
             Cause.DEADLINE_EXCEEDED,
             f"not completed {int(spec.progress_deadline)} s after the attempt began",
         )
     step = current_step(state, spec)
     if spec.on_insufficient is OnInsufficient.ROLL_BACK and state.window and state.phase is Phase.PROGRESSING:
-        due = state.window.opened_at + step.min_seconds + spec.settle
+        opened = state.window.opened_at
         short = insufficient_gates(state, inputs, spec)
-        if inputs.now >= due and short:
+        if inputs.now_for(opened) >= opened + step.min_seconds + spec.settle and short:
             return (
                 Cause.DEADLINE_EXCEEDED,
                 f"{step.label} ended with too little evidence: {', '.join(short[:4])}",
@@ -299,7 +299,10 @@ def _ready(state: RolloutState, inputs: Inputs) -> bool:
 def _onward(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | None:
     """The next rung, when the step has lasted and every gate passes at this one look."""
     step = current_step(state, spec)
-    if state.window is None or inputs.now < state.window.opened_at + step.min_seconds:
+    if state.window is None:
+        return None
+    opened = state.window.opened_at
+    if inputs.now_for(opened) < opened + step.min_seconds:
         return None
     if not all_pass(state, inputs, spec):
         return None
@@ -359,7 +362,8 @@ def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
         and not revoked(agent, state.fence)
     ]
     extend = None
-    if state.phase is Phase.COMPLETED and state.grant_expires - inputs.now < APPROVAL_SECONDS * 2 / 3:
+    left = state.grant_expires - inputs.now_for(state.grant_expires)
+    if state.phase is Phase.COMPLETED and left < APPROVAL_SECONDS * 2 / 3:
         extend = ExtendApproval(inputs.now + APPROVAL_SECONDS)
         state = replace(state, grant_expires=extend.grant_expires)
     due = next_due(state, spec, inputs.now) if state.schedule else inputs.now + tick_seconds(spec)

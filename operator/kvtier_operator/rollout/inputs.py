@@ -144,8 +144,8 @@ class Inputs:
     cannot be run. approved_ttl: of the rollout whose candidate the cache holds approved. rate: requests a
     second in the blast radius, 0 when not known. quiet_since: when this process became leader; it knows
     nothing of renewals sent before that. waited: how long this process has waited for leases since a time
-    that was written down, in seconds that nobody can set. probe_trouble: reason and sentence of a probe Job
-    that makes no evidence."""
+    that was written down, in seconds that nobody can set. nows: see `now_for`. probe_trouble: reason and
+    sentence of a probe Job that makes no evidence."""
 
     now: float
     uid: str
@@ -165,11 +165,17 @@ class Inputs:
     last_look: Look | None = None
     quiet_since: float = 0.0
     waited: Mapping[float, float] = field(default_factory=dict)
+    nows: Mapping[float, float] = field(default_factory=dict)
     ttl: float = 0.0
     lease_ttl: float = DEFAULT_LEASE_TTL
     approved_ttl: float = DEFAULT_LEASE_TTL
     rate: float = 0.0
     probe_trouble: tuple[str, str] | None = None
+
+    def now_for(self, written: float) -> float:
+        """What time it is, to hold beside one that was written down: `now`, but for what the wall clock was
+        set by since this process first read that one."""
+        return self.nows.get(written, self.now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
     if blocker is not Blocker.NONE or spec is None or cache is None:
         invalid = blocker in INVALIDATING
         since = 0.0 if invalid else state.pending_since or inputs.now
-        left = since + spec.progress_deadline - inputs.now if spec is not None else WAIT_SECONDS
+        waited = inputs.now_for(since) - since
+        left = spec.progress_deadline - waited if spec is not None else WAIT_SECONDS
         if not invalid and left <= 0:
             return _waited_too_long(state, inputs, blocker, message)
         phase = Phase.INVALID if invalid else Phase.PENDING
@@ -130,7 +131,7 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
 
 def _waited_too_long(state: RolloutState, inputs: Inputs, blocker: Blocker, message: str) -> Plan:
     """The progress deadline counts for a rollout that cannot begin, too."""
-    hours = (inputs.now - state.pending_since) / 3600
+    hours = (inputs.now_for(state.pending_since) - state.pending_since) / 3600
     said = f"not begun after {hours:.1f} h; waits for {blocker}: {message}"
     notice = Notice(True, "PendingTooLong", said)
     return replace(end_unbegun(state, inputs, Cause.DEADLINE_EXCEEDED, said), notices=(notice,))

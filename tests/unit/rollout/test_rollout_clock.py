@@ -130,6 +130,77 @@ async def test_a_clock_that_is_set_in_a_return_neither_ends_its_wait_nor_lengthe
     assert held(world) == []
 
 
+@pytest.mark.parametrize("jump", [-4 * HOUR, 4 * HOUR], ids=["back", "forth"])
+async def test_a_step_lasts_as_long_as_declared_though_the_clock_was_set(jump: float) -> None:
+    """Or one jump would promote through every step whose gates pass, at an hour that stands for no other."""
+    stages = [{**QUICK[0], "minDuration": "1h"}, *QUICK[1:]]
+    world = World(progressDeadline="100h", stages=stages)
+    await world.until("Progressing", "Shadow")
+    await world.run(1790, tick=5)
+    world.clock.ahead = jump
+    await world.run(1790, tick=5)
+    assert world.where == ("Progressing", "Shadow", 0)
+    await world.run(40, tick=5)
+    assert world.where[1] != "Shadow"
+
+
+async def test_a_next_operator_counts_a_step_on_from_what_was_written() -> None:
+    world = World(progressDeadline="100h", stages=[{**QUICK[0], "minDuration": "1h"}, *QUICK[1:]])
+    await world.until("Progressing", "Shadow")
+    await world.run(1800, tick=5)
+    world.restart()
+    await world.run(1780, tick=5)
+    assert world.where == ("Progressing", "Shadow", 0)
+    await world.run(40, tick=5)
+    assert world.where[1] != "Shadow"
+
+
+async def test_a_clock_that_is_set_forth_ends_no_attempt() -> None:
+    world = World(progressDeadline="1h")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.run(1800, tick=5)
+    world.clock.ahead = 2 * HOUR
+    await world.run(1780, tick=5)
+    assert world.where == ("Progressing", "Shadow", 0)
+    await world.run(40, tick=5)
+    assert world.status["rollback"]["cause"] == "DeadlineExceeded"
+
+
+async def test_a_clock_that_is_set_forth_ends_no_wait_for_a_turn() -> None:
+    world = World(progressDeadline="1h")
+    cache = world.api.objects[world.cache_key]
+    world.api.put({**cache, "spec": {**cache["spec"], "suspend": True}})
+    await world.run(5)
+    assert world.where[0] == "Pending"
+    world.clock.ahead = 2 * HOUR
+    await world.run(5)
+    assert world.where[0] == "Pending"
+
+
+async def test_a_clock_that_is_set_forth_ends_no_approval() -> None:
+    world = World(stages=QUICK)
+    await world.until("Completed")
+    world.clock.ahead = 30 * HOUR
+    await world.run(12)
+    assert world.where[0] == "Completed"
+    assert held(world) == ["node-0", "node-1"]
+
+
+async def test_a_clock_that_is_set_forth_makes_no_agent_lost_and_later_nobody_forgotten() -> None:
+    world = World(progressDeadline="100h", onLeaseExpired="RollBack", leaseTTL="60s")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.run(100)
+    world.sims["node-1"].cut_off = True
+    await world.run(10)
+    world.clock.ahead = HOUR
+    await world.run(50)
+    assert world.where == ("Progressing", "Shadow", 0)
+    await world.run(10)
+    assert world.status["rollback"]["cause"] == "AgentLost"
+
+
 def test_the_agents_lease_clock_is_boottime() -> None:
     """It goes on while the machine is suspended, and nobody can set it."""
     before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
