@@ -38,7 +38,7 @@ from kvtier_operator.rollout.inputs import (
     Look,
     Notice,
 )
-from kvtier_operator.rollout.moves import is_mine, tick_seconds
+from kvtier_operator.rollout.moves import is_mine, lease_wait, tick_seconds
 from kvtier_operator.rollout.observe import (
     RECENT_SECONDS,
     RECENT_SHARE,
@@ -317,9 +317,16 @@ class Gatherer:
                     memory=kept.memory,
                     max_age=max_age,
                     on_a_beat=on_a_beat,
+                    ended=self._ended(state, spec, kept),
                 )
         views = tuple(run.changed.get(view.node, view) for view in run.pool.views)
         return Pool(views, run.pool.targets)
+
+    def _ended(self, state: RolloutState, spec: RolloutSpec | None, kept: Kept) -> frozenset[str]:
+        """Silent agents whose lease cannot last any more, by what this process has waited for them."""
+        wait = lease_wait(spec.lease_ttl if spec is not None else MAX_LEASE_TTL)
+        steady = self._deps.clock.monotonic()
+        return frozenset(one.node for one in state.lost if steady - kept.waits.get(one.since, steady) >= wait)
 
     def _on_a_beat(self, state: RolloutState, spec: RolloutSpec | None) -> bool:
         """Whether evidence is due, for which other rollouts of the pool look at the same moment."""
@@ -417,7 +424,7 @@ def _unopened(state: RolloutState, uid: str, pool: Pool) -> bool:
 
 def _waits(state: RolloutState) -> tuple[float, ...]:
     """Since when leases are waited for, as it was written down."""
-    found = [one.since for one in state.vanished]
+    found = [one.since for one in (*state.vanished, *state.lost)]
     found += [state.rollback.started_at] if state.rollback is not None else []
     found += [state.revoking.since] if state.revoking is not None else []
     return tuple(found)

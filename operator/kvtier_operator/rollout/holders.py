@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 from kvtier_operator.rollout.inputs import AgentView
 from kvtier_operator.rollout.state import Holders
 
+_UNNAMED = " not named"
+
 
 def holders_of(names: Collection[str], agents: Sequence[AgentView]) -> Holders:
     """Exactly these; those that have left the pool come first, since they are missed by their names."""
@@ -43,7 +45,12 @@ def gone(
     present = {agent.node for agent in agents}
     named = tuple(sorted((set(holders.names) | set(remembered)) - present))
     rest = holders.count - len(_known(holders, uid, agents, remembered))
-    return named if rest <= 0 else (f"{rest} not named", *named)
+    return named if rest <= 0 else (f"{rest}{_UNNAMED}", *named)
+
+
+def nodes_of(entry: str) -> int:
+    """How many nodes an entry of `gone` stands for."""
+    return int(entry.removesuffix(_UNNAMED)) if entry.endswith(_UNNAMED) else 1
 
 
 def _known(

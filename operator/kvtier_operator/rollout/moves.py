@@ -231,13 +231,17 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
     return advance(state, inputs, target, notice=notice, spans=(span,), clear_approved=older is not None)
 
 
+def lease_wait(ttl: float) -> float:
+    """Seconds after which a lease of `ttl` that is not renewed has provably ended: TTL + 10 %, at least the
+    second that a short lease's renewal may be on its way."""
+    return ttl + max(ttl * (LEASE_GRACE - 1), MIN_GRACE)
+
+
 def lease_end(inputs: Inputs, since: float, at_least: float = 0.0) -> float:
     """When every lease that could have been renewed before `since`, or by an operator before this one, has
-    provably ended: TTL + 10 %, at least the second that a short lease's renewal may be on its way. The TTL
-    is the spec's, or `at_least` where that is longer. What this process has waited it has measured: a wall
-    clock that is set meanwhile, or was another's, changes nothing."""
-    ttl = max(inputs.lease_ttl, at_least)
-    wait = ttl + max(ttl * (LEASE_GRACE - 1), MIN_GRACE)
+    provably ended. The TTL is the spec's, or `at_least` where that is longer. What this process has waited it
+    has measured: a wall clock that is set meanwhile, or was another's, changes nothing."""
+    wait = lease_wait(max(inputs.lease_ttl, at_least))
     waited = inputs.waited.get(since)
     if waited is not None:
         return inputs.now + wait - waited

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from kvtier.v1 import control_pb2 as control
 from kvtier_operator.agents.recent import state_of
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, NodeView
+from kvtier_operator.rollout.holders import gone, nodes_of
 from kvtier_operator.rollout.inputs import AgentView, ProofView
 from kvtier_operator.rollout.moves import excluded_now
 from kvtier_operator.rollout.state import RolloutState
@@ -65,9 +66,11 @@ class Observer:
         memory: Memory,
         max_age: float = RECENT_SECONDS,
         on_a_beat: bool = False,
+        ended: Container[str] = (),
     ) -> Pool:
         """Asks every member. One that does not answer is a view, not an error. max_age: seconds that what it
-        told another rollout may be old. on_a_beat: other rollouts of its pool ask at the same moment."""
+        told another rollout may be old. on_a_beat: other rollouts of its pool ask at the same moment. ended:
+        silent ones whose lease cannot last any more."""
         answers = await asyncio.gather(
             *(self._ask(member, cache_uid, max_age, on_a_beat) for member in members)
         )
@@ -75,7 +78,10 @@ class Observer:
             _view(member, answer, cache_uid, rollout_uid, state, memory)
             for member, answer in zip(members, answers, strict=True)
         ]
-        chosen = choose(members, views, rollout_uid, max_nodes, excluded_now(state, views, rollout_uid))
+        left_out = excluded_now(state, views, rollout_uid)
+        missed = gone(state.holders, rollout_uid, views, memory.written | memory.held)
+        away = sum(nodes_of(name) for name in {*missed, *(one.node for one in state.vanished)})
+        chosen = choose(members, views, rollout_uid, max_nodes, left_out, ended=ended, away=away)
         targets = {}
         for member, view in zip(members, views, strict=True):
             if view.boot_id:
@@ -126,20 +132,28 @@ def choose(
     rollout_uid: str,
     max_nodes: int,
     excluded: Container[str] = (),
+    *,
+    ended: Container[str] = (),
+    away: int = 0,
 ) -> frozenset[str]:
-    """Names of the agents that may hold the candidate. Cordoned, draining, dead and excluded ones may not."""
-    able = [
-        view
-        for member, view in zip(members, views, strict=True)
-        if member.live and not member.cordoned and not member.draining and view.node not in excluded
-    ]
+    """Names of the agents that may hold the candidate. Cordoned, draining, dead and excluded ones may not. Of
+    `max_nodes`, those of them that still hold it keep their places, unless their lease has `ended`, and
+    `away` more that have left the pool with one."""
+    able: list[AgentView] = []
+    unable: list[AgentView] = []
+    for member, view in zip(members, views, strict=True):
+        may = member.live and not member.cordoned and not member.draining and view.node not in excluded
+        (able if may else unable).append(view)
 
     def rank(view: AgentView) -> tuple[bool, str]:
         mark = hashlib.sha256(f"{rollout_uid}|{view.node}".encode()).hexdigest()
         return view.granted_rollout != rollout_uid, mark
 
     ordered = sorted(able, key=rank)
-    return frozenset(view.node for view in (ordered[:max_nodes] if max_nodes else ordered))
+    if max_nodes:
+        taken = [view for view in unable if view.granted_rollout == rollout_uid and view.node not in ended]
+        ordered = ordered[: max(0, max_nodes - len(taken) - away)]
+    return frozenset(view.node for view in ordered)
 
 
 def _view(

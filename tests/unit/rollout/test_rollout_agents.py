@@ -516,7 +516,10 @@ async def test_excluded_node_takes_no_place_of_the_radius() -> None:
     await to_canary(world)
     del world.sims["node-1"]
     world.add_node("node-8").refuse = "NO_DESTINATION_CAPACITY"
-    await world.run(3)
+    # node-1 keeps its place while its lease may last.
+    await world.run(15)
+    assert held(world) == ["node-0"]
+    assert [row["node"] for row in world.status["excluded"]] == ["node-8"]
     world.add_node("node-9")
     await world.run(3)
     assert held(world) == ["node-0", "node-9"]
