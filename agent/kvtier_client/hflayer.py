@@ -20,6 +20,9 @@ from kvtier_core.errors import Reason
 
 # The rows' way from update() to the attention function: transformers hands the key tensor through.
 _HANDLE = "_kvtier_layer"
+# Tensors among a model's further arguments that are no part of its attention; positions are looked at.
+_CHANGES_NOTHING = frozenset({"position_ids", "cache_position"})
+_CHANGES = frozenset({"sliding_window", "softcap"})
 # Padding's way from the mask function to the attention function.
 _PADDING = "_kvtier_padding"
 
@@ -172,10 +175,22 @@ def kvtier_attention(
         refuse("attention dropout")
     if query.requires_grad or key.requires_grad:
         refuse("gradients: call the model under torch.no_grad()")
-    if kwargs.get("sliding_window") is not None or kwargs.get("softcap") is not None:
-        refuse("sliding windows and soft caps")
+    _refuse_other_attention(module, kwargs)
     layer.expect(scaling, kwargs.get("position_ids"), pads, query.shape[2])
     return layer.attend(query, key, value), None
+
+
+def _refuse_other_attention(module: torch.nn.Module, given: dict[str, Any]) -> None:
+    """What a model hands over besides q, k and v that makes its attention another function: named, since an
+    answer without it would be wrong without looking so."""
+    for name, value in given.items():
+        if name in _CHANGES_NOTHING or value is None:
+            continue
+        # Sinks, biases, lists of rows and of packed sequences, also those that nobody has thought of yet.
+        if name in _CHANGES or isinstance(value, Tensor):
+            refuse(f"{name}: only plain causal attention over the whole context")
+    if given.get("is_causal", getattr(module, "is_causal", True)) is False:
+        refuse("is_causal=False: only causal attention over the whole context")
 
 
 def kvtier_mask(

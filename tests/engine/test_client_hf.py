@@ -140,6 +140,37 @@ REFUSED = [
 ]
 
 
+def told(**arguments: Any) -> Callable[[Any, KvtierCache], None]:
+    """A model whose attention is told more, as those with sinks, biases or windows are."""
+
+    def act(model: Any, cache: KvtierCache) -> None:
+        model(prompt(4), cache=cache, **arguments)
+
+    return act
+
+
+def bidirectional(model: Any, cache: KvtierCache) -> None:
+    attention = model.model.layers[0].self_attn
+    before, attention.is_causal = attention.is_causal, False
+    try:
+        model(prompt(4), cache=cache)
+    finally:
+        attention.is_causal = before
+
+
+REFUSED += [
+    pytest.param(told(s_aux=torch.zeros(6)), "s_aux", id="sinks"),
+    pytest.param(told(sinks=torch.zeros(6)), "sinks", id="sinks-by-another-name"),
+    pytest.param(told(position_bias=torch.zeros(1, 6, 4, 4)), "position_bias", id="bias"),
+    pytest.param(told(indices=torch.zeros(1, 4, 2, dtype=torch.long)), "indices", id="selected-rows"),
+    pytest.param(told(cu_seq_lens_q=torch.tensor([0, 2, 4])), "cu_seq_lens_q", id="packed"),
+    pytest.param(told(sliding_window=128), "sliding_window", id="window"),
+    pytest.param(told(softcap=30.0), "softcap", id="softcap"),
+    pytest.param(told(is_causal=False), "only causal attention", id="not-causal"),
+    pytest.param(bidirectional, "is_causal", id="a-module-that-is-not-causal"),
+]
+
+
 def grad(model: Any, cache: KvtierCache) -> None:
     with torch.enable_grad():
         model(prompt(4), cache=cache)
