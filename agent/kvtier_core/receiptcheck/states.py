@@ -188,17 +188,20 @@ def _check_numbers(terms: StateTerms, receipt: StateReceipt) -> None:
         raise _refused(Reason.EMPTY_SUPPORT if empty else Reason.STATE_INVALID, receipt)
     if receipt.u.shape != (*shape, terms.value_dim):
         raise _refused(Reason.STATE_SHAPE, receipt)
+    if seen is not None and receipt.u[~seen].any():
+        # Its weight is 0, which does not hide what is not finite.
+        raise _refused(Reason.STATE_INVALID, receipt)
 
 
 def _seen(terms: StateTerms, support: Ranges) -> NDArray[np.bool_] | None:
     """[n, Nq]: which queries see a row of which range; None when all see all."""
     if not support:
         return np.zeros((1, terms.queries), dtype=np.bool_)
-    if support[-1][0] <= terms.first_query_position:
+    starts = [first for first, _ in support]
+    if max(starts) <= terms.first_query_position:
         return None
-    starts = np.array([first for first, _ in support])
     positions = terms.first_query_position + np.arange(terms.queries)
-    return np.asarray(starts[:, None] <= positions[None, :], dtype=np.bool_)
+    return np.asarray(np.array(starts)[:, None] <= positions[None, :], dtype=np.bool_)
 
 
 def _refused(reason: Reason, receipt: StateReceipt) -> CoreError:

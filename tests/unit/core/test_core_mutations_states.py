@@ -194,28 +194,39 @@ def test_a_producer_without_rows_declares_it() -> None:
     assert refusal(lambda: merge_all(three, [FLASH, RAM], 3 * ONE)) is Reason.RECEIPT_COUNT
     mass = remade(support=(), support_sha256=ranges_digest(()))
     assert refusal(lambda: merge_all(TERMS, [RAM, mass], 3 * ONE)) is Reason.STATE_INVALID
+    values = dataclasses.replace(declared, u=np.full_like(declared.u, np.nan))
+    values = dataclasses.replace(values, checksum=states_checksum(values.m, values.l, values.u))
+    assert refusal(lambda: merge_all(three, [values, FLASH, RAM], 4 * ONE)) is Reason.STATE_INVALID
 
 
 def test_queries_before_a_chunk_have_nothing_of_it() -> None:
     """A block of a prefill: the first queries stand before the rows of its last chunk."""
     block = dataclasses.replace(TERMS, first_query_position=30, queries=10)
 
-    def receipt(producer: str, *support: tuple[int, int], poisoned: bool = False) -> StateReceipt:
+    def receipt(producer: str, *support: tuple[int, int], poisoned: str = "") -> StateReceipt:
         n = len(support)
         m, l = np.zeros((n, 10, HEADS), np.float32), np.ones((n, 10, HEADS), np.float32)
         for at, (first, _) in enumerate(support):
             hidden = first > 30 + np.arange(10)
             m[at, hidden], l[at, hidden] = -np.inf, 0.0
-        if poisoned:
-            l[-1, 0] = 1.0
         u = np.zeros((n, 10, HEADS, WIDTH), np.float32)
+        last = max(range(n), key=lambda at: support[at])
+        if poisoned == "l":
+            l[last, 0] = 1.0
+        elif poisoned == "u":
+            u[last, 0, 1, 2] = np.nan
+        elif poisoned == "all":
+            m[last, 0], l[last, 0] = 0.0, 1.0
         made = state(producer, *support, m=m, l=l, u=u, first_query_position=30, queries=10)
         return dataclasses.replace(made, checksum=states_checksum(m, l, u))
 
     flash = receipt("flash", (0, 16))
     merge_all(block, [flash, receipt("ram", (16, 32), (32, 40))], 30 * ONE)
-    leaked = receipt("ram", (16, 32), (32, 40), poisoned=True)
-    assert refusal(lambda: merge_all(block, [flash, leaked], 30 * ONE)) is Reason.STATE_INVALID
+    for what in ("l", "u", "all"):
+        for support in (((16, 32), (32, 40)), ((32, 40), (16, 32))):
+            leaked = receipt("ram", *support, poisoned=what)
+            found = refusal(lambda leaked=leaked: merge_all(block, [flash, leaked], 30 * ONE))  # type: ignore[misc]
+            assert found is Reason.STATE_INVALID, (what, support)
 
 
 def test_receipts_may_arrive_in_any_order_and_in_parts() -> None:
