@@ -41,6 +41,8 @@ from kvtier_operator.ports import (
 )
 from kvtier_operator.queue import Backoff
 from kvtier_operator.reconcile import build_reconcilers
+from kvtier_operator.rollout.beatreads import BeatReads
+from kvtier_operator.rollout.feed import EvidenceFeed
 from kvtier_operator.store import WatchStore
 from kvtier_operator.telemetry import Telemetry
 from kvtier_operator.watch.kopf_thread import KopfThread, WatchDeps
@@ -163,7 +165,9 @@ class Operator:
         )
         relist = Relist(ungated, self.store, clock, self._random.random, self._relisted)
         self._relist = relist
-        self._build(build_reconcilers(deps), relist.request)
+        beats = BeatReads(deps.agents, election, clock)
+        looks = EvidenceFeed(deps.agents, clock, external, beats)
+        self._build(build_reconcilers(deps, looks), relist.request)
         kopf_thread = KopfThread(WatchDeps(self.store, self._from_watch, options.kubeconfig, clock))
         health = Health(
             alive=lambda: kopf_thread.down_seconds() < WATCH_DOWN_SECONDS,
@@ -187,6 +191,7 @@ class Operator:
             asyncio.create_task(election.run(), name="election"),
             asyncio.create_task(relist.run(), name="relist"),
             asyncio.create_task(LeaseRenewer(deps).run(), name="lease-renewal"),
+            asyncio.create_task(beats.run(), name="beat-reads"),
             *(
                 asyncio.create_task(controller.run(), name=f"controller-{kind}")
                 for kind, controller in self._controllers.items()

@@ -16,13 +16,21 @@ from dataclasses import dataclass
 
 from kvtier.v1 import control_pb2 as control
 from kvtier_operator.agents.evidencereads import READ_SECONDS, EvidenceReads
-from kvtier_operator.ports import Agents, AgentTarget, Clock
+from kvtier_operator.ports import (
+    AgentError,
+    Agents,
+    AgentTarget,
+    AgentUnreachable,
+    Clock,
+    NotLeader,
+)
 
 MAX_TOLD = 65_536
 MAX_SINGLE = 16
 """Answers of a single cache that are kept of one agent."""
 KEPT_SECONDS = 30.0
 """For how long, at least; nobody asks for one that is nearly as old."""
+SAME_MOMENT_SECONDS = 0.5
 ALL = ""
 """Stands where a cache's uid would, for all of them."""
 
@@ -254,3 +262,11 @@ async def state_of(
     if isinstance(agents, RecentAgents):
         return await agents.recent_state(node, cache_uid, max_age, deadline_seconds=seconds, for_all=for_all)
     return await agents.get_state(node, cache_uid, deadline_seconds=seconds)
+
+
+async def ask_for_all(agents: Agents, node: AgentTarget) -> None:
+    """Has an agent's answer of all its caches remembered, for many who are about to ask; where nobody
+    remembers, nothing is asked. Who asks for himself hears of a failure."""
+    if isinstance(agents, RecentAgents):
+        with contextlib.suppress(AgentError, AgentUnreachable, NotLeader):
+            await agents.recent_state(node, ALL, SAME_MOMENT_SECONDS, for_all=True)

@@ -9,15 +9,16 @@ from kvtier_operator.reconcile.kvnode import KVNodeReconciler
 from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
 from kvtier_operator.reconcile.kvselector import KVSelectorReconciler
 from kvtier_operator.reconcile.tierclass import TierClassReconciler
+from kvtier_operator.rollout.feed import LookSource
 
 
-def build_reconcilers(deps: Deps) -> list[Reconciler]:
-    """One for each of the six kinds."""
+def build_reconcilers(deps: Deps, looks: LookSource) -> list[Reconciler]:
+    """One for each of the six kinds. looks: where rollouts have their evidence from."""
     return [
         TierClassReconciler(deps),
         KVSelectorReconciler(deps),
         AgentPoolReconciler(deps),
         KVNodeReconciler(deps),
         KVCacheReconciler(deps),
-        KVRolloutReconciler(deps),
+        KVRolloutReconciler(deps, looks),
     ]

@@ -60,15 +60,13 @@ from kvtier_operator.revisions import (
     selector_for,
     undamaged,
 )
-from kvtier_operator.rollout.beats import PoolBeats, next_beat
+from kvtier_operator.rollout.beats import AFTER_BEAT_SECONDS, PoolBeats, next_beat
 from kvtier_operator.rollout.moves import MAX_TICK
 
 _log = logging.getLogger(__name__)
 
 INITIAL_FENCE = 1
 QUIET_SECONDS = 60.0
-AFTER_BEAT_SECONDS = 0.5
-"""Behind those who look at evidence on the beat, while what agents told them is young enough to be shared."""
 RETRY_SECONDS = 3.0
 LEDGER_SECONDS = 60.0
 REMOVAL_GRACE = timedelta(seconds=66)

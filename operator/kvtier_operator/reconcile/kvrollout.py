@@ -30,13 +30,14 @@ from kvtier_operator.revisions import Role
 from kvtier_operator.rollout import effects
 from kvtier_operator.rollout.evaluation import current_look
 from kvtier_operator.rollout.feed import EvidenceFeed, LookSource
-from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run, reference
+from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run
 from kvtier_operator.rollout.inputs import GateVerdict, Notice, Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
 from kvtier_operator.rollout.moves import tick_seconds
 from kvtier_operator.rollout.pairs import Pair, Pairs
 from kvtier_operator.rollout.probing import LOOK_SECONDS, ProbeJobs
+from kvtier_operator.rollout.readings import reference
 from kvtier_operator.rollout.state import Condition, GateStatus, RolloutState
 from kvtier_operator.rollout.status import StatusUnreadable, as_written
 from kvtier_operator.rollout.vocabulary import Phase, Stage
@@ -190,6 +191,7 @@ class KVRolloutReconciler:
             # What follows from what it says now: the watch does not wake it for its own write.
             return None
         await self._probes.tend(facts.subject, facts.spec, plan.state, facts.pool.views, kept.probing)
+        self._gatherer.expect(facts, plan.state)
         after = plan.requeue_after
         if kept.probing.jobs:
             # They are looked at only so often, and nobody else ends those of a rollout that is over.

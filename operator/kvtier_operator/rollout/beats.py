@@ -18,6 +18,8 @@ _SLACK_MILLIS = 0.01
 """More than a moment of this century can be off as a float of seconds, and less than anything takes."""
 BEAT_SLACK = 0.001
 """Seconds. By less than this a beat may be further away than the interval, as floats go."""
+AFTER_BEAT_SECONDS = 0.5
+"""Behind those who look at evidence on the beat, while what agents told them is young enough to be shared."""
 _BITS = 32
 
 

@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
-from kvtier.v1 import evidence_pb2 as wire
 from kvtier_evidence.carry import Carry
 from kvtier_evidence.collector import cohort_seconds
 from kvtier_evidence.design import Estimate
@@ -28,9 +26,11 @@ from kvtier_evidence.window import WindowCounts, WindowKey
 from kvtier_operator.external.query import parse_query
 from kvtier_operator.external.source import ExternalSource
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, Clock
+from kvtier_operator.rollout.beatreads import Answer, BeatReads
 from kvtier_operator.rollout.evidencewire import delta_of, key_message
 from kvtier_operator.rollout.inputs import GateVerdict, Look
 from kvtier_operator.rollout.moves import current_step, tick_seconds
+from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import DesignEffect, RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
@@ -38,21 +38,11 @@ from kvtier_operator.rollout.vocabulary import Verdict
 _log = logging.getLogger(__name__)
 
 READ_ROUNDS = 2
+ASKED_SHARE = 0.4
+"""Of the interval, how old evidence of a beat may be as its look comes; what is older is asked for anew."""
 MAX_FEEDS = 4096
 MAX_DETAIL = 200
 MIN_RATE_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Whom to ask about which window, under which fence. unopened: no agent has been granted under it yet, so
-    there is nothing to be read: each would say that it knows no such window."""
-
-    cache: common.CacheRef
-    fence: common.Fence
-    key: WindowKey
-    nodes: tuple[AgentTarget, ...]
-    unopened: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,40 +71,65 @@ class LookSource(Protocol):
 
     async def look(self, reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look: ...
 
+    def expect(self, uid: str, reading: Reading | None, due_at: float) -> None:
+        """What the next look will ask, and when (seconds since the epoch); None: nobody knows yet."""
+
     def forget(self, uid: str) -> None: ...
 
 
 class EvidenceFeed:
     """Implements LookSource. One reader per rollout uid. Not thread-safe; calls for one uid never overlap."""
 
-    def __init__(self, agents: Agents, clock: Clock, external: ExternalSource | None = None) -> None:
-        """Without `external` every gate on a metric of another system is unreadable."""
+    def __init__(
+        self,
+        agents: Agents,
+        clock: Clock,
+        external: ExternalSource | None = None,
+        beats: BeatReads | None = None,
+    ) -> None:
+        """Without `external` every gate on a metric of another system is unreadable; without `beats` each
+        look asks for its own evidence."""
         self._agents = agents
         self._clock = clock
         self._external = external
+        self._beats = beats
         self._open: dict[str, _Open] = {}
         self._judging = asyncio.Lock()
 
+    def expect(self, uid: str, reading: Reading | None, due_at: float) -> None:
+        if self._beats is None:
+            return
+        known = self._open.get(uid)
+        if reading is None or known is None or known.reader.key != reading.key:
+            # The first look at a window begins its reader.
+            self._beats.forget(uid)
+        else:
+            self._beats.expect(reading, due_at, self._ask)
+
     def forget(self, uid: str) -> None:
         self._open.pop(uid, None)
+        if self._beats is not None:
+            self._beats.forget(uid)
         if self._external is not None:
             self._external.forget(uid)
 
     async def look(self, reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
-        """Reads every node once (twice after a rebuild) and judges what is merged."""
+        """Reads every node once (twice after a rebuild), where nobody has on this beat, and judges what is
+        merged."""
         step = current_step(state, spec)
         gates = spec.gates_of(step)
         opened = self._opened(reading.key, spec)
         reader = opened.reader
         expected = [node.name for node in reading.nodes]
-        window = key_message(reading.key)
+        interval = tick_seconds(spec)
+        asked = self._asked(reading, state, interval)
         for _ in range(0 if reading.unopened else READ_ROUNDS):
             answers = await asyncio.gather(
-                *(self._read(reader, reading, window, node) for node in reading.nodes)
+                *(asked.get(node) or self._read(reader, reading, node) for node in reading.nodes)
             )
             if Applied.REBUILD not in answers:
                 break
-        interval = tick_seconds(spec)
+            asked = {}
         evidence = reader.evidence(expected, now=self._clock.monotonic(), interval=interval)
         external = await self._read_external(reading.key, gates, state, now, interval)
         evidence = replace(evidence, external=external)
@@ -189,15 +204,28 @@ class EvidenceFeed:
         self._open[key.rollout_uid] = fresh
         return fresh
 
-    async def _read(
-        self, reader: WindowReader, reading: Reading, window: wire.WindowKey, node: AgentTarget
-    ) -> Applied | None:
+    def _asked(
+        self, reading: Reading, state: RolloutState, interval: float
+    ) -> Mapping[AgentTarget, asyncio.Task[Answer]]:
+        """What was asked on the beat that this look is of."""
+        if self._beats is None or state.schedule is None:
+            return {}
+        return self._beats.take(reading, state.schedule.due_at, interval * ASKED_SHARE)
+
+    async def _ask(self, reading: Reading, node: AgentTarget) -> Answer:
+        """Before the look, of the window that is open then."""
+        opened = self._open.get(reading.key.rollout_uid)
+        if opened is None or opened.reader.key != reading.key:
+            return None
+        return await self._read(opened.reader, reading, node)
+
+    async def _read(self, reader: WindowReader, reading: Reading, node: AgentTarget) -> Answer:
         """None when the agent could not be read: the reader sees by the clock that it was not."""
         position = reader.position(node.name)
         request = control.ReadEvidenceRequest(
             cache=reading.cache,
             fence=reading.fence,
-            window=window,
+            window=key_message(reading.key),
             epoch=position.epoch,
             ack_seq=position.ack_seq,
         )

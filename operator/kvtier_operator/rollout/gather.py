@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvtier.v1 import common_pb2 as common
 from kvtier_crds.beside import needs_own_engine
 from kvtier_crds.manifest import ManifestError, RuntimeManifest
 from kvtier_crds.quantity import QuantityError, parse_duration
@@ -25,9 +24,8 @@ from kvtier_operator.rollout.candidate import (
 )
 from kvtier_operator.rollout.effects import Subject
 from kvtier_operator.rollout.evaluation import next_due
-from kvtier_operator.rollout.feed import MIN_RATE_SECONDS, LookSource, Reading
+from kvtier_operator.rollout.feed import MIN_RATE_SECONDS, LookSource
 from kvtier_operator.rollout.gateset import ProbeSet, probe_names
-from kvtier_operator.rollout.grants import cache_ref, fence_of, window_key
 from kvtier_operator.rollout.holders import gone
 from kvtier_operator.rollout.inputs import (
     AgentView,
@@ -50,12 +48,14 @@ from kvtier_operator.rollout.observe import (
 from kvtier_operator.rollout.pairs import Pair
 from kvtier_operator.rollout.probereads import SHARED_SECONDS, ProbeReads
 from kvtier_operator.rollout.probing import Probing
+from kvtier_operator.rollout.readings import reading_of, unopened
 from kvtier_operator.rollout.rivals import busy_with, rivals, rivals_now, superseded_by
 from kvtier_operator.rollout.shares import spent_shares
 from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp, read_holders
-from kvtier_operator.rollout.vocabulary import CandidateClass, Phase, Stage
+from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass, Phase, Stage
+from kvtier_operator.rollout.waiting import WAIT_SECONDS
 from kvtier_operator.store import cache_of
 
 
@@ -305,7 +305,7 @@ class Gatherer:
                 run.pool, run.aged = unasked(members, kept.memory), False
             else:
                 # Whoever goes on to another step there asks anew, and is not the only one.
-                on_a_beat = self._on_a_beat(state, spec)
+                on_a_beat = _waits_off(state) or self._on_a_beat(state, spec)
                 max_age = RECENT_SECONDS if run.anew else self._max_age(state, spec)
                 run.aged = max_age > RECENT_SECONDS
                 run.pool = await self._observer.observe(
@@ -335,6 +335,8 @@ class Gatherer:
 
     def _max_age(self, state: RolloutState, spec: RolloutSpec | None) -> float:
         """Of what an agent said to others: see `observe.RECENT_SHARE`."""
+        if _waits_off(state):
+            return max(RECENT_SECONDS, WAIT_SECONDS * RECENT_SHARE)
         if spec is None or not self._on_a_beat(state, spec):
             return RECENT_SECONDS
         return max(RECENT_SECONDS, tick_seconds(spec) * RECENT_SHARE)
@@ -348,28 +350,25 @@ class Gatherer:
         now: float,
     ) -> Look | None:
         """The evidence, when its tick is due and the two fences agree."""
-        cache = subject.cache
         if state.stage is Stage.EXACT_BASELINE:
             # Nobody reads its window any more, and it stays for days; another attempt begins another.
             self._feed.forget(subject.uid)
-        if cache is None or spec is None or state.window is None or not state.holds_candidate:
+        if spec is None or now < next_due(state, spec, now):
             return None
-        if (cache.get("status") or {}).get("fence") != state.fence:
+        reading = reading_of(subject, state, spec, pool)
+        if reading is None:
             return None
-        if state.window.spec_hash != spec.window_hash or now < next_due(state, spec, now):
-            return None
-        lost = {agent.node for agent in state.lost}
-        # A holder that fell silent in this very pass is not in the status yet; its evidence is missing too.
-        lost |= {v.node for v in pool.views if not v.reachable and v.granted_rollout == subject.uid}
-        nodes = tuple(pool.targets[view.node] for view in pool.views if view.selected or view.node in lost)
-        reading = Reading(
-            cache=reference(cache),
-            fence=fence_of(state, subject.uid),
-            key=window_key(state, spec, subject.uid),
-            nodes=nodes,
-            unopened=state.schedule is None and _unopened(state, subject.uid, pool),
-        )
+        if state.schedule is None and unopened(state, subject.uid, pool):
+            reading = replace(reading, unopened=True)
         return await self._feed.look(reading, state, spec, now)
+
+    def expect(self, facts: Facts, state: RolloutState) -> None:
+        """What the next look will ask, as far as this one knows it. state: as it goes on from here."""
+        reading = None
+        if facts.spec is not None and state.schedule is not None:
+            reading = reading_of(facts.subject, state, facts.spec, facts.pool)
+        due_at = state.schedule.due_at if state.schedule is not None else 0.0
+        self._feed.expect(facts.subject.uid, reading, due_at)
 
     def _quiet_since(self, now: float) -> float:
         """Wall time at which this process became leader."""
@@ -414,12 +413,10 @@ def _state(rollout: JsonObject, kept: Kept) -> RolloutState:
     return kept.state[1]
 
 
-def _unopened(state: RolloutState, uid: str, pool: Pool) -> bool:
-    """Whether all agents have just said that they hold nothing under this window."""
-    opened = state.window.opening_fence if state.window is not None else 0
-    return all(
-        view.reachable and (view.granted_rollout != uid or view.granted_fence < opened) for view in pool.views
-    )
+def _waits_off(state: RolloutState) -> bool:
+    """Whether it was found that it cannot begin: it comes again behind its pool's beats, and asks anew before
+    it begins."""
+    return state.phase is Phase.PENDING and state.blocker is not Blocker.NONE and state.revoking is None
 
 
 def _waits(state: RolloutState) -> tuple[float, ...]:
@@ -457,11 +454,6 @@ def _parsed(
         return parse_spec(raw, probes, exact=exact), ""
     except ValueError as error:
         return None, str(error)
-
-
-def reference(cache: JsonObject) -> common.CacheRef:
-    metadata = cache["metadata"]
-    return cache_ref(metadata["namespace"], metadata["name"], metadata["uid"])
 
 
 def cache_view(cache: JsonObject | None) -> CacheView | None:

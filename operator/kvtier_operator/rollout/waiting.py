@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from kvtier_operator.rollout.beats import AFTER_BEAT_SECONDS, next_beat
 from kvtier_operator.rollout.conditions import MAX_MESSAGE
 from kvtier_operator.rollout.foresight import too_few_prompts
 from kvtier_operator.rollout.gateset import missing_for_approximate
@@ -104,7 +105,7 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
         return Plan(
             target,
             notices=notices,
-            requeue_after=0.0 if invalid else min(WAIT_SECONDS, left),
+            requeue_after=0.0 if invalid else min(_until_beat(inputs), left),
         )
     ready = replace(
         state,
@@ -127,6 +128,12 @@ def plan_off(state: RolloutState, inputs: Inputs) -> Plan:
         notice = Notice(False, "RevokingApproved", f"{name}: its approval ends before this rollout starts")
         return advance(ready, inputs, target, notice=notice)
     return enter_step(ready, inputs, spec, spec.ladder[0], "agents are on the baseline", spend_share=True)
+
+
+def _until_beat(inputs: Inputs) -> float:
+    """Behind the looks of its pool's beat, by the answers of agents that those got."""
+    share = inputs.cache.beat if inputs.cache is not None else 0.0
+    return next_beat(share, WAIT_SECONDS, inputs.now) + AFTER_BEAT_SECONDS - inputs.now
 
 
 def _waited_too_long(state: RolloutState, inputs: Inputs, blocker: Blocker, message: str) -> Plan:

@@ -50,9 +50,9 @@ from kvtier_operator.ports import (
 from kvtier_operator.proofs import nonce_digest
 from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
 from kvtier_operator.revisions import Role, revision_manifest
-from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import GateVerdict, Look
 from kvtier_operator.rollout.moves import current_step
+from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import DesignEffect, RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
@@ -552,8 +552,13 @@ class ScriptedFeed:
     unopened: list[bool] = field(default_factory=list)
     last_all_pass: bool = False
 
+    expected: list[tuple[Reading | None, float]] = field(default_factory=list)
+
     def forget(self, uid: str) -> None:
         return None
+
+    def expect(self, uid: str, reading: Reading | None, due_at: float) -> None:
+        self.expected.append((reading, due_at))
 
     async def look(self, reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
         self.looks += 1

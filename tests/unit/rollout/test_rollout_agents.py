@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvtier_operator.ports import AgentError
-from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.messenger import REVOKE_SECONDS, grant_deadline
+from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvtier_evidence.metrics import Kind
-from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.moves import current_step
+from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import DesignEffect, RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict

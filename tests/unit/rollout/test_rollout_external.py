@@ -15,10 +15,11 @@ from kvtier_evidence.metrics import EXTERNAL
 from kvtier_evidence.verdicts import Basis, Reason
 from kvtier_evidence.window import WindowCounts, WindowKey
 from kvtier_operator.external.query import Query
-from kvtier_operator.rollout.feed import EvidenceFeed, Reading
+from kvtier_operator.rollout.feed import EvidenceFeed
 from kvtier_operator.rollout.foresight import step_needs
 from kvtier_operator.rollout.grants import fence_of, grant_request, window_key
 from kvtier_operator.rollout.inputs import GateVerdict, Look
+from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec, SpecError, parse_spec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.status import from_status

@@ -17,14 +17,16 @@ from kvtier_evidence.delta import DeltaLog
 from kvtier_evidence.design import BlockSums
 from kvtier_evidence.grid import Histogram
 from kvtier_evidence.window import WindowCounts
-from kvtier_operator.ports import AgentError, AgentTarget
+from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable
 from kvtier_operator.rollout import feed as feed_module
+from kvtier_operator.rollout.beatreads import BeatReads
 from kvtier_operator.rollout.evidencewire import counts_of
-from kvtier_operator.rollout.feed import EvidenceFeed, Reading, thresholds_of
+from kvtier_operator.rollout.feed import EvidenceFeed, thresholds_of
 from kvtier_operator.rollout.grants import fence_of, window_key
 from kvtier_operator.rollout.inputs import Look
+from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
-from kvtier_operator.rollout.state import RolloutState
+from kvtier_operator.rollout.state import RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, to_status
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World
@@ -313,3 +315,81 @@ def test_names_of_what_agents_counted_are_one_object_however_many_tell_of_them()
     assert one == (metrics.TPOT_RATIO, metrics.Arm.BASELINE) and one is other
     ((gate,), (same,)) = first.above_up, second.above_up
     assert gate == "a gate" and gate is same
+
+
+class Counted(EvidenceOf):
+    """Notes when it was asked; `down` has it answer nobody."""
+
+    def __init__(self, counts: WindowCounts, world: World) -> None:
+        super().__init__(counts)
+        self.world, self.at, self.down = world, list[float](), False
+
+    async def read_evidence(self, node: AgentTarget, request: Any) -> control.ReadEvidenceResponse:
+        self.at.append(self.world.clock.seconds)
+        if self.down:
+            raise AgentUnreachable(node.name, "UNAVAILABLE", "down")
+        return await super().read_evidence(node, request)
+
+
+@pytest.mark.parametrize(
+    "late, down, asked",
+    [
+        pytest.param(0.0, False, ["beat"], id="in-time"),
+        pytest.param(0.5, False, ["beat"], id="late"),
+        pytest.param(9.0, False, ["beat", "look"], id="too-late-to-be-used"),
+        pytest.param(0.5, True, ["beat"], id="an-agent-that-did-not-answer-was-asked-all-the-same"),
+    ],
+)
+async def test_a_look_is_judged_by_what_was_asked_on_its_beat(
+    late: float, down: bool, asked: list[str]
+) -> None:
+    world = World()
+    await world.until("Progressing", "Shadow")
+    spec = parse_spec(world.api.objects[world.rollout]["spec"])
+    spec = replace(spec, lease_ttl=60.0)
+    state = from_status(world.status)
+    uid = world.api.objects[world.rollout]["metadata"]["uid"]
+    nodes = (AgentTarget("node-0", "uid-0", "10.0.0.1:7443", "boot"),)
+    cache = common.CacheRef(namespace="serving", name="chat")
+    reading = Reading(cache, fence_of(state, uid), window_key(state, spec, uid), nodes)
+    agents = Counted(tpot(*[FAST] * 90, *[SLOW] * 10), world)
+    beats = BeatReads(agents, world.deps.leader, world.clock)  # type: ignore[arg-type]
+    feed = EvidenceFeed(agents, world.clock, beats=beats)  # type: ignore[arg-type]
+    first = await feed.look(reading, state, spec, world.clock.seconds)
+    beat = world.clock.seconds + 10.0
+    state = replace(state, schedule=Schedule(beat, world.clock.seconds, 0.0))
+    feed.expect(uid, reading, beat)
+    agents.at.clear()
+    agents.down = down
+    world.clock.seconds = beat
+    beats.tick()
+    await asyncio.sleep(0)
+    world.clock.seconds = beat + late
+    look = await feed.look(reading, state, spec, world.clock.seconds)
+    assert agents.at == [{"beat": beat, "look": beat + late}[moment] for moment in asked]
+    assert len(beats) == 0 and look.at == beat + late
+    assert [one.verdict for one in look.verdicts] == [one.verdict for one in first.verdicts]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first-look", "closed"])
+async def test_nothing_is_expected_of_a_window_that_nobody_has_read_or_that_is_closed(known: bool) -> None:
+    """The first look at a window begins its reader, from when on agents count as not read."""
+    world = World()
+    await world.until("Progressing", "Shadow")
+    spec = parse_spec(world.api.objects[world.rollout]["spec"])
+    state = from_status(world.status)
+    uid = world.api.objects[world.rollout]["metadata"]["uid"]
+    nodes = (AgentTarget("node-0", "uid-0", "10.0.0.1:7443", "boot"),)
+    cache = common.CacheRef(namespace="serving", name="chat")
+    reading = Reading(cache, fence_of(state, uid), window_key(state, spec, uid), nodes)
+    agents = Counted(tpot(FAST), world)
+    beats = BeatReads(agents, world.deps.leader, world.clock)  # type: ignore[arg-type]
+    feed = EvidenceFeed(agents, world.clock, beats=beats)  # type: ignore[arg-type]
+    if known:
+        await feed.look(reading, state, spec, world.clock.seconds)
+        feed.expect(uid, reading, world.clock.seconds + 10.0)
+        assert len(beats) == 1
+        feed.expect(uid, None, 0.0)
+    else:
+        feed.expect(uid, reading, world.clock.seconds + 10.0)
+    assert len(beats) == 0

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from kvtier_operator.ports import Kind, ObjectKey
-from kvtier_operator.rollout.feed import MIN_RATE_SECONDS, Reading
+from kvtier_operator.rollout.feed import MIN_RATE_SECONDS
 from kvtier_operator.rollout.foresight import StepNeed, foresee, step_needs
 from kvtier_operator.rollout.inputs import Look
+from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvtier_operator.agents.recent import RecentAgents
 from kvtier_operator.metrics import Metrics
+from kvtier_operator.ports import AgentTarget, Requeue
 from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
+from kvtier_operator.rollout.beats import PoolBeats, next_beat
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World, copied, held
 
@@ -174,3 +177,59 @@ class TestSuspended:
         suspend(world)
         world.intent("Abort", 1)
         await world.until("RolledBack", limit=30)
+
+
+async def test_who_ends_a_look_says_what_the_next_one_will_ask_and_when() -> None:
+    world = World(leaseTTL="60s")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.run(25)
+    schedule = world.operator._kept["uid-quest"].schedule
+    reading, due_at = world.feed.expected[-1]
+    assert schedule is not None and reading is not None
+    assert due_at == schedule.due_at > world.clock.seconds
+    assert (reading.fence.value, reading.key.rollout_uid) == (world.status["fence"], "uid-quest")
+    assert [node.name for node in reading.nodes] == sorted(world.sims) and not reading.unopened
+    world.intent("Abort", 1)
+    await world.until("RolledBack")
+    assert world.feed.expected[-1][0] is None, "its window is closed"
+
+
+async def test_who_waits_to_begin_comes_behind_its_pools_beats_by_answers_that_others_got() -> None:
+    world = World()
+    world.edit(candidate={"selectorRef": {"name": "absent"}})
+    asked: list[str] = []
+    said = world.deps.agents.get_state
+
+    async def get_state(node: AgentTarget, cache_uid: str = "", **how: Any) -> Any:
+        asked.append(node.name)
+        return await said(node, cache_uid, **how)
+
+    world.deps.agents.get_state = get_state  # type: ignore[method-assign]
+    agents = RecentAgents(world.deps.agents, world.clock)
+    world.deps = replace(world.deps, agents=agents)
+    world.operator = KVRolloutReconciler(world.deps, feed=world.feed)
+    await world.pass_()
+    assert world.says("Pending")
+    share = PoolBeats(world.deps.store).share("serving", cache_pool(world))
+    for _ in range(3):
+        outcome = await world.pass_()
+        assert isinstance(outcome, Requeue)
+        world.clock.seconds += outcome.after_seconds
+        behind = world.clock.seconds - next_beat(share, 10.0, world.clock.seconds - 1.0)
+        assert behind == pytest.approx(0.5, abs=0.02)
+    # Somebody else has asked on that beat.
+    for target in [member.target for member in world.deps.fleet.members("serving", cache_pool(world))]:
+        await agents.recent_state(target, "another", 0.1, for_all=True)
+    asked.clear()
+    world.clock.seconds += 1.0
+    await world.pass_()
+    assert asked == []
+    # What it waited for is there: nothing begins by what was told to others.
+    world.edit(candidate={"selectorRef": {"name": "quest-64"}})
+    await world.pass_()
+    assert sorted(set(asked)) == sorted(world.sims) and world.says("Progressing")
+
+
+def cache_pool(world: World) -> str:
+    return str(world.api.objects[world.cache_key]["spec"]["poolRef"]["name"])

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from kvtier_operator.ports import ApiError, EventType, JsonObject, Kind, ObjectKey, PatchOp
-from kvtier_operator.rollout.feed import Reading
 from kvtier_operator.rollout.inputs import Look
+from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
