@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import aiohttp
+
 from tests.bench.release_api import Json, at_once, until
 from tests.bench.release_audit import AuditTail, Write, by_operator, difference, most_by_agent, on_objects
 from tests.bench.release_objects import (
@@ -29,7 +31,7 @@ from tests.bench.release_objects import (
     rollout,
 )
 from tests.bench.release_processes import cpu_of, rss_of
-from tests.bench.release_track import Tracker, lateness, quantile, slope
+from tests.bench.release_track import Tracker, bucket_quantile, buckets, lateness, quantile, slope
 from tests.bench.release_world import World
 from tests.bench.rows import Row
 from tests.cluster.operator_harness import SYSTEM
@@ -194,6 +196,7 @@ async def under_edits(load: Load, minutes: float) -> list[Row]:
     load.tracker.begin()
     load.memory.clear()
     before, started, cpu = Counter(load.audit.counts), time.monotonic(), world.operator.cpu_seconds()
+    judged = await _judged(world)
     agents_cpu, api_cpu = world.agents.cpu_seconds(), cpu_of(world.api_server)
     load.measuring = True
     edits = await _edit(load, minutes * 60.0)
@@ -207,7 +210,7 @@ async def under_edits(load: Load, minutes: float) -> list[Row]:
     api_used = (cpu_of(world.api_server) - api_cpu) / seconds
     observed = await world.agents.ask({"do": "observed"})
     late = [one / INTERVAL for _, _, moments in observed["reads"] for one in lateness(moments, INTERVAL)]
-    moved = sum(load.tracker.transitions.values())
+    looks, moved = await _judged(world), sum(load.tracker.transitions.values())
     written = by_operator(difference(load.audit.counts, before), lease=LEASE)
     load.note(
         f"{edits} edits in {seconds:.0f} s, {moved} moves of a fence, {len(late)} looks on a beat; "
@@ -225,7 +228,18 @@ async def under_edits(load: Load, minutes: float) -> list[Row]:
         Row("lateness.p50", quantile(late, 0.50), "interval", lower_is_better=True),
         Row("lateness.p99", quantile(late, 0.99), "interval", goal=0.1, lower_is_better=True),
         Row("lateness.looks", float(len(late)), "looks"),
-    ]
+        *(
+            Row(f"lateness.judged.{name}", bucket_quantile(judged, looks, share), "interval",
+                lower_is_better=True)
+            for name, share in (("p50", 0.50), ("p99", 0.99))
+        ),
+    ]  # fmt: skip
+
+
+async def _judged(world: World) -> dict[float, float]:
+    """The operator's own histogram of how late looks came, in intervals, since it began."""
+    async with aiohttp.ClientSession() as session, session.get(world.operator.metrics_url) as answer:
+        return buckets(await answer.text(), "kvtier_operator_look_lateness_intervals")
 
 
 def _a_second(calls: dict[str, int], seconds: float) -> dict[str, float]:

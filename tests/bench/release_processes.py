@@ -45,6 +45,7 @@ class Child:
         self._process = process
         self._log = log
         self.pid = process.pid
+        self.metrics_url = ""
 
     @classmethod
     async def start(cls, argv: Sequence[str], log: Path, **environment: str) -> tuple[Child, Json]:
@@ -122,6 +123,7 @@ async def start_operator(kubeconfig: Path, namespace: str, tls: Certificate, fol
         "--log-level=warning",
     ]
     child, _ = await Child.start(argv, folder / "operator.log", PYTHONUNBUFFERED="1")
+    child.metrics_url = f"http://127.0.0.1:{port}/metrics"
     return child
 
 

@@ -108,6 +108,21 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def buckets(text: str, name: str) -> dict[float, float]:
+    """Of a histogram without labels in Prometheus' text format: upper edge to how many are not above it."""
+    head = f'{name}_bucket{{le="'
+    lines = (line for line in text.splitlines() if line.startswith(head))
+    return {float(edge): float(count) for edge, count in (line[len(head) :].split('"} ') for line in lines)}
+
+
+def bucket_quantile(before: dict[float, float], after: dict[float, float], share: float) -> float:
+    """The upper edge of the bucket that holds it, of what was counted in between, so at most that; 0 without
+    any, and infinite above the last edge."""
+    counted = sorted((edge, count - before.get(edge, 0.0)) for edge, count in after.items())
+    whole = counted[-1][1] if counted else 0.0
+    return next((edge for edge, count in counted if whole and count >= share * whole), 0.0)
+
+
 def slope(points: list[tuple[float, float]]) -> float:
     """Of the straight line that is nearest by squares; 0 for fewer than two points."""
     if len(points) < 2:

@@ -12,7 +12,7 @@ import pytest
 from tests.bench.release_audit import AuditTail, Write, by_operator, difference, most_by_agent, on_objects
 from tests.bench.release_objects import ROLES, Role, Sizes, all_named, at_rest
 from tests.bench.release_range import ENDED, FACTOR, FILE, HELD, held, limits_of, main, name_of, read
-from tests.bench.release_track import Tracker, lateness, quantile, slope
+from tests.bench.release_track import Tracker, bucket_quantile, buckets, lateness, quantile, slope
 from tests.bench.rows import Row
 
 OPERATOR = "system:serviceaccount:kvtier-system:kvtier-operator"
@@ -209,3 +209,34 @@ def test_what_was_written_between_two_moments_is_told_by_its_fields() -> None:
 
 def metadata(name: str) -> dict[str, str]:
     return {"namespace": "ns", "name": name, "uid": name}
+
+
+def histogram(**counts: float) -> str:
+    edges = {"low": "0.1", "high": "0.5", "rest": "+Inf"}
+    lines = [f'looks_bucket{{le="{edges[name]}"}} {count}' for name, count in counts.items()]
+    return "\n".join(["# TYPE looks histogram", 'other_bucket{le="9.0"} 70.0', *lines, "looks_count 12.0"])
+
+
+@pytest.mark.parametrize(
+    "before, after, share, edge",
+    [
+        pytest.param("", histogram(low=99, high=100, rest=100), 0.99, 0.1, id="at-an-edge"),
+        pytest.param("", histogram(low=98, high=100, rest=100), 0.99, 0.5, id="above-it"),
+        pytest.param("", histogram(low=0, high=0, rest=1), 0.5, float("inf"), id="above-all"),
+        pytest.param(
+            histogram(low=90, high=90, rest=90),
+            histogram(low=90, high=99, rest=99),
+            0.5,
+            0.5,
+            id="since-then",
+        ),
+        pytest.param(
+            histogram(low=1, high=2, rest=2), histogram(low=1, high=2, rest=2), 0.5, 0.0, id="nothing-counted"
+        ),
+        pytest.param("", "", 0.5, 0.0, id="no-histogram"),
+    ],
+)
+def test_a_quantile_of_a_histogram_is_at_most_the_edge_of_its_bucket(
+    before: str, after: str, share: float, edge: float
+) -> None:
+    assert bucket_quantile(buckets(before, "looks"), buckets(after, "looks"), share) == edge
