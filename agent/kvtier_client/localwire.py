@@ -186,7 +186,12 @@ class LocalWire:
     def received(self) -> int:
         """Bytes of the message that came, in `buffer`; -1 when none did, and then the wire is broken."""
         try:
-            return self.socket.recv_into(self.buffer, 0, socket.MSG_TRUNC)
+            size = self.socket.recv_into(self.buffer, 0, socket.MSG_TRUNC)
+            if size <= len(self.buffer):
+                return size
+            # What is behind the buffer is lost, and what is in it must not be read as if it were whole.
+            message = f"length: {size} bytes, at most {len(self.buffer)} are an answer"
+            self._fail(KvtierError(Reason.FRAME_INVALID, message), lost=False)
         except BlockingIOError:
             message = f"no answer within {self.timeout:.3f} s"
             self._fail(KvtierError(Reason.DEADLINE, message), lost=False)

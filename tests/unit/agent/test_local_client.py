@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kvtier.local import frames as wire
 from kvtier.local import memory
 from kvtier.local.receipts import (
+    ANSWER,
     AnswerPacker,
     ReceiptFacts,
     pack_answers,
@@ -270,6 +271,7 @@ class LyingAgent:
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [own]))],
         )
         os.close(own)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * wire.MAX_ANSWER_BYTES)
         while received := connection.recv(1 << 16):
             _, count, _ = wire.read_header(received, len(received))
             for record in wire.unpack_frames(received, len(received), count):
@@ -295,6 +297,13 @@ def told(sequence: int, out_bytes: int = HEADS * DIM * 4) -> bytes:
     return pack_answers([AnswerPacker().answer(sequence, 0, 0, out_bytes, FACTS)], 0)
 
 
+def too_long() -> bytes:
+    """A message beyond what a reader has room for, whose second answer would begin there."""
+    tail = wire.MAX_ANSWER_BYTES - ANSWER.size
+    first = ANSWER.pack(tail, 0, 0, 1, 1, 0, 1, *[0] * 8, *[0.0] * 4, *[bytes(32)] * 3) + bytes(tail)
+    return pack_answers([first, told(2)[24:]], 0)
+
+
 DETAIL = common_pb2.ErrorDetail(reason=common_pb2.STEP_ORDER, message="no")
 LIES: list[tuple[str, Callable[[wire.FrameRecord], bytes], Reason]] = [
     ("another-number", lambda r: told(r.sequence + 1), Reason.IDENTITY_MISMATCH),
@@ -304,6 +313,7 @@ LIES: list[tuple[str, Callable[[wire.FrameRecord], bytes], Reason]] = [
     ("long-output", lambda r: told(r.sequence, 1 << 40), Reason.FRAME_INVALID),
     ("junk", lambda r: b"junk", Reason.FRAME_INVALID),
     ("a-welcome", lambda r: wire.pack_attach(b"", 0), Reason.FRAME_INVALID),
+    ("too-long", lambda r: too_long(), Reason.FRAME_INVALID),
     ("cut", lambda r: told(r.sequence)[:-3], Reason.FRAME_INVALID),
     ("typed-refusal", lambda r: pack_answers([refusal(r.sequence, 0, 0, DETAIL)], 0), Reason.STEP_ORDER),
     ("typed-end", lambda r: pack_ended(DETAIL, 0), Reason.STEP_ORDER),
