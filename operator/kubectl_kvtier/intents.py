@@ -53,8 +53,14 @@ def intent_for(rollout: KVRollout, verb: Verb) -> Json:
 
 async def send(api: Api, name: str, verb: Verb) -> tuple[Json, Json]:
     """Writes the intent; (what was written, the object as written). Failure NEGATIVE when the rollout went on
-    to another step meanwhile: the person decided about the one before."""
+    to another step meanwhile: the person decided about the one before; and when it has no status yet."""
     document = await api.get(PLURAL, name)
+    if not status_of(read_rollout(document)).observed_generation:
+        raise Failure(
+            Exit.NEGATIVE,
+            f"nothing was sent: no operator has looked at {name} yet, and {verb.value} would be refused: it "
+            "has no attempt that could be meant; to keep it from running, delete it",
+        )
     decided = seen(read_rollout(document))
     for _ in range(TRIES):
         rollout = read_rollout(document)

@@ -71,6 +71,7 @@ def make(cluster: Cluster, name: str, **status: Any) -> None:
     write_status(
         cluster,
         name,
+        observedGeneration=1,
         phase="Progressing",
         stage="Canary",
         step=0,

@@ -51,7 +51,14 @@ from kvtier_operator.rollout.probing import Probing
 from kvtier_operator.rollout.readings import reading_of, unopened
 from kvtier_operator.rollout.rivals import busy_with, rivals, rivals_now, superseded_by
 from kvtier_operator.rollout.shares import spent_shares
-from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, MAX_LEASE_TTL, RolloutSpec, parse_spec
+from kvtier_operator.rollout.spec import (
+    DEFAULT_LEASE_TTL,
+    MAX_LEASE_TTL,
+    Intent,
+    RolloutSpec,
+    parse_intent,
+    parse_spec,
+)
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp, read_holders
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass, Phase, Stage
@@ -80,6 +87,15 @@ class Run:
     """Of writes that were made and not yet told, with the object that they are about."""
 
 
+@dataclass(frozen=True)
+class Parsed:
+    """spec: None when it cannot be run, and `error` why."""
+
+    spec: RolloutSpec | None
+    error: str
+    intent: Intent | None
+
+
 @dataclass
 class Kept:
     """Per rollout, between calls: caches only. state: what the version of its status says."""
@@ -91,7 +107,7 @@ class Kept:
     schedule: Schedule | None = None
     compiled: tuple[object, Compiled] | None = None
     running: tuple[str, RuntimeManifest] | None = None
-    parsed: tuple[object, tuple[RolloutSpec | None, str]] | None = None
+    parsed: tuple[object, Parsed] | None = None
     written_at: float = 0.0
     last_look: Look | None = None
     rate: float = 0.0
@@ -134,7 +150,8 @@ class Gatherer:
         compiled = await self._compile(key, cache, rollout, kept, beginning=state.stage is Stage.OFF)
         ref = compiled.view.ref or state.candidate
         exact = None if ref is None else ref.kind is CandidateClass.EXACT
-        spec, spec_error = await self._spec(key, rollout, kept, exact, run, state)
+        parsed = await self._spec(key, rollout, kept, exact, run, state)
+        spec = parsed.spec
         pool = await self._pool(members, cache, subject.uid, state, spec, kept, run)
         now, steady = self._deps.clock.now().timestamp(), self._deps.clock.monotonic()
         kept.waits = {since: kept.waits.get(since, steady) for since in _waits(state)}
@@ -148,7 +165,8 @@ class Gatherer:
             name=key.name,
             generation=int(rollout["metadata"].get("generation") or 0),
             spec=spec,
-            spec_error=spec_error,
+            spec_error=parsed.error,
+            intent=parsed.intent,
             deleting="deletionTimestamp" in rollout["metadata"],
             cache=self._cache_view(cache),
             busy_with="",
@@ -177,8 +195,8 @@ class Gatherer:
         exact: bool | None,
         run: Run,
         state: RolloutState,
-    ) -> tuple[RolloutSpec | None, str]:
-        before = kept.parsed[1][0] if kept.parsed is not None else None
+    ) -> Parsed:
+        before = kept.parsed[1].spec if kept.parsed is not None else None
         max_age = max(SHARED_SECONDS, self._max_age(state, before) / 2)
         raw = rollout.get("spec") or {}
         probes: dict[str, ProbeSet] = {}
@@ -447,13 +465,13 @@ def _known_rate(kept: Kept, state: RolloutState) -> float:
     return kept.rate
 
 
-def _parsed(
-    raw: JsonObject, probes: dict[str, ProbeSet], exact: bool | None
-) -> tuple[RolloutSpec | None, str]:
+def _parsed(raw: JsonObject, probes: dict[str, ProbeSet], exact: bool | None) -> Parsed:
+    intent: Intent | None = None
     try:
-        return parse_spec(raw, probes, exact=exact), ""
+        intent = parse_intent(raw)
+        return Parsed(parse_spec(raw, probes, exact=exact), "", intent)
     except ValueError as error:
-        return None, str(error)
+        return Parsed(None, str(error), intent)
 
 
 def cache_view(cache: JsonObject | None) -> CacheView | None:

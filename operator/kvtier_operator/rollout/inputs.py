@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvtier_evidence.carry import Carry
-from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, RolloutSpec
+from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, Intent, RolloutSpec
 from kvtier_operator.rollout.state import CandidateRef, DesignEffect, ManifestRef, RolloutState
 from kvtier_operator.rollout.vocabulary import Blocker, Cause, Verdict
 
@@ -145,7 +145,7 @@ class Inputs:
     second in the blast radius, 0 when not known. quiet_since: when this process became leader; it knows
     nothing of renewals sent before that. waited: how long this process has waited for leases since a time
     that was written down, in seconds that nobody can set. nows: see `now_for`. probe_trouble: reason and
-    sentence of a probe Job that makes no evidence."""
+    sentence of a probe Job that makes no evidence. intent: also of a spec that cannot be run."""
 
     now: float
     uid: str
@@ -171,6 +171,7 @@ class Inputs:
     approved_ttl: float = DEFAULT_LEASE_TTL
     rate: float = 0.0
     probe_trouble: tuple[str, str] | None = None
+    intent: Intent | None = None
 
     def now_for(self, written: float) -> float:
         """What time it is, to hold beside one that was written down: `now`, but for what the wall clock was

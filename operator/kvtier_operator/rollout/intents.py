@@ -26,7 +26,7 @@ _ALLOWED: dict[Verb, frozenset[Phase]] = {
 def pending_intent(state: RolloutState, inputs: Inputs) -> Intent | None:
     """The intent that has not been answered yet. One that was replaced by an older file (a smaller seq than
     the last answered) is pending too: it must be refused aloud, once."""
-    intent = inputs.spec.intent if inputs.spec else None
+    intent = inputs.intent
     if intent is None:
         return None
     last = state.last_intent
@@ -38,17 +38,22 @@ def pending_intent(state: RolloutState, inputs: Inputs) -> Intent | None:
 
 
 def judge_intent(
-    state: RolloutState, intent: Intent, *, suspended: bool = False, created_with: bool = False
+    state: RolloutState,
+    intent: Intent,
+    *,
+    suspended: bool = False,
+    created_with: bool = False,
+    spec_error: str = "",
 ) -> tuple[IntentResult, str]:
-    """Whether it may be done now, and the sentence for the status. suspended: the cache is. created_with: the
-    object came with it, so whoever wrote it had seen another one."""
+    """Whether it may be done now, and the sentence for the status. suspended: the cache is. created_with: no
+    attempt of the object had been shown as it was written. spec_error: why the spec cannot be run."""
     last = state.last_intent
     if last is not None and intent.seq <= last.seq:
         return IntentResult.REPLAYED, f"replay of {intent.seq}: seq must grow past {last.seq}"
     if created_with:
         return IntentResult.NOT_APPLICABLE, (
-            f"spec.intent.attempt {intent.attempt} is of another object: this one was created with it in its "
-            f"spec; write it again with a seq above {intent.seq}"
+            f"spec.intent.attempt {intent.attempt} is of another object: it was in this one before a status "
+            f"showed an attempt; write it again with a seq above {intent.seq}"
         )
     if intent.attempt != state.attempt:
         return IntentResult.WRONG_ATTEMPT, f"meant for attempt {intent.attempt}, this is {state.attempt}"
@@ -58,6 +63,8 @@ def judge_intent(
         return IntentResult.NOT_APPLICABLE, f"{intent.verb} does nothing in phase {state.phase}"
     if intent.verb is Verb.ABORT:
         return IntentResult.ACCEPTED, ""
+    if spec_error:
+        return IntentResult.NOT_APPLICABLE, f"the spec cannot be run: {spec_error}"
     if suspended and intent.verb in (Verb.PROMOTE, Verb.SKIP):
         return IntentResult.NOT_APPLICABLE, "the KVCache is suspended: no node is changed"
     expected = intent.expected_stage or str(state.stage)

@@ -80,6 +80,9 @@ def _plan(state: RolloutState, inputs: Inputs) -> Plan:
 def _at_rest(state: RolloutState, inputs: Inputs) -> Plan:
     """Off, or finished with nothing held. An edited candidate arms a finished rollout again."""
     if state.phase in FINISHED and state.phase is not Phase.INVALID:
+        if inputs.spec is not None and not state.candidate_hash:
+            # It ended before its spec could be read: what is read first now is no edit.
+            state = replace(state, candidate_hash=inputs.spec.candidate_hash)
         if inputs.spec is not None and inputs.spec.candidate_hash != state.candidate_hash:
             target = new_attempt(state, inputs)
             notice = Notice(False, "CandidateEdited", f"attempt {target.attempt} begins at Shadow")
@@ -119,9 +122,12 @@ def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
 
 def _on_intent(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
     held = inputs.cache is not None and inputs.cache.suspended
-    # The spec is as it was created while its generation is the first.
-    created_with = inputs.generation == 1
-    result, message = judge_intent(state, intent, suspended=held, created_with=created_with)
+    # The spec is as it was created while its generation is the first; before the first status nobody can have
+    # meant an attempt, and what was created with the object cannot be told from what came later.
+    created_with = inputs.generation == 1 or not state.observed_generation
+    result, message = judge_intent(
+        state, intent, suspended=held, created_with=created_with, spec_error=inputs.spec_error
+    )
     if result is not IntentResult.ACCEPTED:
         notice = Notice(True, "IntentRefused", f"{intent.verb} seq {intent.seq}: {message}")
         refused = answered(state, intent, result, message, inputs.now)

@@ -100,7 +100,6 @@ class RolloutSpec:
     on_lease_expired: OnLeaseExpired
     on_insufficient: OnInsufficient
     progress_deadline: float
-    intent: Intent | None
     candidate_hash: str
     window_hash: str
 
@@ -226,7 +225,6 @@ def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet], compiled: bo
         on_lease_expired=OnLeaseExpired(spec.get("onLeaseExpired") or OnLeaseExpired.RESUME),
         on_insufficient=OnInsufficient(spec.get("onInsufficient") or OnInsufficient.HOLD),
         progress_deadline=_seconds(spec, "progressDeadline", DEFAULT_DEADLINE),
-        intent=_intent(spec.get("intent")),
         candidate_hash=short_hash(candidate),
         window_hash=short_hash({**window_parts, "digest": digest}),
     )
@@ -237,16 +235,21 @@ def _seconds(spec: Mapping[str, Any], name: str, default: float) -> float:
     return default if value is None else parse_duration(value, f"spec.{name}")
 
 
-def _intent(raw: Mapping[str, Any] | None) -> Intent | None:
+def parse_intent(spec: Mapping[str, Any]) -> Intent | None:
+    """Apart from the rest: it is answered also where that cannot be run. Raises SpecError."""
+    raw = spec.get("intent")
     if not raw:
         return None
-    return Intent(
-        seq=int(raw["seq"]),
-        verb=Verb(raw["verb"]),
-        attempt=int(raw.get("attempt") or 0),
-        expected_stage=str(raw.get("expectedStage") or ""),
-        expected_step=int(raw.get("expectedStep") or 0),
-    )
+    try:
+        return Intent(
+            seq=int(raw["seq"]),
+            verb=Verb(raw["verb"]),
+            attempt=int(raw.get("attempt") or 0),
+            expected_stage=str(raw.get("expectedStage") or ""),
+            expected_step=int(raw.get("expectedStep") or 0),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise SpecError(f"spec.intent cannot be read: {error}") from error
 
 
 def _ladder(stages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Step, ...], Decimal]:

@@ -54,6 +54,18 @@ async def test_an_intent_names_what_the_person_saw(verb: Verb) -> None:
     ]
 
 
+async def test_nothing_is_sent_to_what_no_operator_has_looked_at() -> None:
+    """It would be refused there, and the person told that much later."""
+    api = MemoryApi()
+    made = document()
+    del made["status"]
+    api.put("kvrollouts", made)
+    with pytest.raises(Failure, match="no operator has looked at quest-on-chat yet") as caught:
+        await ran(api, "abort", "quest-on-chat")
+    assert caught.value.status is Exit.NEGATIVE
+    assert api.patches == []
+
+
 async def test_a_refused_intent_is_an_answer_of_no() -> None:
     with pytest.raises(Failure, match="WrongStage: it is in Ramp") as caught:
         await ran(api_with(answers("WrongStage", "it is in Ramp")), "promote", "quest-on-chat")

@@ -106,7 +106,7 @@ class World(ABC):
     @property
     def spec(self) -> RolloutSpec:
         name, limit, policy = self.choice
-        return replace(SPECS[name, limit, policy], intent=self.intent)
+        return SPECS[name, limit, policy]
 
     @property
     def candidate(self) -> CandidateRef:
@@ -305,6 +305,7 @@ class World(ABC):
             generation=2,
             spec=self.spec,
             spec_error="",
+            intent=self.intent,
             deleting=self.deleting,
             cache=CacheView("uid-cache", self.cache_fence, self.baseline, self.approved),
             busy_with="other" if self.busy else "",

@@ -72,6 +72,122 @@ async def test_an_old_file_with_an_abort_in_it_does_not_end_the_rollout_that_is_
     assert world.status_of(again)["phase"] == "RolledBack"
 
 
+EDITS = {
+    "a-stage": {"progressDeadline": "2h"},
+    "its-gates-away": {"gates": []},
+    "its-intent": {"intent": {"seq": 5, "verb": "Abort", "attempt": 1}},
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+async def test_an_abort_it_was_created_with_is_refused_though_the_spec_was_edited_before_anybody_looked(
+    edit: str,
+) -> None:
+    """At its second generation nothing tells what was there at the first."""
+    world = World()
+    again = world.add_rollout("again", intent={"seq": 4, "verb": "Abort", "attempt": 1})
+    world.edit(again, **EDITS[edit])
+    del world.api.objects[world.rollout]
+    await world.run(3, keys=[again])
+    status = world.status_of(again)
+    assert world.api.objects[again]["metadata"]["generation"] == 2
+    assert status["phase"] == ("Invalid" if edit == "its-gates-away" else "Progressing")
+    seq = 5 if edit == "its-intent" else 4
+    assert (status["lastIntent"]["seq"], status["lastIntent"]["result"]) == (seq, "NotApplicable")
+    assert len([text for reason, text in world.api.events if reason == "IntentRefused"]) == 1
+    world.edit(again, intent={"seq": seq + 1, "verb": "Abort", "attempt": 1})
+    await world.run(30, keys=[again])
+    assert world.status_of(again)["phase"] == "RolledBack"
+    assert world.status_of(again)["rollback"]["cause"] == "IntentAbort"
+
+
+async def test_once_a_status_has_shown_the_attempt_an_abort_is_obeyed_before_it_begins() -> None:
+    world = World(candidate={"selectorRef": {"name": "not-there-yet"}})
+    await world.run(3)
+    assert world.where == ("Pending", "Off", 0)
+    world.intent("Abort", 1)
+    await world.run(3)
+    assert world.status["lastIntent"]["result"] == "Accepted"
+    assert world.where == ("RolledBack", "ExactBaseline", 0)
+
+
+BROKEN = [
+    {"name": "Canary", "trafficFraction": "5%"},
+    {"name": "Shadow"},
+]
+
+
+@pytest.mark.parametrize("verb", [verb for verb in Verb if verb is not Verb.ABORT])
+async def test_a_command_in_a_spec_that_cannot_be_run_is_refused_once(verb: Verb) -> None:
+    world = World(stages=BROKEN)
+    await world.run(3)
+    assert world.where[0] == "Invalid"
+    world.intent(verb, 1)
+    await world.run(30)
+    assert world.where[0] == "Invalid"
+    assert world.condition("Feasible")["reason"] == "SpecInvalid"
+    answer = world.status["lastIntent"]
+    assert (answer["seq"], answer["result"]) == (1, "NotApplicable")
+    assert len([text for reason, text in world.api.events if reason == "IntentRefused"]) == 1
+
+
+async def test_an_abort_in_a_spec_that_cannot_be_run_ends_it_and_a_mended_spec_does_not_begin_by_itself() -> (
+    None
+):
+    world = World(stages=BROKEN)
+    good = World().api.objects[World().rollout]["spec"]["stages"]
+    await world.run(3)
+    world.intent("Abort", 1)
+    await world.run(3)
+    assert (world.status["lastIntent"]["result"], world.where[0]) == ("Accepted", "RolledBack")
+    world.edit(stages=good)
+    await world.run(30)
+    assert (world.where[0], world.status["attempt"]) == ("RolledBack", 1)
+    writes = world.api.writes
+    await world.run(30)
+    assert world.api.writes == writes
+    world.edit(candidate={"selectorRef": {"name": "quest-32"}})
+    await world.until("Progressing", "Shadow", limit=30)
+    assert world.status["attempt"] == 2
+
+
+async def test_a_retry_that_comes_with_a_spec_that_cannot_be_run_says_why() -> None:
+    world = World()
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    retry = {"seq": 1, "verb": "Retry", "attempt": 1, "expectedStage": "ExactBaseline", "expectedStep": 0}
+    world.edit(intent=retry, stages=BROKEN)
+    await world.run(10)
+    answer = world.status["lastIntent"]
+    assert (answer["seq"], answer["result"]) == (1, "NotApplicable")
+    assert answer["message"].startswith("the spec cannot be run: spec.stages")
+    assert world.where[0] == "RolledBack"
+
+
+@pytest.mark.parametrize("verb", ["Abort", "Pause"])
+async def test_a_command_in_the_edit_that_breaks_a_running_spec_is_answered(verb: str) -> None:
+    """The edit itself takes the candidate back; there is nothing left that the command could do."""
+    world = World()
+    await world.until("Progressing", "Canary")
+    intent = {"seq": 1, "verb": verb, "attempt": 1, "expectedStage": "Canary", "expectedStep": 0}
+    world.edit(intent=intent, stages=BROKEN)
+    await world.until("RolledBack", limit=30)
+    assert world.status["rollback"]["cause"] == "InputDrift"
+    answer = world.status["lastIntent"]
+    assert (answer["seq"], answer["result"]) == (1, "NotApplicable")
+    assert held(world) == []
+
+
+async def test_an_intent_that_cannot_be_read_is_named() -> None:
+    """What a schema of a later version let through."""
+    world = World()
+    await world.run(1)
+    world.edit(intent={"seq": 1, "verb": "Rewind", "attempt": 1})
+    await world.until("RolledBack", limit=30)
+    assert world.status["rollback"]["cause"] == "InputDrift"
+    assert "spec.intent" in world.status["rollback"]["message"]
+
+
 async def test_each_replay_is_refused_aloud_once() -> None:
     world = World()
     await world.until("Progressing", "Canary")
