@@ -36,6 +36,15 @@ ALL = ""
 
 
 @dataclass(frozen=True)
+class _Told:
+    """What an agent said. `sent`: when it was asked, on the monotonic clock."""
+
+    target: AgentTarget
+    sent: float
+    state: control.GetStateResponse
+
+
+@dataclass(frozen=True)
 class _Question:
     """One that is under way. `sent`: when it was asked. seconds: for how long an answer is waited for.
     answer: None when its asker was cancelled."""
@@ -43,16 +52,7 @@ class _Question:
     target: AgentTarget
     sent: float
     seconds: float | None
-    answer: asyncio.Future[control.GetStateResponse | None]
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """`sent`: when it was asked for."""
-
-    target: AgentTarget
-    sent: float
-    state: control.GetStateResponse
+    answer: asyncio.Future[_Told | None]
 
 
 class RecentAgents:
@@ -63,7 +63,7 @@ class RecentAgents:
         self._clock = clock
         self._reads = EvidenceReads(agents, clock)
         # By node, then by the cache asked for; the latest last.
-        self._answers: dict[str, dict[str, _Answer]] = {}
+        self._answers: dict[str, dict[str, _Told]] = {}
         self._questions: dict[tuple[str, str], _Question] = {}
         self._told: dict[tuple[str, str], float] = {}
         # Of what was asked before then nobody knows any more what was told since.
@@ -80,19 +80,36 @@ class RecentAgents:
     ) -> control.GetStateResponse:
         """As `get_state` of this cache, or an answer to somebody else that is no older and as good for it.
         for_all: others are likely to ask the same agent of other caches, so that one of all is asked for."""
-        while True:
-            known = self._known(node, cache_uid, max_age_seconds)
-            if known is not None:
-                return known
-            waiting = self._waiting(node, cache_uid, max_age_seconds, deadline_seconds)
-            if waiting is None:
-                return await self._ask(node, ALL if for_all else cache_uid, deadline_seconds)
-            # Who is cancelled does not take the answer from the others who wait for it.
-            answer = await asyncio.shield(waiting.answer)
-            if answer is not None:
-                return answer
+        state, _ = await self.recent_answer(
+            node, cache_uid, max_age_seconds, deadline_seconds=deadline_seconds, for_all=for_all
+        )
+        return state
 
-    def _known(self, node: AgentTarget, cache_uid: str, max_age: float) -> control.GetStateResponse | None:
+    async def recent_answer(
+        self,
+        node: AgentTarget,
+        cache_uid: str,
+        max_age_seconds: float,
+        *,
+        deadline_seconds: float | None = None,
+        for_all: bool = False,
+    ) -> tuple[control.GetStateResponse, float]:
+        """The same, and for how many seconds it had been asked for as this was called: 0 where it was asked
+        for now."""
+        began = self._clock.monotonic()
+        told: _Told | None = None
+        while told is None:
+            told = self._known(node, cache_uid, max_age_seconds)
+            if told is None:
+                waiting = self._waiting(node, cache_uid, max_age_seconds, deadline_seconds)
+                if waiting is None:
+                    told = await self._ask(node, ALL if for_all else cache_uid, deadline_seconds)
+                else:
+                    # Who is cancelled does not take the answer from the others who wait for it.
+                    told = await asyncio.shield(waiting.answer)
+        return told.state, max(0.0, began - told.sent)
+
+    def _known(self, node: AgentTarget, cache_uid: str, max_age: float) -> _Told | None:
         answers = self._answers.get(node.name)
         if not answers:
             return None
@@ -101,7 +118,7 @@ class RecentAgents:
             if known is None or known.target != node:
                 continue
             if self._good(node, cache_uid, known.sent, max_age):
-                return known.state
+                return known
         return None
 
     def _waiting(
@@ -120,20 +137,20 @@ class RecentAgents:
         young = self._clock.monotonic() - sent <= max_age
         return young and sent > self._told.get((node.name, cache_uid), self._forgotten)
 
-    async def _ask(self, node: AgentTarget, asked: str, seconds: float | None) -> control.GetStateResponse:
+    async def _ask(self, node: AgentTarget, asked: str, seconds: float | None) -> _Told:
         """For all who ask until it is answered. asked: a cache's uid, or ALL."""
         future = asyncio.get_running_loop().create_future()
         key = node.name, asked
         mine = self._questions[key] = _Question(node, self._clock.monotonic(), seconds, future)
         try:
-            state = await self.get_state(node, asked, deadline_seconds=seconds)
+            told = await self._get(node, asked, seconds)
         except Exception as error:
             future.set_exception(error)
             future.exception()  # the asker's own to raise, also where nobody else waits
             raise
         else:
-            future.set_result(state)
-            return state
+            future.set_result(told)
+            return told
         finally:
             if not future.done():
                 future.set_result(None)
@@ -143,16 +160,20 @@ class RecentAgents:
     async def get_state(
         self, node: AgentTarget, cache_uid: str = ALL, *, deadline_seconds: float | None = None
     ) -> control.GetStateResponse:
+        return (await self._get(node, cache_uid, deadline_seconds)).state
+
+    async def _get(self, node: AgentTarget, asked: str, seconds: float | None) -> _Told:
         sent = self._clock.monotonic()
         try:
-            state = await self._agents.get_state(node, cache_uid, deadline_seconds=deadline_seconds)
+            state = await self._agents.get_state(node, asked, deadline_seconds=seconds)
         except BaseException:
             self._answers.pop(node.name, None)
             raise
-        self._keep(node, cache_uid, _Answer(node, sent, state))
-        return state
+        told = _Told(node, sent, state)
+        self._keep(node, asked, told)
+        return told
 
-    def _keep(self, node: AgentTarget, asked: str, answer: _Answer) -> None:
+    def _keep(self, node: AgentTarget, asked: str, answer: _Told) -> None:
         before = self._answers.get(node.name, {})
         kept = {
             uid: known
@@ -262,6 +283,22 @@ async def state_of(
     if isinstance(agents, RecentAgents):
         return await agents.recent_state(node, cache_uid, max_age, deadline_seconds=seconds, for_all=for_all)
     return await agents.get_state(node, cache_uid, deadline_seconds=seconds)
+
+
+async def state_and_age(
+    agents: Agents,
+    node: AgentTarget,
+    cache_uid: str,
+    max_age: float,
+    seconds: float | None = None,
+    *,
+    for_all: bool = False,
+) -> tuple[control.GetStateResponse, float]:
+    """The same, and for how many seconds it had been asked for as this was called: 0 where it was asked for
+    now."""
+    if isinstance(agents, RecentAgents):
+        return await agents.recent_answer(node, cache_uid, max_age, deadline_seconds=seconds, for_all=for_all)
+    return await agents.get_state(node, cache_uid, deadline_seconds=seconds), 0.0
 
 
 async def ask_for_all(agents: Agents, node: AgentTarget) -> None:

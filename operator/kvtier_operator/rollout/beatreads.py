@@ -24,7 +24,8 @@ MAX_EXPECTED = 4096
 MAX_WAIT_SECONDS = 1.0
 """The wall clock may be set, and is looked at again so often."""
 SHARED_FROM = 2
-"""Looks that fall on one moment, from which on an agent's state is asked for once for all of them."""
+"""Looks at one agent that fall on one moment, from which on it is asked for all of them. One alone asks for
+itself: after its agents' states, so that from the first answer to the last nothing else is waited for."""
 
 
 Answer = Applied | None
@@ -53,8 +54,11 @@ class BeatReads:
     """One per operator; `run` until cancelled. In the operator's loop only. due_at: seconds since the
     epoch."""
 
-    def __init__(self, agents: Agents, leader: Leader, clock: Clock) -> None:
+    def __init__(
+        self, agents: Agents, leader: Leader, clock: Clock, *, shared_from: int = SHARED_FROM
+    ) -> None:
         self._agents = agents
+        self._shared_from = shared_from
         self._leader = leader
         self._clock = clock
         self._expected: dict[str, _Expected] = {}
@@ -146,12 +150,14 @@ class BeatReads:
     def _ask(self, due: list[_Expected]) -> None:
         at = self._clock.monotonic()
         looks = Counter(node for one in due for node in one.reading.nodes)
-        for node, count in looks.items():
-            if count >= SHARED_FROM:
-                task = asyncio.create_task(ask_for_all(self._agents, node), name=f"beat-state-{node.name}")
-                self._states.add(task)
-                task.add_done_callback(self._states.discard)
+        shared = {node for node, count in looks.items() if count >= self._shared_from}
+        for node in shared:
+            task = asyncio.create_task(ask_for_all(self._agents, node), name=f"beat-state-{node.name}")
+            self._states.add(task)
+            task.add_done_callback(self._states.discard)
         for one in due:
+            if shared.isdisjoint(one.reading.nodes):
+                continue
             uid = one.reading.key.rollout_uid
             self._drop(uid)
             asked = self._asked[uid] = _Asked(one.due_at, at, one.reading)

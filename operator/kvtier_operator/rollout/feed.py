@@ -38,7 +38,7 @@ from kvtier_operator.rollout.vocabulary import Verdict
 _log = logging.getLogger(__name__)
 
 READ_ROUNDS = 2
-ASKED_SHARE = 0.4
+ASKED_SHARE, MIN_ASKED_SECONDS = 0.4, 1.0
 """Of the interval, how old evidence of a beat may be as its look comes; what is older is asked for anew."""
 MAX_FEEDS = 4096
 MAX_DETAIL = 200
@@ -210,7 +210,9 @@ class EvidenceFeed:
         """What was asked on the beat that this look is of."""
         if self._beats is None or state.schedule is None:
             return {}
-        return self._beats.take(reading, state.schedule.due_at, interval * ASKED_SHARE)
+        return self._beats.take(
+            reading, state.schedule.due_at, max(MIN_ASKED_SECONDS, interval * ASKED_SHARE)
+        )
 
     async def _ask(self, reading: Reading, node: AgentTarget) -> Answer:
         """Before the look, of the window that is open then."""

@@ -71,7 +71,7 @@ class Run:
     """What one call of `reconcile` has learned between its passes. live: the server itself is read, no longer
     the read cache. known: both objects as it has given them since, for the next pass. vouched: the versions
     that were found in the read cache, while pool and look were taken with them. aged: of the pool's answers
-    some may be older than `RECENT_SECONDS`; anew: none may from now on. probes: by ConfigMap."""
+    some are older than `RECENT_SECONDS`; anew: none may from now on. probes: by ConfigMap."""
 
     live: bool = False
     known: Pair | None = None
@@ -325,7 +325,6 @@ class Gatherer:
                 # Whoever goes on to another step there asks anew, and is not the only one.
                 on_a_beat = _waits_off(state) or self._on_a_beat(state, spec)
                 max_age = RECENT_SECONDS if run.anew else self._max_age(state, spec)
-                run.aged = max_age > RECENT_SECONDS
                 run.pool = await self._observer.observe(
                     members,
                     cache_uid=cache["metadata"]["uid"],
@@ -337,6 +336,7 @@ class Gatherer:
                     on_a_beat=on_a_beat,
                     ended=self._ended(state, spec, kept),
                 )
+                run.aged = run.pool.age > RECENT_SECONDS
         views = tuple(run.changed.get(view.node, view) for view in run.pool.views)
         return Pool(views, run.pool.targets)
 

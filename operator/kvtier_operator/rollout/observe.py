@@ -13,7 +13,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvtier.v1 import control_pb2 as control
-from kvtier_operator.agents.recent import state_of
+from kvtier_operator.agents.recent import state_and_age
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, NodeView
 from kvtier_operator.rollout.holders import gone, nodes_of
 from kvtier_operator.rollout.inputs import AgentView, ProofView
@@ -45,10 +45,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Pool:
-    """The agents asked, and how to reach each under the boot id it last gave."""
+    """The agents asked, and how to reach each under the boot id it last gave. age: seconds for which the
+    oldest answer had been asked for, by somebody else."""
 
     views: tuple[AgentView, ...]
     targets: dict[str, AgentTarget]
+    age: float = 0.0
 
 
 class Observer:
@@ -76,7 +78,7 @@ class Observer:
         )
         views = [
             _view(member, answer, cache_uid, rollout_uid, state, memory)
-            for member, answer in zip(members, answers, strict=True)
+            for member, (answer, _) in zip(members, answers, strict=True)
         ]
         left_out = excluded_now(state, views, rollout_uid)
         missed = gone(state.holders, rollout_uid, views, memory.written | memory.held)
@@ -88,18 +90,20 @@ class Observer:
                 memory.boots[view.node] = view.boot_id
             targets[view.node] = _under(member.target, view.boot_id)
         return Pool(
-            tuple(view if view.node in chosen else replace(view, selected=False) for view in views), targets
+            tuple(view if view.node in chosen else replace(view, selected=False) for view in views),
+            targets,
+            max((age for _, age in answers), default=0.0),
         )
 
     async def _ask(
         self, member: NodeView, cache_uid: str, max_age: float, for_all: bool
-    ) -> control.GetStateResponse | None:
+    ) -> tuple[control.GetStateResponse | None, float]:
         seconds = None if member.live else DEAD_SECONDS
         agents, target = self._agents, member.target
         try:
-            return await state_of(agents, target, cache_uid, max_age, seconds, for_all=for_all)
+            return await state_and_age(agents, target, cache_uid, max_age, seconds, for_all=for_all)
         except (AgentError, AgentUnreachable):
-            return None
+            return None, 0.0
 
 
 def unasked(members: Sequence[NodeView], memory: Memory) -> Pool:

@@ -11,7 +11,7 @@ import pytest
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier_operator.agents import recent
-from kvtier_operator.agents.recent import RecentAgents
+from kvtier_operator.agents.recent import RecentAgents, state_and_age
 from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable
 from tests.unit.control.control_fakes import FakeClock
 
@@ -337,3 +337,20 @@ async def test_an_answer_that_nobody_asks_for_again_is_not_kept() -> None:
         await rig.look(f"cache-{index}", for_all=False)
         rig.clock.advance(recent.KEPT_SECONDS / 2)
         assert len(rig.agents._answers[NODE.name]) <= 3
+
+
+async def test_who_asks_hears_how_old_the_answer_is() -> None:
+    """Counted from when it was asked for, until whoever hears it asked: how long it took does not age it."""
+    rig = Rig()
+    rig.asked.answer = asyncio.Event()
+    first = asyncio.create_task(rig.agents.recent_answer(NODE, "mine", AGE))
+    await asyncio.sleep(0)
+    rig.clock.advance(0.2)
+    second = asyncio.create_task(rig.agents.recent_answer(NODE, "mine", AGE))
+    await asyncio.sleep(0)
+    rig.clock.advance(2.0)
+    rig.asked.answer.set()
+    assert [(await first)[1], (await second)[1]] == [0.0, pytest.approx(0.2)]
+    assert (await state_and_age(rig.agents, NODE, "mine", 4.0))[1] == pytest.approx(2.2)
+    assert rig.asked.states == 1
+    assert (await state_and_age(rig.asked, NODE, "mine", 4.0))[1] == 0.0  # type: ignore[arg-type]

@@ -64,10 +64,12 @@ class States:
 
 
 class Rig:
-    def __init__(self) -> None:
+    """shared_from: 1, but where it is what is tried."""
+
+    def __init__(self, shared_from: int = 1) -> None:
         self.clock, self.leader, self.states = Clock(), Leading(), States()
         self.agents = RecentAgents(self.states, self.clock)  # type: ignore[arg-type]
-        self.beats = BeatReads(self.agents, self.leader, self.clock)
+        self.beats = BeatReads(self.agents, self.leader, self.clock, shared_from=shared_from)
         self.asked: list[tuple[str, str, float]] = []
         self.hold: asyncio.Event | None = None
         self.heard = asyncio.Event()
@@ -129,11 +131,27 @@ async def test_all_looks_of_a_beat_are_asked_for_at_once_before_any_of_them_come
     assert len(rig.asked) == 9 and len(rig.beats) == 1
 
 
-async def test_one_look_alone_has_nobody_to_share_a_state_with() -> None:
-    rig = Rig()
-    rig.expect("a")
+@pytest.mark.parametrize(
+    "others, asked",
+    [
+        pytest.param((), set(), id="alone"),
+        pytest.param((NODES[1:],), {"a", "other-0"}, id="with-one-that-has-an-agent-with-it"),
+        pytest.param((NODES[:1], NODES[:1]), {"a", "other-0", "other-1"}, id="all-on-one-agent"),
+    ],
+)
+async def test_a_look_that_shares_no_agent_with_another_asks_for_itself(
+    others: tuple[tuple[AgentTarget, ...], ...], asked: set[str]
+) -> None:
+    rig = Rig(shared_from=beatreads.SHARED_FROM)
+    rig.expect("a", nodes=NODES[:2])
+    for number, nodes in enumerate(others):
+        rig.expect(f"other-{number}", nodes=nodes)
+    rig.expect("elsewhere", nodes=(AgentTarget("node-9", "uid-9", "here:9", "boot-9"),))
     await rig.at(BEAT)
-    assert rig.states.asked == [] and await rig.take("a") == ALL
+    assert {name for name, _, _ in rig.asked} == asked
+    shared = set(NODES[:2]) & {node for nodes in others for node in nodes}
+    assert {name for name, _ in rig.states.asked} == {node.name for node in shared}
+    assert len(rig.beats) == len(asked), "nothing is kept of the others"
 
 
 async def test_an_agent_that_does_not_answer_for_its_state_harms_no_beat() -> None:

@@ -353,7 +353,7 @@ async def test_a_look_is_judged_by_what_was_asked_on_its_beat(
     cache = common.CacheRef(namespace="serving", name="chat")
     reading = Reading(cache, fence_of(state, uid), window_key(state, spec, uid), nodes)
     agents = Counted(tpot(*[FAST] * 90, *[SLOW] * 10), world)
-    beats = BeatReads(agents, world.deps.leader, world.clock)  # type: ignore[arg-type]
+    beats = BeatReads(agents, world.deps.leader, world.clock, shared_from=1)  # type: ignore[arg-type]
     feed = EvidenceFeed(agents, world.clock, beats=beats)  # type: ignore[arg-type]
     first = await feed.look(reading, state, spec, world.clock.seconds)
     beat = world.clock.seconds + 10.0
@@ -383,7 +383,7 @@ async def test_nothing_is_expected_of_a_window_that_nobody_has_read_or_that_is_c
     cache = common.CacheRef(namespace="serving", name="chat")
     reading = Reading(cache, fence_of(state, uid), window_key(state, spec, uid), nodes)
     agents = Counted(tpot(FAST), world)
-    beats = BeatReads(agents, world.deps.leader, world.clock)  # type: ignore[arg-type]
+    beats = BeatReads(agents, world.deps.leader, world.clock, shared_from=1)  # type: ignore[arg-type]
     feed = EvidenceFeed(agents, world.clock, beats=beats)  # type: ignore[arg-type]
     if known:
         await feed.look(reading, state, spec, world.clock.seconds)

@@ -10,7 +10,7 @@ import pytest
 from kvtier_operator.agents.recent import RecentAgents
 from kvtier_operator.agents.renewal import LeaseRenewer
 from kvtier_operator.lastreads import LastReads, Seen
-from kvtier_operator.ports import JsonObject, Kind, ObjectKey, Requeue
+from kvtier_operator.ports import AgentTarget, JsonObject, Kind, ObjectKey, Requeue
 from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
 from kvtier_operator.rollout.pairs import VOUCHED_SECONDS, Pairs
 from kvtier_operator.rollout.vocabulary import Verdict
@@ -180,6 +180,55 @@ async def test_nothing_goes_on_by_what_an_agent_told_another_before_it_fell_sile
     assert world.feed.looks > looks
     assert world.where == ("Progressing", "Canary", 0)
     assert [one["node"] for one in world.status["unreachable"]] == ["node-0"]
+
+
+@pytest.mark.parametrize(
+    "earlier, times",
+    [
+        pytest.param(0.4, 0, id="just-told"),
+        pytest.param(1.0, 1, id="told-a-while-ago"),
+        pytest.param(9.0, 1, id="told-long-ago"),
+    ],
+)
+async def test_a_step_that_passes_asks_agents_anew_where_what_they_said_is_old(
+    earlier: float, times: int
+) -> None:
+    """Once, and not again where the look itself has just asked them."""
+    world = World(leaseTTL="60s")
+    await world.until("Progressing", "Canary")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.run(25)
+    asked: list[str] = []
+    said = world.deps.agents.get_state
+
+    async def get_state(node: AgentTarget, cache_uid: str = "", **how: Any) -> Any:
+        asked.append(node.name)
+        return await said(node, cache_uid, **how)
+
+    world.deps.agents.get_state = get_state  # type: ignore[method-assign]
+    agents = RecentAgents(world.deps.agents, world.clock)
+    object.__setattr__(world.deps, "agents", agents)
+    world.operator = KVRolloutReconciler(world.deps, feed=world.feed)
+    due = await world.pass_()
+    assert isinstance(due, Requeue) and due.after_seconds > 0.5
+    world.clock.seconds += due.after_seconds - earlier
+    for member in world.deps.fleet.members("serving", "default"):
+        await agents.recent_state(member.target, "another", 0.0, for_all=True)
+    world.clock.seconds += earlier
+    world.feed.default = Verdict.PASS
+    before = world.where
+    told: list[int] = []
+    moved = world.api.compare_and_swap
+
+    async def swap(key: ObjectKey, ops: Any, **how: Any) -> JsonObject:
+        told.append(len(asked))
+        return await moved(key, ops, **how)
+
+    world.api.compare_and_swap = swap  # type: ignore[method-assign]
+    asked.clear()
+    await world.pass_()
+    assert world.where != before
+    assert told[0] == times * len(world.sims), "asked before the step was written"
 
 
 async def test_rollout_and_cache_are_asked_for_at_once() -> None:
