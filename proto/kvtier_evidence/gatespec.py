@@ -69,17 +69,23 @@ class GateDeclaration:
                     f"gate {self.name}: PointThreshold is for a value, counts are judged as counts"
                 )
             if self.external.form is Form.COUNTER_PAIR:
-                for limit in (self.limit, *(limit for _, limit in self.per_stage)):
-                    check_range(limit, LimitRange.FRACTION)
+                self._check_limits(LimitRange.FRACTION)
         if needs != (self.quantile is not None):
             raise LimitError(f"gate {self.name}: {self.metric} {'needs a' if needs else 'takes no'} quantile")
         if self.design_effect is not None and self.design_effect < 1:
             raise LimitError(f"gate {self.name}: a design effect is at least 1")
         if metric.limits is not None:
-            for limit in (self.limit, *(limit for _, limit in self.per_stage)):
-                check_range(limit, metric.limits)
+            self._check_limits(metric.limits)
         if self.scope is Scope.PROBE_SET and metric.kind is not Kind.PAIRED:
             raise LimitError(f"gate {self.name}: scope ProbeSet is for {metrics.TASK_SCORE_DROP}")
+
+    def _check_limits(self, legal: LimitRange) -> None:
+        named = (("max", self.limit), *((f"perStage {stage}", limit) for stage, limit in self.per_stage))
+        for where, limit in named:
+            try:
+                check_range(limit, legal)
+            except LimitError as error:
+                raise LimitError(f"gate {self.name}: {where}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,8 @@ EDITABLE = [
     ("KVRollout", "quest-on-chat", "spec.gates.0.quantile", "99.9"),
     ("KVRollout", "quest-on-chat", "spec.candidate", {"fromCacheSpec": True}),
     ("KVRollout", "quest-on-chat", "spec.candidate.selectorRef.name", "quest-128"),
-    ("KVRollout", "quest-on-chat", "spec.stages.2.steps", ["0.05", "10%", 1]),
+    ("KVRollout", "quest-on-chat", "spec.stages.2.steps", ["0.05", "10%", "0.98"]),
+    ("KVRollout", "quest-on-chat", "spec.stages.3.holdback", 0),
     ("KVRollout", "quest-on-chat", "spec.leaseTTL", "1m30s"),
 ]
 

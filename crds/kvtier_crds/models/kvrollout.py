@@ -200,6 +200,25 @@ _CANARY_BELOW_RAMP = (
 )
 
 
+_WITHIN_FULL = (
+    "self.stages.all(f, f.name != 'Full' || self.stages.all(s, "
+    f"(!has(s.trafficFraction) || {number('s.trafficFraction')} + $ <= 1.000000001) && "
+    f"(!has(s.steps) || s.steps.size() == 0 || {number('s.steps[s.steps.size() - 1]')} + $ <= 1.000000001)))"
+).replace("$", f"(has(f.holdback) ? {number('f.holdback')} : 0.02)")
+_GATE_STAGES_EXIST = (
+    "!has(self.gates) || self.gates.all(g, !has(g.stages) || g.stages.size() == 0 || "
+    "g.stages.exists(n, self.stages.exists(s, s.name == n)))"
+)
+
+
+def _free_name(metric: Metric, name: str) -> str:
+    """CEL: a built-in gate of that metric has the name, unless a gate of the metric is declared."""
+    return (
+        f"!has(self.gates) || self.gates.exists(g, g.metric == '{metric}') || "
+        f"!self.gates.exists(g, g.name in [{name}])"
+    )
+
+
 def _selector_declares(metric: Metric) -> str:
     declared = f"has(self.gates) && self.gates.exists(g, g.metric == '{metric}')"
     return f"!has(self.candidate.selectorRef) || ({declared})"
@@ -223,6 +242,31 @@ class KVRolloutSpec(Struct):
         cel(
             _CANARY_BELOW_RAMP,
             "spec.stages: the first step of Ramp must be at least the trafficFraction of Canary",
+        ),
+        cel(
+            _WITHIN_FULL,
+            "spec.stages: trafficFraction and steps must be at most what Full serves, 100% less its holdback "
+            "(2% where it is absent)",
+        ),
+        cel(
+            _GATE_STAGES_EXIST,
+            "spec.gates[].stages must name a stage that spec.stages has, or no step would wait for the gate",
+        ),
+        cel(
+            _free_name(Metric.TPOT_RATIO, "'tail', 'tail-median'"),
+            "spec.gates[].name may not be tail or tail-median unless a gate on tpotRatio is declared: the "
+            "built-in ones have these names",
+        ),
+        cel(
+            _free_name(Metric.EXPOSED_STALL_FRACTION, "'stall'"),
+            "spec.gates[].name may not be stall unless a gate on exposedStallFraction is declared: the "
+            "built-in one has this name",
+        ),
+        cel(
+            "!has(self.gates) || self.gates.all(t, t.metric != 'tpotRatio' || "
+            "!self.gates.exists(g, g.name == t.name + '-median'))",
+            "spec.gates[].name may not be that of a gate on tpotRatio with -median behind it: its median "
+            "guard has this name",
         ),
         cel(
             _selector_declares(Metric.OUTPUT_RELATIVE_ERROR),

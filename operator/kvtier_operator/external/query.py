@@ -14,6 +14,7 @@ from enum import StrEnum
 from kvtier_evidence.external import Form
 
 _CALL = re.compile(r"(counters|buckets|exponential|point)\((.*)\)", re.DOTALL)
+_BEGUN = re.compile(r"(counters|buckets|exponential|point)\s*\(")
 _SOURCE = re.compile(r"(prometheus|otlp):\s*(.*)", re.DOTALL)
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:.]*)?\s*(\{(.*)\})?", re.DOTALL)
 _MATCHER = re.compile(r"\s*([a-zA-Z_][\w.]*)\s*=\s*\"((?:[^\"\\]|\\.)*)\"\s*(,|$)")
@@ -53,6 +54,8 @@ def parse_query(text: str) -> Query:
         raise QueryError("the query is empty")
     call = _CALL.fullmatch(rest)
     if call is None or not _balanced(call[2]):
+        if (form := _BEGUN.match(rest)) is not None:
+            raise QueryError(f"{form[1]}( has no end, or something stands behind it")
         if source is Source.OTLP:
             return Query(source, Form.GAUGE, (_selector(source, rest),))
         return Query(source, Form.EXPRESSION, (rest,))

@@ -193,6 +193,10 @@ def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet], compiled: bo
     warmup = parse_duration(evidence.get("warmup", f"{int(DEFAULT_WARMUP)}s"), "spec.evidence.warmup")
     ladder, holdback = _ladder(stages)
     gates = declarations(list(spec.get("gates") or []), probes)
+    for gate in gates:
+        if gate.stages and not {str(step.stage) for step in ladder} & {str(stage) for stage in gate.stages}:
+            named = ", ".join(str(stage) for stage in gate.stages)
+            raise SpecError(f"spec.gates[{gate.name}].stages: {named}, none of which spec.stages has")
     declared_effect = evidence.get("designEffect")
     effect = None if declared_effect is None else parse_decimal(declared_effect, "spec.evidence.designEffect")
     exact = not (candidate.get("selectorRef") or {}) if compiled is None else compiled

@@ -23,7 +23,6 @@ GOOD: dict[str, Query] = {
     "histogram_quantile(0.99, rate(x[5m]))": Query(
         P, Form.EXPRESSION, ("histogram_quantile(0.99, rate(x[5m]))",)
     ),
-    "counters(a;b) / counters(c;d)": Query(P, Form.EXPRESSION, ("counters(a;b) / counters(c;d)",)),
     "prometheus: up": Query(P, Form.EXPRESSION, ("up",)),
     'otlp: counters(http.errors; http.requests{service.name="chat"})': Query(
         O, Form.COUNTER_PAIR, ("http.errors", 'http.requests{service.name="chat"}')
@@ -48,6 +47,11 @@ BAD = {
     "counters(increase(a[5m]); sum(b))": "raw series",
     "exponential(a{b='c'}[5m])": "raw series",
     "otlp: rate(a)": "raw series",
+    "counters(a; b": "has no end",
+    "buckets(a))": "has no end",
+    "counters(a; b) > 5": "stands behind it",
+    "counters(a;b) / counters(c;d)": "stands behind it",
+    "otlp: exponential (a": "has no end",
     'otlp: counters(a{b=~"c"}; d)': "label=",
 }
 

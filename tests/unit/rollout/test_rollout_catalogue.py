@@ -39,6 +39,20 @@ def stages(*names: str, steps: tuple[str, ...] = ("10%", "50%")) -> list[dict[st
     return [known[name] for name in names]
 
 
+@pytest.mark.parametrize("gate", ["output", "quality", "tail"])
+async def test_a_gate_of_stages_that_are_not_passed_is_refused(gate: str) -> None:
+    """No step would wait for it, so a candidate would be released as if it had passed. Of a definition that
+    does not refuse it yet."""
+    gates = [{**one, "stages": ["Ramp"]} if one["name"] == gate else one for one in spec_of()["gates"]]
+    world = World(stages=stages("Shadow", "Canary", "Full"), gates=gates)
+    await world.run(3)
+    found = world.condition("Feasible")
+    assert (world.where[0], found["reason"]) == ("Invalid", "SpecInvalid")
+    assert f"spec.gates[{gate}].stages: Ramp" in found["message"]
+    world.edit(stages=stages("Shadow", "Canary", "Ramp", "Full"))
+    await world.until("Progressing", "Shadow")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
