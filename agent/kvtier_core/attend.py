@@ -256,7 +256,8 @@ class Attention:
                 if reduction is not None and producer is not None and read.path is Path.NEAR:
                     name, rows = tiers[read.tier].name, [read.rows for read in group]
                     ran = Ran(handed, query.first_position, states[0].frame.scale)
-                    reduction.take(producer.receipt(name, came, rows, ran, stacked(states), self._clock()))
+                    receipt = producer.receipt(name, came, rows, ran, stacked(states), self._clock())
+                    reduction.take(receipt, came)
                 came.clear()
                 fold.add_all(states)
             if reduction is not None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from kvtier_core.cost import KvGeometry, blocks, kappa_crit
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.placements.traffic import AttentionShape
-from kvtier_core.schedules import Choice, LayerWork, Machine, choose
+from kvtier_core.exact_placements import PlacementRefused
+from kvtier_core.placements.traffic import AttentionShape, NearLink, check_near_seconds
+from kvtier_core.schedules import Choice, LayerWork, Machine, choose, near_transfer
 from kvtier_core.units import BytesPerSecond, FlopPerSecond, FlopPerToken
 
 
@@ -66,15 +67,18 @@ def plan_cache(given: PlanInputs) -> CachePlan:
     cold = given.context - given.resident
     count = blocks(cold, given.block_tokens)
     near = None if given.near_seconds is None else cold * given.near_seconds
-    state = AttentionShape(geometry, 1, given.context, geometry.k_bytes).state
+    shape = AttentionShape(geometry, 1, given.context, geometry.k_bytes)
     layer = LayerWork(
         cold_bytes=count * given.block_tokens * geometry.row.value,
         blocks=count,
         compute=given.context * given.row_seconds,
         near=near,
-        state_bytes=state,
+        state_bytes=shape.state,
+        sent_bytes=shape.query + shape.append,
     )
     machine = Machine(given.link, given.setup, given.staging, geometry.kv_heads, given.head_group)
+    if near is not None and given.link is not None:
+        _check_near(shape, near_transfer(layer, given.setup, given.link), given.setup, given.link)
     kappa = None
     if given.link is not None and given.prefill is not None and given.compute is not None:
         kappa = kappa_crit(given.prefill, geometry.token, given.link, given.compute)
@@ -85,6 +89,14 @@ def plan_cache(given: PlanInputs) -> CachePlan:
     except CoreError as error:
         refused = error.facts
     return CachePlan(kappa, choice, refused, _stated(given, cold, choice))
+
+
+def _check_near(shape: AttentionShape, stated: float, setup: float, link: BytesPerSecond) -> None:
+    """That the schedule's transfers are those of the shape: one producer's states, both ways paid."""
+    try:
+        check_near_seconds(shape, NearLink(setup, link, setup, link), 1, stated)
+    except PlacementRefused as refused:
+        raise CoreError(Reason.COST_MODEL, str(refused)) from refused
 
 
 def _stated(given: PlanInputs, cold: int, choice: Choice | None) -> dict[str, str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,14 +21,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtier_core.appends import Append, Session
+from kvtier_core.cost import KvGeometry
 from kvtier_core.directory import place_of
+from kvtier_core.errors import CoreError, Reason
+from kvtier_core.exact_placements import PlacementRefused
 from kvtier_core.folding import Query
 from kvtier_core.identity import SourceBinding
-from kvtier_core.layout import ChunkLayout
+from kvtier_core.layout import FLOAT_BYTES, ChunkLayout
+from kvtier_core.placements.traffic import AttentionShape, TrafficStatement, check_traffic
 from kvtier_core.planner import ChunkRead, Path
 from kvtier_core.receiptcheck.contract import grouped_map
-from kvtier_core.receiptcheck.partial import STATE_SCHEMA
 from kvtier_core.receiptcheck.states import (
+    STATE_SCHEMA,
     Producer,
     StateMerge,
     StateReceipt,
@@ -65,32 +70,64 @@ def near_groups(reads: Sequence[ChunkRead], queries: int) -> list[list[ChunkRead
 @dataclass(slots=True)
 class Reduction:
     """One frame's states. `take` as receipts come, `own` for what the coordinator attends, `close` before
-    anything is published."""
+    anything is published. sent: bytes of the queries and of the new rows; new_rows: how many those are."""
 
     terms: StateTerms
     layout: ChunkLayout
     _merge: StateMerge
+    sent: tuple[int, int]
+    new_rows: int
     returned_bytes: int = 0
     receipts: int = 0
+    blocks: int = 0
+    block_bytes: int = 0
 
     def own(self, read: ChunkRead, rows: int | None = None) -> None:
         """rows: of the chunk that are seen; None: as the read says. SUPPORT_OVERLAP, SUPPORT_OUT_OF_RANGE."""
         first, last = self._range(read)
         self._merge.own((first, last if rows is None else first + rows))
 
-    def take(self, receipt: StateReceipt) -> None:
-        """What `StateMerge.take` refuses."""
+    def take(self, receipt: StateReceipt, blocks: Sequence[BlockIdentity]) -> None:
+        """blocks: that were read for it. What `StateMerge.take` refuses."""
         self._merge.take(receipt)
         self.receipts += 1
         self.returned_bytes += max(1, len(receipt.support)) * self.terms.state_bytes
+        self.blocks += len(blocks)
+        for block in blocks:
+            self.block_bytes += block.length
 
     def close(self) -> None:
-        """What `StateMerge.close` refuses."""
+        """What `StateMerge.close` refuses, and TRAFFIC_MISMATCH where what was read, sent and returned is not
+        what attention over these rows beside their tier moves (F27 to F29)."""
         self._merge.close(self.returned_bytes)
+        query, append = self.sent
+        stated = TrafficStatement(
+            kv=self.block_bytes,
+            append=append,
+            moved=self.block_bytes + append,
+            near=2 * query + append,
+            producers=self.blocks,
+            returned=self.returned_bytes,
+        )
+        try:
+            check_traffic(self._shape(), stated)
+        except PlacementRefused as refused:
+            raise CoreError(Reason.TRAFFIC_MISMATCH, str(refused)) from refused
+
+    def _shape(self) -> AttentionShape:
+        terms = self.terms
+        geometry = _geometry(len(terms.query_to_kv), terms.kv_heads, terms.value_dim)
+        tokens = self.blocks * self.layout.chunk_tokens
+        return AttentionShape(geometry, 1, tokens, FLOAT_BYTES, terms.queries, self.new_rows)
 
     def _range(self, read: ChunkRead) -> tuple[int, int]:
         first = read.chunk * self.layout.chunk_tokens
         return first, first + read.rows
+
+
+@lru_cache(maxsize=64)
+def _geometry(heads: int, kv_heads: int, width: int) -> KvGeometry:
+    return KvGeometry(1, heads, kv_heads, width, FLOAT_BYTES, FLOAT_BYTES)
 
 
 def query_digest(q: Tensor) -> bytes:
@@ -225,4 +262,6 @@ def reduction_of(
         visible=visible,
         deadline=query.deadline,
     )
-    return Reduction(terms, layout, StateMerge(terms))
+    rows = append.k
+    sent = query.q.nbytes, rows.nbytes + append.v.nbytes
+    return Reduction(terms, layout, StateMerge(terms), sent, int(rows.shape[0]))

@@ -52,13 +52,15 @@ class LayerWork:
     """One layer of a step. cold_bytes: covering blocks of rows that are not on the compute device (F5);
     blocks: how many those are; compute: seconds of attention and the rest of the layer on the device,
     measured. near: seconds in which the tier that owns the cold rows forms their partial states, None where
-    it cannot or nobody measured it; state_bytes: what those states are (F29)."""
+    it cannot or nobody measured it; sent_bytes: query and new rows, which go there (F28); state_bytes: what
+    comes back (F29)."""
 
     cold_bytes: int
     blocks: int
     compute: float
     near: float | None = None
     state_bytes: int = 0
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,11 @@ def _on_demand(layers: Sequence[LayerWork], machine: Machine, link: BytesPerSeco
     return _finish(Schedule.ON_DEMAND_BLOCKS, timeline(costs, slots=1), largest, machine)
 
 
+def near_transfer(layer: LayerWork, setup: float, link: BytesPerSecond) -> float:
+    """Seconds to the tier that owns a layer's cold rows and back: two transfers, each with its setup."""
+    return 2 * setup + link.seconds(layer.sent_bytes) + link.seconds(layer.state_bytes)
+
+
 def _partition(layers: Sequence[LayerWork], machine: Machine, link: BytesPerSecond) -> Prediction:
     """Rows stay; their tier forms states while the device attends its own rows, then states are merged."""
     service = stall = 0.0
@@ -210,7 +217,7 @@ def _partition(layers: Sequence[LayerWork], machine: Machine, link: BytesPerSeco
             continue
         if layer.near is None:
             return Prediction(Schedule.PARTITION_COMPUTE, 0.0, 0.0, 0, Rejected.TIER_INCAPABLE)
-        away = layer.near + machine.setup + link.seconds(layer.state_bytes)
+        away = layer.near + near_transfer(layer, machine.setup, link)
         waits = max(0.0, away - layer.compute)
         service += layer.compute + waits
         stall += waits

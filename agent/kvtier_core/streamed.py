@@ -225,7 +225,8 @@ class StreamedDecode:
                         came += len(buffers)
                     formed, name = states.states(first, last), tiers[group[0].tier].name
                     whole = [layout.chunk_tokens] * len(group)
-                    reduction.take(kept.producer.receipt(name, blocks, whole, ran, formed, self._clock()))
+                    receipt = kept.producer.receipt(name, blocks, whole, ran, formed, self._clock())
+                    reduction.take(receipt, blocks)
                 reduction.close()
                 out = states.output()
         finally:

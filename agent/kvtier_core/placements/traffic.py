@@ -19,16 +19,21 @@ STATE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One decode step of one layer. sequences: B; tokens: T, of each. activation_bytes: of one scalar of Q
-    and O. d_v is d_h; a state's scalars are fp32."""
+    """One step of one layer. sequences: B; tokens: T, of each. activation_bytes: of one scalar of Q and O.
+    queries, new_rows: of each sequence, one of each in a decode. d_v is d_h; a state's scalars are fp32."""
 
     geometry: KvGeometry
     sequences: int
     tokens: int
     activation_bytes: int
+    queries: int = 1
+    new_rows: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.sequences, self.activation_bytes) < 1 or self.tokens < 0:
+        if (
+            min(self.sequences, self.activation_bytes, self.queries) < 1
+            or min(self.tokens, self.new_rows) < 0
+        ):
             raise PlacementRefused(PlacementReason.COST_MODEL, f"{self} is no step")
 
     @property
@@ -38,8 +43,8 @@ class AttentionShape:
 
     @property
     def append(self) -> int:
-        """F27: M_append, one row of K and V a sequence."""
-        return self.sequences * self.geometry.row.value
+        """F27: M_append, the new rows of K and V."""
+        return self.sequences * self.new_rows * self.geometry.row.value
 
     @property
     def move(self) -> int:
@@ -49,7 +54,7 @@ class AttentionShape:
     @property
     def query(self) -> int:
         """F28: M_Q = B * H_q * d_h * b_a; M_O is the same."""
-        return self.sequences * self.geometry.query_heads * self.geometry.head_dim * self.activation_bytes
+        return self._scalars * self.geometry.head_dim * self.activation_bytes
 
     @property
     def near(self) -> int:
@@ -59,7 +64,11 @@ class AttentionShape:
     @property
     def state(self) -> int:
         """F29: one producer's (m, l, u) = B * H_q * (2 + d_v) * b_s."""
-        return self.sequences * self.geometry.query_heads * (2 + self.geometry.head_dim) * STATE_BYTES
+        return self._scalars * (2 + self.geometry.head_dim) * STATE_BYTES
+
+    @property
+    def _scalars(self) -> int:
+        return self.sequences * self.queries * self.geometry.query_heads
 
     def returned(self, producers: int) -> int:
         """F29: one state for each producer."""
@@ -79,16 +88,19 @@ class NearLink:
     return_fixed: float
     back: BytesPerSecond
 
-    def seconds(self, shape: AttentionShape) -> float:
-        """F30: t_near,xfer; the time of attention itself is not in it."""
+    def seconds(self, shape: AttentionShape, producers: int = 0) -> float:
+        """F30: t_near,xfer; the time of attention itself is not in it. producers: of partial states, which
+        come back (F29) in the answer's place; 0: the answer does."""
         sent = self.send_fixed + self.send.seconds(shape.query + shape.append)
-        return sent + self.return_fixed + self.back.seconds(shape.query)
+        returned = shape.returned(producers) if producers else shape.query
+        return sent + self.return_fixed + self.back.seconds(returned)
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficStatement:
-    """What a plan or a receipt says of one layer. producers: of partial states; returned: bytes of all of
-    them."""
+    """What was counted of one layer's step, bytes. kv: of the history near its tier; append: of its new rows;
+    moved: what moving both would have been; near: query, new rows and answer. producers: of partial states,
+    returned: of all of those."""
 
     kv: int
     append: int
@@ -96,32 +108,26 @@ class TrafficStatement:
     near: int
     producers: int
     returned: int
-    near_seconds: float
 
 
-def state_traffic(shape: AttentionShape, link: NearLink, producers: int) -> TrafficStatement:
-    return TrafficStatement(
-        shape.kv,
-        shape.append,
-        shape.move,
-        shape.near,
-        producers,
-        shape.returned(producers),
-        link.seconds(shape),
+def check_traffic(shape: AttentionShape, stated: TrafficStatement) -> None:
+    """TRAFFIC_MISMATCH naming the first count that does not follow from the shape."""
+    right = (shape.kv, shape.append, shape.move, shape.near, shape.returned(stated.producers))
+    found = (stated.kv, stated.append, stated.moved, stated.near, stated.returned)
+    if right == found:
+        return
+    names = ("kv", "append", "moved", "near", "returned")
+    name, one, other = next(it for it in zip(names, found, right, strict=True) if it[1] != it[2])
+    raise PlacementRefused(
+        PlacementReason.TRAFFIC_MISMATCH, f"{name}: {one} bytes counted, {other} are what moves"
     )
 
 
-def check_traffic(shape: AttentionShape, link: NearLink, stated: TrafficStatement) -> None:
-    """TRAFFIC_MISMATCH naming the first ledger that does not follow from the shape, then TIME_MODEL."""
-    right = state_traffic(shape, link, stated.producers)
-    for name in ("kv", "append", "moved", "near", "returned"):
-        if getattr(stated, name) != getattr(right, name):
-            raise PlacementRefused(
-                PlacementReason.TRAFFIC_MISMATCH,
-                f"{name}: {getattr(stated, name)} bytes stated, {getattr(right, name)} move",
-            )
-    if not math.isclose(stated.near_seconds, right.near_seconds, rel_tol=1e-9):
+def check_near_seconds(shape: AttentionShape, link: NearLink, producers: int, stated: float) -> None:
+    """TIME_MODEL unless `stated` is the transfer of F30. producers: as `NearLink.seconds`."""
+    right = link.seconds(shape, producers)
+    if not math.isclose(stated, right, rel_tol=1e-9):
         raise PlacementRefused(
             PlacementReason.TIME_MODEL,
-            f"near transfer of {stated.near_seconds} s stated, {right.near_seconds} s with both fixed costs",
+            f"near transfer of {stated} s stated, {right} s with both fixed costs",
         )

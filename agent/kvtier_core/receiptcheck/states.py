@@ -3,7 +3,7 @@
 Why it exists: where rows of one query are attended in several places, what comes back has the right shape
 also when it is of another query, of rows twice, or of rows short. Each receipt repeats whose it is, and is
 validated against the query being reduced, never by its order of arrival. It must not know tiers, tensors'
-producers or how states are merged. `partial` is the same for one query of one head.
+producers or how states are merged.
 
 A receipt holds one state per support range, of all queries and heads of the frame.
 """
@@ -11,7 +11,6 @@ A receipt holds one state per support range, of all queries and heads of the fra
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.identity import SourceBinding, digest
-from kvtier_core.receiptcheck.partial import STATE_SCHEMA
+
+STATE_SCHEMA = "fp32-m-l-u-v1"
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -219,11 +219,17 @@ class StateMerge:
     _ranges: list[tuple[int, int]] = field(default_factory=list)
     _states: int = 0
     _ends: list[tuple[str, float | None]] = field(default_factory=list)
+    _over: bool = False
 
     def take(self, receipt: StateReceipt) -> None:
-        """`check_state`, then DUPLICATE_RECEIPT (looked for before an overlap, which it always is too),
-        SUPPORT_OVERLAP, SUPPORT_OUT_OF_RANGE."""
+        """`check_state`, then LATE_RECEIPT once it was closed: the answer, or that of a fallback, is out;
+        DUPLICATE_RECEIPT (looked for before an overlap, which it always is too), SUPPORT_OVERLAP,
+        SUPPORT_OUT_OF_RANGE."""
         check_state(self.terms, receipt)
+        if self._over:
+            raise CoreError(
+                Reason.LATE_RECEIPT, f"the frame was answered before the state of {receipt.producer} came"
+            )
         name = (receipt.producer, receipt.support_sha256)
         if name in self._known:
             raise _refused(Reason.DUPLICATE_RECEIPT, receipt)
@@ -249,10 +255,11 @@ class StateMerge:
             raise CoreError(Reason.SUPPORT_OUT_OF_RANGE, f"rows {one} of {who} are not of the support")
         insort(self._ranges, one)
 
-    def close(self, returned_bytes: int, *, answered: bool = False) -> None:
+    def close(self, returned_bytes: int) -> None:
         """SUPPORT_GAP, EMPTY_SUPPORT, RECEIPT_COUNT, TRAFFIC_MISMATCH (states of F29), NOT_VISIBLE,
-        LATE_RECEIPT. answered: the fallback's answer was published already."""
-        terms = self.terms
+        LATE_RECEIPT: a state's, or all of them where the frame was answered already."""
+        terms, answered = self.terms, self._over
+        self._over = True
         missing = terms.visible - sum(last - first for first, last in self._ranges)
         if missing:
             raise CoreError(
@@ -277,11 +284,3 @@ class StateMerge:
             raise CoreError(
                 Reason.LATE_RECEIPT, f"after the deadline or the answer: {', '.join(late) or 'all'}"
             )
-
-
-def merge_all(terms: StateTerms, receipts: Sequence[StateReceipt], returned_bytes: int) -> None:
-    """Every receipt of a frame at once."""
-    merge = StateMerge(terms)
-    for receipt in receipts:
-        merge.take(receipt)
-    merge.close(returned_bytes)

@@ -23,14 +23,6 @@ from kvtier_core.identity import SourceBinding, chunk_digest, source_row
 from kvtier_core.receiptcheck.binding import check_binding
 from kvtier_core.receiptcheck.contract import TensorContract, check_payload, grouped_map
 from kvtier_core.receiptcheck.copy import Copy, CopyReceipt, LiveCopy, check_copy, check_survival
-from kvtier_core.receiptcheck.partial import (
-    STATE_SCHEMA,
-    MergeTerms,
-    PartialReceipt,
-    check_merge,
-    state_checksum,
-    support_digest,
-)
 from kvtier_core.receiptcheck.query import (
     Deadline,
     GatherReceipt,
@@ -43,6 +35,15 @@ from kvtier_core.receiptcheck.query import (
     check_index,
     check_lookup,
     check_operation,
+)
+from kvtier_core.receiptcheck.states import (
+    STATE_SCHEMA,
+    Producer,
+    StateMerge,
+    StateReceipt,
+    StateTerms,
+    ranges_digest,
+    states_checksum,
 )
 from tests.unit.core.blockkey_cases import binding
 
@@ -93,8 +94,8 @@ class Fixture:
     places: LivePlaces
     copies: tuple[Copy, ...]
     claimed_survivors: int
-    terms: MergeTerms
-    partial: PartialReceipt
+    terms: StateTerms
+    partial: StateReceipt
     returned_bytes: int
 
     def publish(self, published: list[Published]) -> None:
@@ -108,8 +109,9 @@ class Fixture:
         check_copy(self.ordered, self.copied, self.live_copy, epoch=EPOCH, lossless=LOSSLESS)
         check_gather(operation, self.gather, self.places)
         check_survival(self.copies, EPOCH, claimed=self.claimed_survivors)
-        terms = dataclasses.replace(self.terms, operation=operation)
-        check_merge(terms, [self.partial], self.returned_bytes)
+        merge = StateMerge(self.terms)
+        merge.take(self.partial)
+        merge.close(self.returned_bytes)
         published.append(Published(tuple(int(row) for row in self.gather.positions)))
 
 
@@ -185,7 +187,9 @@ def fixture() -> Fixture:
         generation: RowReplica(generation, EPOCH, source.tenant_namespace, CODEC, LAYOUT)
         for generation in (17, 18)
     }
-    m, l, u = 1.5, 2.0, np.arange(WIDTH, dtype=np.float32)
+    heads = (1, 1, QUERY_HEADS)
+    m, l = np.full(heads, 1.5, np.float32), np.full(heads, 2.0, np.float32)
+    u = np.zeros((*heads, WIDTH), np.float32) + np.arange(WIDTH, dtype=np.float32)
     return Fixture(
         live=source,
         operation=operation,
@@ -230,29 +234,41 @@ def fixture() -> Fixture:
         places=LivePlaces(authority_epoch=EPOCH, destination_allocation_generation=85),
         copies=(host, device, proxy),
         claimed_survivors=2,
-        terms=MergeTerms(
-            operation=operation,
+        terms=StateTerms(
+            binding=source,
             request_id="r1",
+            layer=1,
+            query_to_kv=(0, 0, 1, 1),
+            kv_heads=KV_HEADS,
+            value_dim=WIDTH,
+            first_query_position=8,
+            queries=1,
+            query_sha256=query,
+            mask_sha256=mask,
+            position_epoch=0,
             score_scale=0.5,
             merge_revision="m-l-u/1",
-            producers=(("gpu", 2),),
-            required=candidates,
+            producers=(Producer("gpu", 2),),
+            visible=ROWS,
+            deadline=102.0,
         ),
-        partial=PartialReceipt(
+        partial=StateReceipt(
             tenant_namespace=source.tenant_namespace,
             request_id="r1",
             request_generation=3,
             checkpoint_generation=source.checkpoint_generation,
             layer=1,
-            query_head=2,
-            kv_head=1,
+            query_heads=(0, QUERY_HEADS),
+            kv_heads=(0, KV_HEADS),
             query_to_kv=(0, 0, 1, 1),
-            query_position=8,
+            first_query_position=8,
+            queries=1,
             query_sha256=query,
-            support=candidates,
-            support_sha256=support_digest(candidates),
+            support=((0, ROWS),),
+            support_sha256=ranges_digest(((0, ROWS),)),
             mask_sha256=mask,
             position_contract_sha256=source.position_contract_sha256,
+            position_epoch=0,
             score_scale=0.5,
             state_schema=STATE_SCHEMA,
             m=m,
@@ -261,10 +277,10 @@ def fixture() -> Fixture:
             producer="gpu",
             producer_generation=2,
             merge_revision="m-l-u/1",
-            checksum=state_checksum(m, l, u),
+            checksum=states_checksum(m, l, u),
             completed=101.0,
         ),
-        returned_bytes=(2 + WIDTH) * 4,
+        returned_bytes=QUERY_HEADS * (2 + WIDTH) * 4,
     )
 
 

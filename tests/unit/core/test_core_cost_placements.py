@@ -91,6 +91,12 @@ CHOICES: dict[str, tuple[list[LayerWork], Machine, Schedule, Chosen]] = {
         Schedule.PARTITION_COMPUTE,
         Chosen.LEAST_SERVICE,
     ),
+    "rows whose tier is far, where sending the query costs more than moving rows": (
+        layers(near=0.001, state_bytes=8192, sent_bytes=1 << 30),
+        MACHINE,
+        Schedule.LAYERWISE_TWO_SLOT,
+        Chosen.LEAST_STAGING_AT_EQUAL_SERVICE,
+    ),
     "rows whose tier attends slowly move": (
         layers(near=1.0, state_bytes=8192),
         MACHINE,

@@ -81,7 +81,7 @@ TRACE: list[tuple[int, str, object, Reason]] = [
     (16, "operation.query_to_kv", (0, 1, 0, 1), Reason.HEAD_MAPPING_MISMATCH),
     (17, "lookup.kv_head", None, Reason.HEAD_AMBIGUOUS),
     (17, "gather.kv_head", None, Reason.HEAD_AMBIGUOUS),
-    (17, "partial.kv_head", None, Reason.HEAD_AMBIGUOUS),
+    (17, "partial.kv_heads", None, Reason.HEAD_AMBIGUOUS),
     (18, "gather.replicas.0.authority_epoch", EPOCH - 1, Reason.STALE_AUTHORITY_EPOCH),
     (18, "live_copy.authority_epoch", EPOCH - 1, Reason.STALE_AUTHORITY_EPOCH),
     (19, "gather.destination_allocation_generation", 84, Reason.RECYCLED_DESTINATION),
@@ -381,4 +381,4 @@ def test_c2_05_to_c2_08_sentinels_and_shapes() -> None:
     assert packed.shape == (3, 4)
     assert int(packed[1, 0]) % 1000 // 10 == 3
     proxy = np.zeros((2, 2, 8, 2))
-    assert (proxy.size, packed.size, 2 + VALID.partial.u.size) == (64, 12, 6)
+    assert (proxy.size, packed.size, 2 + VALID.partial.u[0, 0, 0].size) == (64, 12, 6)

@@ -25,15 +25,17 @@ from kvtier_core.placements.traffic import (
     AttentionShape,
     NearLink,
     TrafficStatement,
+    check_near_seconds,
     check_traffic,
-    state_traffic,
 )
 from kvtier_core.units import BytesPerSecond
 
 GEOMETRY = KvGeometry(layers=4, query_heads=32, kv_heads=8, head_dim=128, k_bytes=2, v_bytes=2)
 SHAPE = AttentionShape(GEOMETRY, sequences=1, tokens=4096, activation_bytes=2)
 LINK = NearLink(0.02e-3, BytesPerSecond.gb(24), 0.02e-3, BytesPerSecond.gb(24))
-TRAFFIC = state_traffic(SHAPE, LINK, producers=2)
+TRAFFIC = TrafficStatement(
+    SHAPE.kv, SHAPE.append, SHAPE.move, SHAPE.near, producers=2, returned=SHAPE.returned(2)
+)
 INPUTS = HeadInputs(GEOMETRY, 4096, 4096, 1 << 40, BytesPerSecond.gb(24), 1e-5, 1e-7)
 HEADS = run_step(INPUTS, 2).plans[0]
 PROFILE = OverlapProfile(linear_0=0.65, linear_1=0.22, cpu_0=0.45, cpu_1=0.55, gpu_0=0.28)
@@ -42,7 +44,7 @@ SPARF = InStorage(stated_exact=False, approximation_allowed=True)
 
 
 def stated(**change: object) -> Callable[[], None]:
-    return lambda: check_traffic(SHAPE, LINK, replace(TRAFFIC, **change))  # type: ignore[arg-type]
+    return lambda: check_traffic(SHAPE, replace(TRAFFIC, **change))  # type: ignore[arg-type]
 
 
 def grouped(at: int, **change: object) -> HeadGroupStaging:
@@ -51,9 +53,8 @@ def grouped(at: int, **change: object) -> HeadGroupStaging:
     return replace(HEADS, groups=tuple(groups))
 
 
-def unfixed() -> TrafficStatement:
-    moved = (SHAPE.query + SHAPE.append) / 24e9 + SHAPE.query / 24e9
-    return replace(TRAFFIC, near_seconds=LINK.send_fixed + moved)
+def unfixed() -> float:
+    return LINK.send_fixed + (SHAPE.query + SHAPE.append) / 24e9 + SHAPE.query / 24e9
 
 
 MUTATIONS: dict[str, tuple[Callable[[], None], PlacementReason]] = {
@@ -102,14 +103,16 @@ MUTATIONS: dict[str, tuple[Callable[[], None], PlacementReason]] = {
         PlacementReason.UNDECLARED_APPROXIMATION,
     ),
     "48 a fixed cost dropped": (
-        lambda: check_traffic(SHAPE, LINK, unfixed()),
+        lambda: check_near_seconds(SHAPE, LINK, 0, unfixed()),
         PlacementReason.TIME_MODEL,
     ),
 }
 
 
 def test_what_was_not_mutated_passes() -> None:
-    check_traffic(SHAPE, LINK, TRAFFIC)
+    check_traffic(SHAPE, TRAFFIC)
+    check_near_seconds(SHAPE, LINK, 0, LINK.seconds(SHAPE))
+    check_near_seconds(SHAPE, LINK, 2, LINK.seconds(SHAPE, 2))
     for plan in run_step(INPUTS, 2).plans:
         plan.check()
     NEO.check()

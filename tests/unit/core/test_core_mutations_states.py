@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from kvtier_core.errors import Reason
-from kvtier_core.receiptcheck.partial import STATE_SCHEMA
 from kvtier_core.receiptcheck.states import (
+    STATE_SCHEMA,
     Producer,
     StateMerge,
     StateReceipt,
     StateTerms,
-    merge_all,
     ranges_digest,
     states_checksum,
 )
@@ -111,6 +110,14 @@ def half(name: str) -> StateReceipt:
     return remade(**{name: getattr(FLASH, name).astype(np.float16)})
 
 
+def merge_all(terms: StateTerms, receipts: Sequence[StateReceipt], returned_bytes: int) -> None:
+    """As an engine does: each as it comes, then what all of them must be together."""
+    merge = StateMerge(terms)
+    for receipt in receipts:
+        merge.take(receipt)
+    merge.close(returned_bytes)
+
+
 EDITED = ((0, 8),)
 MUTATIONS: list[tuple[int, str, Callable[[], list[StateReceipt]], Reason]] = [
     (4, "d_v", lambda: [RAM, remade(u=FLASH.u[..., :-1])], Reason.STATE_SHAPE),
@@ -161,7 +168,7 @@ MUTATIONS: list[tuple[int, str, Callable[[], list[StateReceipt]], Reason]] = [
     (34, "checksum", lambda: [RAM, changed(checksum=FLASH.checksum ^ 1)], Reason.CHECKSUM_MISMATCH),
     (34, "flipped bit", lambda: [RAM, changed(u=-FLASH.u)], Reason.CHECKSUM_MISMATCH),
     (35, "no event", lambda: [RAM, changed(completed=None)], Reason.NOT_VISIBLE),
-    (36, "late", lambda: [RAM, changed(completed=102.5)], Reason.LATE_RECEIPT),
+    (36, "after the deadline", lambda: [RAM, changed(completed=102.5)], Reason.LATE_RECEIPT),
 ]
 
 
@@ -179,12 +186,17 @@ def test_bytes_of_one_producer_are_not_those_of_all() -> None:
     assert refusal(lambda: merge_all(TERMS, [FLASH, RAM], ONE)) is Reason.TRAFFIC_MISMATCH
 
 
-def test_states_after_the_fallbacks_answer_are_late() -> None:
-    """Mutation 37."""
+@pytest.mark.parametrize("came", [[FLASH, RAM], [FLASH]], ids=["answered", "given up"])
+def test_states_after_the_answer_are_late(came: list[StateReceipt]) -> None:
+    """Mutation 37: what closes a merge is the answer, or the end of this plan for it."""
     merge = StateMerge(TERMS)
-    merge.take(FLASH)
-    merge.take(RAM)
-    assert refusal(lambda: merge.close(3 * ONE, answered=True)) is Reason.LATE_RECEIPT
+    for receipt in came:
+        merge.take(receipt)
+    if len(came) == 2:
+        merge.close(3 * ONE)
+    else:
+        assert refusal(lambda: merge.close(ONE)) is Reason.SUPPORT_GAP
+    assert refusal(lambda: merge.take(RAM)) is Reason.LATE_RECEIPT
 
 
 def test_a_producer_without_rows_declares_it() -> None:

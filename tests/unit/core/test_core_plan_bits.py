@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from kvtier_core.attend import Attended
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.neardata import Ran, near_groups, producer_of, query_digest, reduction_of
+from kvtier_core.neardata import Ran, Reduction, near_groups, producer_of, query_digest, reduction_of
 from kvtier_core.placements.preference import PlanKind
 from kvtier_core.planner import ChunkRead, Path
-from kvtier_core.receiptcheck.states import StateReceipt
 from kvtier_core.stepplans import WINDOW
 from tests.unit.core.rowsdouble import CPU, GPU, LAYOUT, NVME, SCALE, World, by_kept, reference, world
 from tests.unit.core.tierdoubles import Read
@@ -233,45 +232,78 @@ def test_a_plan_without_a_chunk_is_refused_and_one_with_a_chunk_twice_too(kind: 
                 assert refused.value.reason is reason
 
 
+class Reducing:
+    """The reduction of a frame of three queries, two chunks of which lie in storage, as `attend` makes it."""
+
+    def __init__(self, made: World) -> None:
+        plan = made.plans.planner.plan(made.append, made.visible, queries=3, forced=PARTITION)
+        self._made = made
+        self.groups = near_groups(plan.reads, 3)
+        self.near = [group[0] for group in self.groups if group[0].path is Path.NEAR]
+        self._rest = [group[0] for group in self.groups if group[0].path is not Path.NEAR]
+        self._producer = producer_of(made.append.session, LAYOUT, made.store.cache_generation)
+        self._ran = Ran(query_digest(made.query.q), made.query.first_position, SCALE)
+
+    def begun(self) -> Reduction:
+        made = self._made
+        reduction = reduction_of(self.groups, made.append, made.query, LAYOUT, made.store.tiers, made.visible)
+        for read in self._rest:
+            reduction.own(read)
+        return reduction
+
+    def take(self, reduction: Reduction, read: ChunkRead, **of_block: int) -> None:
+        shape = (1, 3, 4)
+        m, l = np.zeros(shape, np.float32), np.ones(shape, np.float32)
+        states = m, l, np.zeros((*shape, 16), np.float32)
+        block = dataclasses.replace(self._made.store.identity_of(read.line, 1), **of_block)
+        receipt = self._producer.receipt("flash", [block], [read.rows], self._ran, states, self._made.clock())
+        reduction.take(receipt, [block])
+
+
 @pytest.mark.parametrize("missing", range(3))
 def test_a_state_that_does_not_come_or_comes_twice_gives_no_answer(missing: int) -> None:
     with opened([NVME, NVME, CPU, NVME], queries=3) as made, torch.inference_mode():
-        plan = made.plans.planner.plan(made.append, made.visible, queries=3, forced=PARTITION)
-        groups = near_groups(plan.reads, 3)
-        terms = (made.append, made.query, LAYOUT, made.store.tiers, made.visible)
-        producer = producer_of(made.append.session, LAYOUT, made.store.cache_generation)
-        ran = Ran(query_digest(made.query.q), made.query.first_position, SCALE)
-
-        def formed(group: list[ChunkRead]) -> StateReceipt:
-            [read] = group
-            shape = (1, 3, 4)
-            states = (
-                np.zeros(shape, np.float32),
-                np.ones(shape, np.float32),
-                np.zeros((*shape, 16), np.float32),
-            )
-            block = made.store.identity_of(read.line, 1)
-            return producer.receipt("flash", [block], [read.rows], ran, states, made.clock())
-
-        near = [group for group in groups if group[0].path is Path.NEAR]
-        rest = [group for group in groups if group[0].path is not Path.NEAR]
+        reducing = Reducing(made)
+        near = reducing.near
         assert len(near) == 3
-        for again in (False, True):
-            reduction = reduction_of(groups, *terms)
-            for group in rest:
-                reduction.own(group[0])
-            for at, group in enumerate(near):
-                if at != missing or again:
-                    reduction.take(formed(group))
-            if again:
-                reduction.close()
-                with pytest.raises(CoreError) as twice:
-                    reduction.take(formed(near[missing]))
-                assert twice.value.reason is Reason.DUPLICATE_RECEIPT
-                with pytest.raises(CoreError) as overlap:
-                    reduction.own(near[missing][0])
-                assert overlap.value.reason is Reason.SUPPORT_OVERLAP
-            else:
-                with pytest.raises(CoreError) as gap:
-                    reduction.close()
-                assert gap.value.reason is Reason.SUPPORT_GAP
+        short, whole = reducing.begun(), reducing.begun()
+        for at, read in enumerate(near):
+            reducing.take(whole, read)
+            if at != missing:
+                reducing.take(short, read)
+        with pytest.raises(CoreError) as gap:
+            short.close()
+        assert gap.value.reason is Reason.SUPPORT_GAP
+        with pytest.raises(CoreError) as twice:
+            reducing.take(whole, near[missing])
+        assert twice.value.reason is Reason.DUPLICATE_RECEIPT
+        with pytest.raises(CoreError) as overlap:
+            whole.own(near[missing])
+        assert overlap.value.reason is Reason.SUPPORT_OVERLAP
+        whole.close()
+        for late in (short, whole):
+            with pytest.raises(CoreError) as refused:
+                reducing.take(late, near[missing])
+            assert refused.value.reason is Reason.LATE_RECEIPT
+
+
+@pytest.mark.parametrize("wrong", ["none", "N.5-1 K or V only", "N.5-2 no new row", "another query"])
+def test_what_was_read_sent_and_returned_is_what_such_attention_moves(wrong: str) -> None:
+    with opened([NVME, CPU, NVME], queries=3, frame_rows=3) as made, torch.inference_mode():
+        reducing = Reducing(made)
+        reduction = reducing.begun()
+        for read in reducing.near:
+            length = LAYOUT.payload_bytes // (2 if wrong.startswith("N.5-1") else 1)
+            reducing.take(reduction, read, length=length)
+        query, rows = reduction.sent
+        if wrong.startswith("N.5-2"):
+            reduction.sent = query, 0
+        if wrong == "another query":
+            reduction.sent = query // 3, rows
+        if wrong == "none":
+            assert rows > 0
+            reduction.close()
+            return
+        with pytest.raises(CoreError) as refused:
+            reduction.close()
+        assert refused.value.reason is Reason.TRAFFIC_MISMATCH
