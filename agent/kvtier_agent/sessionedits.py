@@ -144,7 +144,7 @@ def operation_of(request: attention_pb2.EditSessionRequest) -> Operation:
     """The core's operation. BAD_ARGUMENT naming the field and what is legal."""
     kind = request.WhichOneof("edit")
     if kind == "truncate":
-        return Truncate(request.truncate.to)
+        return Truncate(request.truncate.to, request.truncate.anew)
     if kind == "drop":
         return Drop(tuple((item.first, item.last) for item in request.drop.ranges))
     if kind != "reposition":

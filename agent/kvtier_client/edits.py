@@ -46,10 +46,12 @@ class EditTarget:
     deadline_seconds: float
 
 
-def truncate(edits: Edits, target: EditTarget, to: int) -> Edited:
-    """Rows at positions `to` and beyond are gone; also in the middle of a step, which it ends."""
+def truncate(edits: Edits, target: EditTarget, to: int, anew: bool = False) -> Edited:
+    """Rows at positions `to` and beyond are gone; also in the middle of a step, which it ends. anew: a change
+    also where no row goes."""
     request = _request(target)
     request.truncate.to = to
+    request.truncate.anew = anew
     return _edited(edits.edit_session(request))
 
 
@@ -129,8 +131,8 @@ class SessionEdits(ABC):
 
     def truncate(self, to: int) -> Edited:
         """Rows at positions `to` and beyond are gone; the next row stands at `to`. Also what a step that
-        failed half-way left is: after that the session goes on."""
-        edited = truncate(self._editor(), self._edit_target(), to)
+        failed left is, half-way or before its first row was taken: after that the session goes on."""
+        edited = truncate(self._editor(), self._edit_target(), to, anew=self.failure is not None)
         if edited.changed and self.failure is not None:
             self.failure = None
             self._go_on()

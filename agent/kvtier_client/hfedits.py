@@ -32,10 +32,11 @@ class CacheEdits(ABC):
 
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers asks for it: -n takes the last n positions of each sequence back, 0 none. Also
-        after a pass that failed half-way. BAD_ARGUMENT for more than there are."""
+        after a pass that failed, half-way or (then 0) before its first rows were taken: the sessions go on.
+        BAD_ARGUMENT for more than there are."""
         if tokens_to_remove > 0:
             raise KvtierError(Reason.BAD_ARGUMENT, f"crop({tokens_to_remove}); legal: 0 or less")
-        if not tokens_to_remove:
+        if not tokens_to_remove and all(session.failure is None for session in self.sessions):
             return
         length = self._length() + tokens_to_remove
         if length < max(self.pads):

@@ -254,6 +254,32 @@ def test_a_pass_that_failed_half_way_is_cut_off_and_goes_on(started: Agent, tiny
             assert torch.equal(logits(tiny_model, alone, prompt(5, 1)), got)
 
 
+def test_a_pass_whose_first_frame_was_refused_is_taken_back_and_goes_on(
+    channel: AttentionClient, tiny_model: Any
+) -> None:
+    """No row of it was taken, so that no row goes; what was sent of it before is answered by nobody."""
+    with attach(tiny_model), opened(channel, tiny_model) as cache:
+        logits(tiny_model, cache, prompt(30))
+        session = cache.session
+        before = session.position_epoch
+        session.position_epoch = 9
+        with pytest.raises(KvtierError, match="position_epoch 9") as refused:
+            logits(tiny_model, cache, prompt(5, 1))
+        assert refused.value.reason is Reason.POSITION_CONTRACT_MISMATCH
+        session.position_epoch = before
+        with pytest.raises(KvtierError, match="position_epoch 9"):
+            session.attend(cache.step, 0, 30, torch.randn(1, 6, 64), *torch.randn(2, 1, 2, 64), 30)
+        assert cache.get_seq_length() == 30
+        cache.crop(0)
+        assert (session.failure, session.position_epoch) == (None, before + 1)
+        assert session.truncate(30).changed is False, "nothing failed since, and no row goes"
+        got = logits(tiny_model, cache, prompt(5, 1))
+        assert {receipt.exactness for receipt in cache.take_receipts()} == {"EXACT"}
+        with opened(channel, tiny_model) as alone:
+            logits(tiny_model, alone, prompt(30))
+            assert torch.equal(logits(tiny_model, alone, prompt(5, 1)), got)
+
+
 def test_dynamic_ntk_may_drop_and_not_move(started: Agent, tiny_model: Any) -> None:
     with (
         AttentionClient(started.socket_path) as client,

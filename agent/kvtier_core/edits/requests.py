@@ -14,9 +14,11 @@ MAX_RANGES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Rows at positions `to` and beyond are gone; the next row stands at `to`."""
+    """Rows at positions `to` and beyond are gone; the next row stands at `to`. anew: a change also where no
+    row goes, so that frames that were sent before are refused and the next one begins a step."""
 
     to: int
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,8 @@ class Edits:
         if not 0 <= to <= legal:
             raise bad_argument("truncate.to", to, f"0 to {legal}")
         row, view = session.positions.truncate(least, to)
-        if view == session.positions and all(state.frontier == row for state in session.layers):
+        nothing = view == session.positions and all(state.frontier == row for state in session.layers)
+        if nothing and not operation.anew:
             return False
         # A line that goes may live on elsewhere, or in a late completion: its name is not given again.
         number = self._issue() if self._branching.loses_lines(session, row) else session.number

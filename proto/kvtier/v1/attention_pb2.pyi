@@ -446,10 +446,12 @@ class EditSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., generation: _Optional[int] = ..., boot_id: _Optional[str] = ..., tenant: _Optional[str] = ..., position_epoch: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., truncate: _Optional[_Union[TruncateEdit, _Mapping]] = ..., fork: _Optional[_Union[ForkEdit, _Mapping]] = ..., drop: _Optional[_Union[DropEdit, _Mapping]] = ..., reposition: _Optional[_Union[RepositionEdit, _Mapping]] = ...) -> None: ...
 
 class TruncateEdit(_message.Message):
-    __slots__ = ("to",)
+    __slots__ = ("to", "anew")
     TO_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     to: int
-    def __init__(self, to: _Optional[int] = ...) -> None: ...
+    anew: bool
+    def __init__(self, to: _Optional[int] = ..., anew: _Optional[bool] = ...) -> None: ...
 
 class ForkEdit(_message.Message):
     __slots__ = ("traceparent", "local_channel_version")

@@ -133,6 +133,9 @@ async def test_a_session_that_its_caller_never_heard_of_is_closed(bench: Bench, 
 
 OPERATIONS = [
     pytest.param({"truncate": attention_pb2.TruncateEdit(to=5)}, Truncate(5), id="truncate"),
+    pytest.param(
+        {"truncate": attention_pb2.TruncateEdit(to=5, anew=True)}, Truncate(5, anew=True), id="truncate-anew"
+    ),
     pytest.param({"drop": ranges}, Drop(((1, 4),)), id="drop"),
     pytest.param({"drop": attention_pb2.DropEdit()}, Drop(()), id="drop-nothing"),
     pytest.param({"reposition": moves}, Reposition((Move(1, 4, 0),)), id="moves"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import threading
 from pathlib import Path
@@ -185,6 +186,39 @@ def test_a_cut_heals_a_step_that_stopped_half_way(tmp_path: Path) -> None:
         assert edit(driver, Truncate(20)).changed
         driver.step += 1
         assert torch.equal(driver.forward(30), alone(tmp_path / "alone", rows, 50)[:, 20:])
+
+
+@pytest.mark.parametrize("edited", [False, True], ids=["as-computed", "over-a-drop"])
+def test_a_cut_anew_takes_no_row_and_refuses_what_was_sent_before(tmp_path: Path, edited: bool) -> None:
+    """What a client needs whose frame of layer 0 was refused or not answered: it may still be on its way."""
+    rows = Rows.random(60)
+    outs = []
+    for cuts in (False, True):
+        with engine(tmp_path / f"{cuts}", WIDE) as built:
+            driver = Driver.open(built, rows)
+            driver.forward(20)
+            if edited:
+                edit(driver, Drop(((3, 9),)))
+            epoch, chunks = 2 if edited else 1, built.stats().chunks
+            if cuts:
+                assert not edit(driver, Truncate(20), epoch).changed
+                held = dataclasses.replace(driver.request(0, 20, 21), position_epoch=epoch)
+                for again in range(2):
+                    answer = edit(driver, Truncate(20, anew=True), epoch)
+                    assert (answer.changed, answer.position_epoch) == (True, epoch + 1), again
+                assert (answer.next_position, built.stats().chunks) == (20, chunks)
+                with pytest.raises(CoreError) as refused:
+                    built.step(held)
+                assert refused.value.reason is Reason.POSITION_CONTRACT_MISMATCH
+                driver.step += 5
+            outs.append(driver.forward(40))
+            receipt = driver.answers[-1].receipt
+            outs.append(receipt.producer_digest)
+            assert receipt.exactness is (
+                ExactnessClass.EXACT_OVER_EDITED_HISTORY if edited else ExactnessClass.EXACT
+            )
+    assert torch.equal(outs[0], outs[2])
+    assert outs[1] == outs[3]
 
 
 CASES = [
