@@ -21,21 +21,26 @@ and V rows beyond M in float32 (of their whole pages, for a family that reads th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtier_core.selectors.contract import Scope, Selection, Shape
+from kvtier_core.selectors.contract import Scope, Selection, Shape, Unit
+from kvtier_eval.outcomes import NO_LEDGERS, Ledgers, Measured, Prices, Support, check_ledgers, ledgers
+from kvtier_eval.proof import EVERY, Asked, Step, prove_head
 from kvtier_eval.statistics import mean, quantile
 from kvtier_kernels.state import AttentionState
 
 RECALLS = (8, 32, 128)
 SUPPORT = 8.0
 NAMES = ("mass", "excess", "outError", "valueMass", "support", "certified", *(f"recall{k}" for k in RECALLS))
+ID_BYTES = 8
+"""Of the id of a candidate or a unit, as a selection names it."""
 _LITTLE = 1e-6
 
 
@@ -76,10 +81,10 @@ def head_metrics(
     scale: float,
     evidence: Tensor,
     certified: Sequence[float] | None,
-) -> tuple[dict[str, NDArray[np.float64]], NDArray[np.float64], Tensor]:
+) -> tuple[dict[str, NDArray[np.float64]], NDArray[np.float64], Tensor, NDArray[np.int64]]:
     """q [Hq, d], k and v [n, Hk, d], read bool [Hq, n], persistent bool [n], answer [Hq, d], evidence bool
-    [n]. Returns the values by name, the needle's share, each float64 [Hq], and answer - o, float64 [Hq,
-    d]."""
+    [n]. Returns the values by name, the needle's share, each float64 [Hq], answer - o, float64 [Hq,
+    d], and the rows of the first of RECALLS, int64 [Hq, k]."""
     n, kv_heads, _ = k.shape
     grouped = q.double().view(kv_heads, -1, q.shape[-1])
     logits = torch.einsum("hgd,nhd->hgn", grouped, k.double()) * scale
@@ -108,28 +113,39 @@ def head_metrics(
         values["certified"] = torch.tensor(list(certified), dtype=torch.float64)
     there = (p * evidence).sum(-1)
     needle = (p * (read & evidence)).sum(-1) / there.clamp_min(1e-300)
-    return {name: value.numpy() for name, value in values.items()}, needle.numpy(), delta
+    best = p.topk(min(RECALLS[0], n), dim=-1).indices
+    found = {name: value.numpy() for name, value in values.items()}
+    return found, needle.numpy(), delta, best.numpy()
 
 
 @dataclass(slots=True)
 class Traffic:
     """Bytes of one layer over the steps, and what a buffer of `hot` rows a KV head would have had to
-    fetch. page: rows of a page, for a family that reads whole pages of flash."""
+    fetch. page: rows of a page, for a family that reads whole pages of flash. index: bytes of it that were
+    read; kept: the ledgers of rows, each by itself, the support without what every query reads."""
 
     shape: Shape
     hot: int
     page: int = 1
     index: int = 0
-    rows: int = 0
-    fetched: int = 0
+    kept: Ledgers = NO_LEDGERS
     jaccard: list[float] = field(default_factory=list)
     _stamp: list[dict[int, int]] = field(default_factory=list)
     _last: list[set[int]] = field(default_factory=list)
     _step: int = 0
 
+    @property
+    def rows(self) -> int:
+        return self.kept.support
+
+    @property
+    def fetched(self) -> int:
+        return self.kept.transfer
+
     def add(self, selection: Selection, persistent: NDArray[np.bool_]) -> None:
         one_row = 2 * self.shape.head_dim * 4
-        heads = self.shape.kv_heads
+        heads, receipt = self.shape.kv_heads, selection.receipt
+        prices = Prices(ID_BYTES, ID_BYTES)
         sets = []
         for head in range(heads):
             rows = selection.rows_of_kv_head(head, self.shape)
@@ -138,11 +154,12 @@ class Traffic:
                 pages = np.unique(beyond // self.page)[:, None] * self.page + np.arange(self.page)
                 beyond = pages[pages < len(persistent)]
             sets.append(set(beyond.tolist()))
-        self.index += selection.receipt.index_bytes
-        self.rows += sum(map(len, sets)) * one_row
+        self.index += receipt.index_bytes
         self._stamp = self._stamp or [{} for _ in range(heads)]
         for stamp, rows_now in zip(self._stamp, sets, strict=True):
-            self.fetched += sum(row not in stamp for row in rows_now) * one_row
+            ids = tuple(selection.units_of_kv_head(head, self.shape).tolist())
+            support = Support("unit", ids, ids, (), (), tuple(stamp), tuple(rows_now))
+            self.kept = self.kept.plus(ledgers(support, None, prices, one_row, macs=0, setup=0))
             stamp.update(dict.fromkeys(rows_now, self._step))
             for row in sorted(stamp, key=lambda one: (stamp[one], one))[: max(0, len(stamp) - self.hot)]:
                 del stamp[row]
@@ -175,6 +192,8 @@ class Collector:
         self._needle: dict[tuple[int, int], list[float]] = {}
         self._wo: list[float] = []
         self._traffic = [Traffic(shape, hot, page) for _ in range(layers)]
+        self._page = page
+        self._observed = 0
         self.violations = 0
         """Heads whose certified mass was above the true one."""
 
@@ -183,6 +202,7 @@ class Collector:
 
     def observe(
         self,
+        asked: Asked,
         layer: int,
         q: Tensor,
         k: Tensor,
@@ -191,13 +211,15 @@ class Collector:
         state: AttentionState,
         answer: Tensor,
         persistent: Tensor,
+        unit: Unit,
     ) -> Tensor:
-        """One step of one layer; returns answer - o, float64 [Hq, d]."""
+        """One step of one layer; returns answer - o, float64 [Hq, d]. asked: of the index, before it
+        answered; unit: what it chooses. OutcomeRefused where a head, redone, is another."""
         rows = k.shape[0]
         evidence = torch.zeros(rows, dtype=torch.bool)
         for first, last in self._evidence:
             evidence[first:last] = True
-        values, needle, delta = head_metrics(
+        values, needle, delta, best = head_metrics(
             q,
             k,
             v,
@@ -214,6 +236,11 @@ class Collector:
             self._count[name][layer] += there
         if "certified" in values:
             self.violations += int(np.count_nonzero(values["certified"] > values["mass"] + 1e-9))
+        self._observed += 1
+        if self._observed % EVERY == 1:
+            head = self._observed // EVERY % self._shape.query_heads
+            step = Step(layer, q, k, v, selection, persistent.numpy(), unit, self._page)
+            prove_head(asked, step, self._shape, head, _stated(values, delta, answer, best, head))
         for at, head in sorted(self._needle_heads):
             if at == layer:
                 self._needle.setdefault((at, head), []).append(float(needle[head]))
@@ -244,8 +271,37 @@ class Collector:
         made["indexBytes"] = sum(traffic.index for traffic in self._traffic)
         made["rowBytes"] = sum(traffic.rows for traffic in self._traffic)
         made["fetchedBytes"] = sum(traffic.fetched for traffic in self._traffic)
+        total = NO_LEDGERS
+        for traffic in self._traffic:
+            total = total.plus(traffic.kept)
+        published = {**asdict(total), "support": made["rowBytes"], "transfer": made["fetchedBytes"]}
+        check_ledgers(total, published)
+        made["ledgers"] = published
         made["boundViolations"] = self.violations
         return made
+
+
+def _stated(
+    values: Mapping[str, NDArray[np.float64]],
+    delta: Tensor,
+    answer: Tensor,
+    best: NDArray[np.int64],
+    head: int,
+) -> Measured:
+    """What is counted of one head."""
+    mass = float(values["mass"][head])
+    error = float(delta[head].norm())
+    norm = float((answer[head].double() - delta[head]).norm())
+    return Measured(
+        top=tuple(sorted(best[head].tolist())),
+        recall_support=float(values[f"recall{RECALLS[0]}"][head]),
+        retained=mass,
+        delta=1.0 - mass,
+        error=error,
+        norm=norm,
+        bound=math.inf,
+        relative=float(values["outError"][head]) if norm > 0.0 else None,
+    )
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:

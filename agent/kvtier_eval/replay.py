@@ -32,6 +32,7 @@ from kvtier_core.selectors.contract import (
 from kvtier_eval.forward import Decoder
 from kvtier_eval.metrics import Collector, persistent_mask
 from kvtier_eval.prepare import Forced, Prepared, Recorder, causal_attention
+from kvtier_eval.proof import Asked
 from kvtier_kernels.state import AttentionState, LogitFrame, finalize
 
 _BUILT_AT_ONCE = 64
@@ -158,6 +159,7 @@ class Replay:
         for step in range(len(q)):
             count = mark + step + 1
             covered = index.facts.covered
+            asked = Asked(index.facts.source, index.facts.epoch, q[step], count)
             selection = family.select(
                 index,
                 Query(
@@ -174,7 +176,9 @@ class Replay:
             whole = selection.remainder.complete(state) if selection.remainder is not None else state
             answer = finalize(whole)[0][0]
             answers.append(answer)
-            self._note(layer, step, q[step], k[:count], v[:count], selection, state, answer, hidden[step])
+            self._note(
+                asked, layer, step, q[step], k[:count], v[:count], selection, state, answer, hidden[step]
+            )
             if family.facts.appendable and count - covered >= setup.append_every:
                 new = slice(covered, count)
                 steps = slice(covered - mark, count - mark)
@@ -193,6 +197,7 @@ class Replay:
 
     def _note(
         self,
+        asked: Asked,
         layer: int,
         step: int,
         q: Tensor,
@@ -208,7 +213,8 @@ class Replay:
         persistent = persistent_mask(len(k), self._setup.sink, self._setup.recent)
         self._collector.traffic(layer, selection, persistent)
         if step % self._setup.detail_every == 0:
-            delta = self._collector.observe(layer, q, k, v, selection, state, answer, persistent)
+            unit = self._family.facts.unit
+            delta = self._collector.observe(asked, layer, q, k, v, selection, state, answer, persistent, unit)
             moved = self._decoder.projected(layer, delta[None])[0].norm()
             self._collector.residual(float(moved / hidden.double().norm()))
 

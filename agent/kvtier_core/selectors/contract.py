@@ -313,6 +313,14 @@ class Selection:
         group = self.positions[head * shape.group : (head + 1) * shape.group]
         return np.unique(np.concatenate(group))
 
+    def units_of_kv_head(self, head: int, shape: Shape) -> Rows:
+        """The units that were chosen for some query head of KV head `head`, ascending."""
+        if self.scope is Scope.LAYER:
+            return self.units[0]
+        if self.scope is Scope.KV_HEAD:
+            return self.units[head]
+        return np.unique(np.concatenate(self.units[head * shape.group : (head + 1) * shape.group]))
+
 
 class Index(Protocol):
     """One layer's index of one session, immutable: `append` and `edit` return another."""

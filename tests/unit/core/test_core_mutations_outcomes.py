@@ -1,6 +1,7 @@
 """N.9: a record of an answer's error, cost and fallback with one wrong field has one name.
 
-On the toy T9 (F.5), whose worked numbers C9.01 to C9.18 are tested with it.
+Items 1 to 38 are what an evaluation holds its own numbers against (`kvtier_eval.proof`), 39 to 51 what a step
+does. On the toy T9 (F.5), whose worked numbers C9.01 to C9.18 are tested with it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from kvtier_core.receiptcheck.fallbacks import (
     check_fallback,
     uncertain,
 )
-from kvtier_core.receiptcheck.outcomes import (
+from kvtier_core.receiptcheck.outcomes import OutcomeReason, OutcomeRefused
+from kvtier_eval.outcomes import (
     Dense,
     Ledgers,
     Measured,
     OutcomeIdentity,
-    OutcomeReason,
-    OutcomeRefused,
     Prices,
     Support,
     Units,
@@ -191,11 +191,13 @@ MUTATIONS: dict[str, tuple[Callable[[], object], OutcomeReason]] = {
     "31 a persistent row outside": (support(persistent=(8,)), Why.SUPPORT_OUT_OF_RANGE),
     "32 a resident row outside": (support(resident=(0, 8)), Why.SUPPORT_OUT_OF_RANGE),
     "33 another top-k": (metrics(top=(0, 1)), Why.METRIC_CONTRACT),
+    "33 another recall": (metrics(recall_support=0.5), Why.METRIC_CONTRACT),
     "34 recall of candidates over pages": (metrics(recall_candidate=1.0), Why.NAMESPACE_MISMATCH),
     "35 delta is not 1 - rho": (metrics(delta=0.2), Why.METRIC_CONTRACT),
     "36 delta 1": (metrics(delta=1.0, retained=0.0), Why.EMPTY_SUPPORT),
     "37 relative without its norm": (metrics(norm=0.0), Why.METRIC_CONTRACT),
     "38 bound below error": (metrics(bound=MEASURED.error / 2), Why.METRIC_CONTRACT),
+    "38 another error": (metrics(error=MEASURED.error / 2), Why.METRIC_CONTRACT),
     "39 dense mass online": (gated(GATE, source=EstimateSource.DENSE), Why.GATE_INPUT),
     "40 mass over one": (gated(replace(GATE, max_omitted_mass=1.1)), Why.GATE_INPUT),
     "41 confidence over one": (gated(GATE, confidence=1.1), Why.GATE_INPUT),
@@ -246,7 +248,7 @@ def test_each_mutation_has_its_reason(check: Callable[[], object], reason: Outco
 
 
 def test_the_catalogue_is_whole() -> None:
-    assert [int(name.split()[0]) for name in MUTATIONS] == list(range(1, 52))
+    assert list(dict.fromkeys(int(name.split()[0]) for name in MUTATIONS)) == list(range(1, 52))
 
 
 # The worked numbers.

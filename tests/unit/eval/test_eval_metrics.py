@@ -28,7 +28,9 @@ def _mask(rows: list[int]) -> torch.Tensor:
     return mask
 
 
-def _toy(rows: list[int]) -> tuple[dict[str, np.ndarray], np.ndarray, torch.Tensor]:
+def _toy(
+    rows: list[int],
+) -> tuple[dict[str, np.ndarray], np.ndarray, torch.Tensor, np.ndarray]:
     logits = torch.tensor(LOGITS, dtype=torch.float64)
     v = torch.tensor(VALUES, dtype=torch.float64)
     p = logits[rows].softmax(0)
@@ -55,7 +57,7 @@ def _toy(rows: list[int]) -> tuple[dict[str, np.ndarray], np.ndarray, torch.Tens
     ],
 )
 def test_the_toy_of_the_specification(rows: list[int], omitted: float, error: float) -> None:
-    values, needle, delta = _toy(rows)
+    values, needle, delta, _ = _toy(rows)
     assert 1 - values["mass"][0] == pytest.approx(omitted, abs=5e-7)
     assert float(delta.norm()) == pytest.approx(error, abs=5e-7)
     assert needle[0] == (1.0 if 1 in rows else 0.0)
@@ -63,7 +65,7 @@ def test_the_toy_of_the_specification(rows: list[int], omitted: float, error: fl
 
 def test_excess_is_what_lies_beyond_the_persistent_rows() -> None:
     p = torch.tensor(LOGITS, dtype=torch.float64).softmax(0).numpy()
-    values, _, _ = _toy([0, 1, 5])
+    values, _, _, _ = _toy([0, 1, 5])
     assert values["excess"][0] == pytest.approx((p[1] + p[5]) / (1 - p[0]))
     assert _toy([0])[0]["excess"][0] == pytest.approx(0.0)
     assert _toy(list(range(8)))[0]["excess"][0] == pytest.approx(1.0)
@@ -72,7 +74,7 @@ def test_excess_is_what_lies_beyond_the_persistent_rows() -> None:
 def test_recall_and_value_mass_count_what_they_say() -> None:
     p = torch.tensor(LOGITS, dtype=torch.float64).softmax(0).numpy()
     norms = np.linalg.norm(np.array(VALUES, dtype=float), axis=1)
-    values, _, _ = _toy([0, 1, 5])
+    values, _, _, _ = _toy([0, 1, 5])
     assert values["recall8"][0] == pytest.approx(3 / 8)
     assert values["valueMass"][0] == pytest.approx((p * norms)[[0, 1, 5]].sum() / (p * norms).sum())
     assert np.isnan(values["support"][0]), "no row has eight times an even share"
@@ -84,7 +86,7 @@ def test_support_counts_the_rows_that_stand_out() -> None:
     logits[[5, 40]] = 5.0
     read = torch.zeros(1, n, dtype=torch.bool)
     read[0, [5, 6, 7]] = True
-    values, _, _ = head_metrics(
+    values, _, _, _ = head_metrics(
         torch.tensor([[1.0]]),
         logits[:, None, None],
         torch.ones(n, 1, 1),
