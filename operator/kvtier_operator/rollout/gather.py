@@ -54,10 +54,9 @@ from kvtier_operator.rollout.shares import spent_shares
 from kvtier_operator.rollout.spec import (
     DEFAULT_LEASE_TTL,
     MAX_LEASE_TTL,
-    Intent,
+    Parsed,
     RolloutSpec,
-    parse_intent,
-    parse_spec,
+    read_spec,
 )
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, parse_stamp, read_holders
@@ -85,15 +84,6 @@ class Run:
     probes: dict[str, ProbeSet] = field(default_factory=dict)
     notices: list[tuple[JsonObject, Notice]] = field(default_factory=list)
     """Of writes that were made and not yet told, with the object that they are about."""
-
-
-@dataclass(frozen=True)
-class Parsed:
-    """spec: None when it cannot be run, and `error` why."""
-
-    spec: RolloutSpec | None
-    error: str
-    intent: Intent | None
 
 
 @dataclass
@@ -207,7 +197,7 @@ class Gatherer:
             probes[name] = run.probes[name]
         version = rollout["metadata"].get("generation"), tuple(sorted(probes.items())), exact
         if kept.parsed is None or kept.parsed[0] != version:
-            kept.parsed = version, _parsed(raw, probes, exact)
+            kept.parsed = version, read_spec(raw, probes, exact)
         return kept.parsed[1]
 
     def _cache_view(self, cache: JsonObject | None) -> CacheView | None:
@@ -463,15 +453,6 @@ def _known_rate(kept: Kept, state: RolloutState) -> float:
         if told or look.requests_per_second > 0.0:
             kept.rate = look.requests_per_second
     return kept.rate
-
-
-def _parsed(raw: JsonObject, probes: dict[str, ProbeSet], exact: bool | None) -> Parsed:
-    intent: Intent | None = None
-    try:
-        intent = parse_intent(raw)
-        return Parsed(parse_spec(raw, probes, exact=exact), "", intent)
-    except ValueError as error:
-        return Parsed(None, str(error), intent)
 
 
 def cache_view(cache: JsonObject | None) -> CacheView | None:

@@ -183,6 +183,25 @@ def parse_spec(
         raise SpecError(f"spec is incomplete: {error}") from error
 
 
+@dataclass(frozen=True)
+class Parsed:
+    """spec: None when it cannot be run, and `error` why."""
+
+    spec: RolloutSpec | None
+    error: str
+    intent: Intent | None
+
+
+def read_spec(raw: Mapping[str, Any], probes: Mapping[str, ProbeSet], exact: bool | None) -> Parsed:
+    """As `parse_spec`, but what is wrong is part of the answer."""
+    intent: Intent | None = None
+    try:
+        intent = parse_intent(raw)
+        return Parsed(parse_spec(raw, probes, exact=exact), "", intent)
+    except ValueError as error:
+        return Parsed(None, str(error), intent)
+
+
 def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet], compiled: bool | None) -> RolloutSpec:
     candidate = dict(spec["candidate"])
     stages = list(spec.get("stages") or [])
