@@ -51,14 +51,20 @@ class QuantityError(ValueError):
 
 def parse_bytes(value: int | str, field: str) -> int:
     """Bytes of a quantity (1024, "64Mi", "1.5G"), rounded up as Kubernetes does; 0 to 2^63 - 1."""
+    amount = parse_amount(value, field)
+    if amount > INT64_MAX:
+        raise QuantityError(QuantityReason.RANGE, field, value, "at most 2^63 - 1 bytes")
+    return amount
+
+
+def parse_amount(value: int | str, field: str) -> int:
+    """As `parse_bytes`, however many they are."""
     legal = "a quantity of bytes such as 1073741824, 64Mi or 1.5G"
     match = None if isinstance(value, bool | float) else _QUANTITY.fullmatch(str(value))
     if match is None:
         raise QuantityError(QuantityReason.SYNTAX, field, value, legal)
-    amount = (Decimal(match.group(1)) * _SUFFIXES[match.group(2) or ""]).to_integral_value(ROUND_CEILING)
-    if amount > INT64_MAX:
-        raise QuantityError(QuantityReason.RANGE, field, value, "at most 2^63 - 1 bytes")
-    return int(amount)
+    size = Decimal(match.group(1)) * _SUFFIXES[match.group(2) or ""]
+    return int(size.to_integral_value(ROUND_CEILING))
 
 
 def parse_duration(value: str, field: str) -> float:

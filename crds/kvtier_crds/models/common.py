@@ -95,7 +95,9 @@ def _checked(parse: Callable[[Any, str], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _int_or_string(pattern: str, length: int, minimum: int = 0, maximum: int | None = None) -> WithJsonSchema:
+def _int_or_string(
+    pattern: str, length: int, minimum: int = 0, maximum: int | None = None, *entries: Json
+) -> WithJsonSchema:
     schema: Json = {
         "x-kubernetes-int-or-string": True,
         "anyOf": [{"type": "integer"}, {"type": "string"}],
@@ -105,14 +107,18 @@ def _int_or_string(pattern: str, length: int, minimum: int = 0, maximum: int | N
     }
     if maximum is not None:
         schema["maximum"] = maximum
-    return WithJsonSchema(schema)
+    return WithJsonSchema(schema | (rules(*entries) if entries else {}))
 
 
 def _text(pattern: str, length: int) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "pattern": pattern, "minLength": 1, "maxLength": length})
 
 
-Quantity = Annotated[int | str, _checked(parse_bytes), _int_or_string(QUANTITY_PATTERN, 32)]
+_FITS = cel(
+    "!isQuantity(string(self)) || quantity(string(self)).isLessThan(quantity('1E'))",
+    "a quantity must be less than 1E (10^18)",
+)
+Quantity = Annotated[int | str, _checked(parse_bytes), _int_or_string(QUANTITY_PATTERN, 32, 0, None, _FITS)]
 """Bytes (or bytes per second): 1073741824 or "1Gi"."""
 Fraction = Annotated[int | str, _checked(parse_fraction), _int_or_string(FRACTION_PATTERN, 16, 0, 1)]
 """A share from 0 to 1: "5%" or "0.05"."""

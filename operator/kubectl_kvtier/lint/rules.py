@@ -14,7 +14,7 @@ from cel_expr_python import cel
 from cel_expr_python.ext import ext_strings
 
 from kubectl_kvtier.lint.schema import Json, Said
-from kvtier_crds.quantity import QuantityError, parse_bytes
+from kvtier_crds.quantity import INT64_MAX, QuantityError, parse_amount
 
 
 class RuleBroken(Exception):
@@ -65,9 +65,12 @@ def _program(expression: str) -> Any:
 @cache
 def _environment() -> Any:
     text, whole, truth = cel.Type.STRING, cel.Type.INT, cel.Type.BOOL
-    # A quantity is its bytes: our rules compare amounts of bytes and nothing else.
+    # A quantity is its bytes: our rules compare amounts of bytes and nothing else. What is more than CEL's
+    # integers hold is all the same too much.
     functions = [
-        _function("quantity", whole, [text], False, lambda given: parse_bytes(given, "value")),
+        _function(
+            "quantity", whole, [text], False, lambda given: min(parse_amount(given, "value"), INT64_MAX)
+        ),
         _function("isQuantity", truth, [text], False, _is_quantity),
         _function("isGreaterThan", truth, [whole, whole], True, lambda one, other: one > other),
         _function("isLessThan", truth, [whole, whole], True, lambda one, other: one < other),
@@ -84,7 +87,7 @@ def _function(name: str, result: Any, parameters: list[Any], member: bool, run: 
 
 def _is_quantity(text: str) -> bool:
     try:
-        parse_bytes(text, "value")
+        parse_amount(text, "value")
     except QuantityError:
         return False
     return True

@@ -176,7 +176,7 @@ def test_each_invalid_object_says_what_is_expected() -> None:
 
 @pytest.mark.parametrize("message", sorted(_messages()))
 def test_messages_name_a_field(message: str) -> None:
-    assert message.startswith(("spec.", "spec ", "metadata.name", "the path"))
+    assert message.startswith(("spec.", "spec ", "metadata.name", "the path", "a quantity"))
 
 
 class _Unbounded(Struct):
