@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scipy import stats
 
 from tests.soak.gates.ledger import Row
-from tests.soak.gates.scenarios import BY_NAME, G2
+from tests.soak.gates.scenarios import BY_NAME, G2, GUARDED
 from tests.soak.gates.walk import End
 
 ALPHA_P, ALPHA_F = 0.05, 0.01
 CONFIDENCE = 0.99
 ENOUGH = 200
 """Fewer rollouts say nothing."""
+FULL_SIZE = 10_000
+"""Rollouts of a row that the specification asks for."""
+KNOWN_MISSES = frozenset({"detect: tail 2x, f 25 %: G2, median guard"})
+"""Goals that are not reached, as the page says. Another miss is news, and one of these that is reached."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,11 @@ class Claim:
     name: str
     held: bool
     value: str
+
+
+def news(found: Sequence[Claim]) -> list[Claim]:
+    """What is not as the page says."""
+    return [claim for claim in found if claim.held is (claim.name in KNOWN_MISSES)]
 
 
 def upper(events: int, n: int) -> float:
@@ -74,5 +83,11 @@ def claims(rows: Mapping[str, Row]) -> list[Claim]:
                     units <= G2[name],
                     f"at most 5 % of the planned requests from {20 * units:g} requests on",
                 )
+            )
+        if name in GUARDED:
+            units = quantile_of(row, End.ROLLED_BACK, 0.95)
+            goal = GUARDED[name]
+            out.append(
+                Claim(f"{name}: G2, median guard", units <= goal, f"95 % within {units:g} units, goal {goal}")
             )
     return out

@@ -160,6 +160,9 @@ G2 = {
     "detect: slowest 10 % 2x, f 25 %": 1100,
     "detect: stall 2x": 400,
 }
+GUARDED = {"detect: tail 2x, f 5 %": 70, "detect: tail 2x, f 5 %, heavy": 70, "detect: tail 2x, f 25 %": 70}
+"""G2 of the median guard, whose figure is for a slowdown of the whole distribution at f <= 25 %. Counted is
+whatever fails a row first: the guard alone is no sooner."""
 POWER_ROWS = (
     *(
         _single(f"power: p99 error, {share:.2%} above", ("output",), _out(each, looks), Truth(output=share))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 
 from scipy.special import ndtri
 
 from kvtier_evidence.plan import planned_variance
 from tests.soak.gates import contrast
-from tests.soak.gates.claims import quantile_of, upper
+from tests.soak.gates.claims import ENOUGH, FULL_SIZE, claims, quantile_of, upper
 from tests.soak.gates.ledger import Row, contrast_name
-from tests.soak.gates.scenarios import BY_NAME, G2, POWER_ROWS
+from tests.soak.gates.scenarios import BY_NAME, G2, GUARDED, POWER_ROWS
 from tests.soak.gates.walk import End, Scenario
 
 _ALPHA, _POWER = 0.04, 0.9
@@ -25,6 +26,7 @@ def markdown(rows: Mapping[str, Row], *, seed: int, machine: str) -> str:
         _detection(rows),
         _power(rows),
         _contrast(rows),
+        _claimed(rows),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -47,13 +49,39 @@ def _budgets(rows: Mapping[str, Row]) -> str:
             f"{'-' if scenario.harms else f'{upper(back, n):.2%}'} | {_share(row.ends[End.HELD], n)} | "
             f"{_share(row.ends[End.COMPLETED], n)} |"
         )
-    return "\n".join(["## Whole rollouts\n", head, *lines, ""]) if lines else ""
+    return "\n".join(["## Whole rollouts\n", head, *lines, "", _sizes(rows)]) if lines else ""
+
+
+def _sizes(rows: Mapping[str, Row]) -> str:
+    """How many rollouts stand behind the rows of whole rollouts, and which of them claim nothing."""
+    sizes = {
+        name: row.rollouts
+        for name, row in rows.items()
+        if name in BY_NAME and BY_NAME[name].group not in ("detect", "power") and row.rollouts
+    }
+    full = sum(n >= FULL_SIZE for n in sizes.values())
+    few = [name for name, n in sizes.items() if n < ENOUGH]
+    silent = f" Fewer than {ENOUGH}, and so no claim, have {len(few)}: {'; '.join(few)}." if few else ""
+    return (
+        f"{full} of these {len(sizes)} rows have {FULL_SIZE:,} rollouts or more; half have "
+        f"{statistics.median(sizes.values()):,.0f} or fewer, the smallest {min(sizes.values()):,}.{silent}\n"
+    )
+
+
+def _claimed(rows: Mapping[str, Row]) -> str:
+    found = claims(rows)
+    if not found:
+        return ""
+    missed = [f"- missed: {claim.name}: {claim.value}." for claim in found if not claim.held]
+    held = f"{len(found) - len(missed)} of {len(found)} claims hold in this run."
+    return "\n".join(["## What is claimed\n", held, *([""] if missed else []), *missed, ""])
 
 
 def _detection(rows: Mapping[str, Row]) -> str:
     head = (
-        "| harm | rollouts | found | candidate units, median | 95 % | goal | planned requests for 5 % |\n"
-        "|---|---|---|---|---|---|---|"
+        "| harm | rollouts | found | candidate units, median | 95 % | goal | goal of the median guard | "
+        "planned requests for 5 % |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     lines = []
     for name, row in rows.items():
@@ -65,7 +93,7 @@ def _detection(rows: Mapping[str, Row]) -> str:
             f"| {name.removeprefix('detect: ')} | {row.rollouts:,} | "
             f"{_share(row.ends[End.ROLLED_BACK], row.rollouts)} | "
             f"{_count(quantile_of(row, End.ROLLED_BACK, 0.5))} | {_count(units)} | "
-            f"{G2.get(name, '-')} | {_count(20 * units)} |"
+            f"{_goal(units, G2.get(name))} | {_goal(units, GUARDED.get(name))} | {_count(20 * units)} |"
         )
     return "\n".join(["## Units until Fail\n", head, *lines, ""]) if lines else ""
 
@@ -139,6 +167,10 @@ def _contrast(rows: Mapping[str, Row]) -> str:
 def _of(rows: Mapping[str, Row], share: float, rule: str) -> tuple[int, int, int]:
     tally = rows[contrast_name(share)].tallies[rule]
     return tally.promoted, tally.rolled_back, tally.held
+
+
+def _goal(units: float, goal: int | None) -> str:
+    return "-" if goal is None else f"{goal:,}" if units <= goal else f"{goal:,}, missed"
 
 
 def _share(count: int, n: int) -> str:

@@ -21,10 +21,10 @@ from kvtier_evidence.metrics import Stage
 from kvtier_evidence.units import CollectedGate
 from kvtier_evidence.window import SESSION_BLOCKS, WindowCounts
 from tests.soak.gates import contrast
-from tests.soak.gates.claims import ENOUGH, claims, quantile_of, upper
+from tests.soak.gates.claims import ENOUGH, KNOWN_MISSES, claims, news, quantile_of, upper
 from tests.soak.gates.counting import STALL_LIMIT, Counter, DirectSource, ReaderSource, closing
 from tests.soak.gates.ledger import Row, append, contrast_chunk, read, seed_of, simulate_chunk
-from tests.soak.gates.scenarios import ALL, BY_NAME, G2
+from tests.soak.gates.scenarios import ALL, BY_NAME, G2, GUARDED
 from tests.soak.gates.table import fixed_horizon, markdown
 from tests.soak.gates.traffic import STALL_MEAN, Step, Traffic, Truth, Window, draw_window, grid_index
 from tests.soak.gates.walk import End, Rollout
@@ -211,7 +211,59 @@ def test_the_fixed_horizon_is_that_of_the_specification(name: str, want: int) ->
 
 def test_names_are_unique_and_goals_name_rows() -> None:
     assert len(BY_NAME) == len(ALL)
-    assert set(G2) <= set(BY_NAME)
+    assert set(G2) | set(GUARDED) <= set(BY_NAME)
+    assert {name.rpartition(":")[0] for name in KNOWN_MISSES} <= set(GUARDED) | set(G2)
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "held", "news_of_it"),
+    [
+        pytest.param("detect: tail 2x, f 5 %", 59, True, False, id="held"),
+        pytest.param("detect: tail 2x, f 5 %", 71, False, True, id="missed-and-nobody-knows"),
+        pytest.param("detect: tail 2x, f 25 %", 78, False, False, id="missed-as-known"),
+        pytest.param("detect: tail 2x, f 25 %", 70, True, True, id="held-and-known-as-missed"),
+    ],
+)
+def test_the_median_guards_goal_is_a_claim_and_a_miss_is_said(
+    name: str, units: int, held: bool, news_of_it: bool
+) -> None:
+    row = Row()
+    ends = {"rolled back": ENOUGH}
+    row.take({"chunk": 0, "seconds": 0, "ends": ends, "units": {"rolled back": [units] * ENOUGH}})
+    found = claims({name: row})
+    mine = [claim for claim in found if claim.name == f"{name}: G2, median guard"]
+    assert [claim.held for claim in mine] == [held]
+    assert (mine == news(found)) is news_of_it
+    text = markdown({name: row}, seed=1, machine="m")
+    assert ("| 70, missed |" in text, f"- missed: {name}: G2, median guard" in text) == (not held, not held)
+    assert f"{3 - (not held)} of 3 claims hold" in text
+
+
+def test_the_table_says_how_many_rollouts_stand_behind_its_rows() -> None:
+    def of(n: int) -> Row:
+        row = Row()
+        row.take({"chunk": 0, "seconds": 0, "ends": {"held": n}})
+        return row
+
+    sizes = {"at limit: output": 10_000, "at limit: tail": ENOUGH - 1, "at limit: all": 300}
+    text = markdown({name: of(n) for name, n in sizes.items()}, seed=1, machine="m")
+    assert "1 of these 3 rows have 10,000 rollouts or more; half have 300 or fewer, the smallest 199." in text
+    assert "Fewer than 200, and so no claim, have 1: at limit: tail." in text
+    page = (Path(__file__).parents[3] / "docs" / "benchmarks" / "gates.md").read_text()
+    table = page.partition("## Whole rollouts")[2].partition("## Units until Fail")[0]
+    rows = {
+        cells[1].strip(): of(int(cells[2].replace(",", "")))
+        for cells in (line.split("|") for line in table.splitlines())
+        if len(cells) > 3 and cells[1].strip() in BY_NAME
+    }
+    said = markdown(rows, seed=1, machine="m").splitlines()
+    assert next(line for line in said if "of these" in line) in table, "the page is of another run"
+
+
+def test_the_page_says_missed_where_a_goal_is() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "benchmarks" / "gates.md").read_text()
+    for name in KNOWN_MISSES:
+        assert f"- missed: {name}:" in page
 
 
 # ---------------------------------------------------------------- the slice
