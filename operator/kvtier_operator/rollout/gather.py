@@ -15,6 +15,7 @@ from kvtier_operator.feasible import room_beside
 from kvtier_operator.ports import Deps, JsonObject, Kind, NodeView, NotFound, ObjectKey
 from kvtier_operator.revisions import RevisionDamaged, read_revision
 from kvtier_operator.rollout.beats import PoolBeats
+from kvtier_operator.rollout.cacheview import cache_view
 from kvtier_operator.rollout.candidate import (
     Compiled,
     Sources,
@@ -29,7 +30,6 @@ from kvtier_operator.rollout.gateset import ProbeSet, probe_names
 from kvtier_operator.rollout.holders import gone
 from kvtier_operator.rollout.inputs import (
     AgentView,
-    Approved,
     CacheView,
     CandidateView,
     Inputs,
@@ -59,7 +59,7 @@ from kvtier_operator.rollout.spec import (
     read_spec,
 )
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
-from kvtier_operator.rollout.status import from_status, parse_stamp, read_holders
+from kvtier_operator.rollout.status import from_status, read_holders
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass, Phase, Stage
 from kvtier_operator.rollout.waiting import WAIT_SECONDS
 from kvtier_operator.store import cache_of
@@ -453,28 +453,6 @@ def _known_rate(kept: Kept, state: RolloutState) -> float:
         if told or look.requests_per_second > 0.0:
             kept.rate = look.requests_per_second
     return kept.rate
-
-
-def cache_view(cache: JsonObject | None) -> CacheView | None:
-    if cache is None:
-        return None
-    status, spec = cache.get("status") or {}, cache.get("spec") or {}
-    baseline, approved = status.get("baseline"), status.get("approved")
-    return CacheView(
-        uid=cache["metadata"]["uid"],
-        fence=int(status.get("fence") or 0),
-        baseline=ManifestRef(baseline["digest"], baseline.get("revision", "")) if baseline else None,
-        approved=Approved(
-            rollout=approved.get("rollout", ""),
-            rollout_uid=str(approved.get("evidence") or "").partition("/")[0],
-            digest=approved["digest"],
-            grant_expires=parse_stamp(approved.get("grantExpires")),
-        )
-        if approved
-        else None,
-        deleting="deletionTimestamp" in cache["metadata"],
-        suspended=bool(spec.get("suspend")),
-    )
 
 
 def _owner(uid: str, rollouts: Iterable[JsonObject]) -> JsonObject | None:
