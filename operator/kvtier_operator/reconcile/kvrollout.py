@@ -336,14 +336,16 @@ class KVRolloutReconciler:
     # --- agents ------------------------------------------------------------------------------------------
 
     async def _agree(self, subject: effects.Subject, state: RolloutState, run: Run) -> bool:
-        """Read once more, since asking agents took time: both objects still carry this fence. The next pass
-        looks at what was read."""
+        """Read once more, since asking agents took time: both objects still carry this fence, and none was
+        deleted meanwhile: an uninstall counts the end of leases from there. The next pass looks at what was
+        read."""
         run.known = await self._pairs.again(subject.key, subject.cache_key)
         if run.known is None or run.known.cache is None:
             return False
         rollout, cache = run.known.rollout, run.known.cache
         written = (rollout.get("status") or {}).get("fence"), (cache.get("status") or {}).get("fence")
         same = rollout["metadata"]["uid"] == subject.uid
+        same = same and _leaving(rollout, cache) == _leaving(subject.rollout, subject.cache)
         return same and written == (state.fence, state.fence)
 
     async def _send(self, facts: Facts, state: RolloutState, rpcs: list[Rpc], kept: Kept, run: Run) -> None:
@@ -379,6 +381,10 @@ class KVRolloutReconciler:
     def _forget(self, uid: str) -> None:
         self._kept.pop(uid, None)
         self._feed.forget(uid)
+
+
+def _leaving(*objects: JsonObject | None) -> list[bool]:
+    return [obj is not None and "deletionTimestamp" in obj["metadata"] for obj in objects]
 
 
 def _without_looks(state: RolloutState) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier_operator.ports import AgentError
+from kvtier_operator.ports import CACHE_FINALIZER, AgentError, Kind, ObjectKey
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.messenger import REVOKE_SECONDS, grant_deadline
 from kvtier_operator.rollout.readings import Reading
@@ -567,3 +567,21 @@ async def test_a_return_in_which_every_agent_has_left_the_pool_claims_no_proof()
     restored = next(one for one in status["conditions"] if one["type"] == "BaselineRestored")
     assert (restored["status"], restored["reason"]) == ("False", "NothingProved")
     assert "BaselineRestored" not in {reason for reason, _ in world.api.events}
+
+
+@pytest.mark.parametrize("kind", [Kind.KV_ROLLOUT, Kind.KV_CACHE])
+async def test_nothing_is_granted_for_what_was_deleted_a_moment_before(kind: Kind) -> None:
+    """Between the decision and the call. An uninstall counts the end of leases from the deletion."""
+    world = World()
+    world.api.objects[world.cache_key]["metadata"]["finalizers"] = [CACHE_FINALIZER]
+    read, gone = world.api.get, []
+
+    async def get(key: ObjectKey, **options: Any) -> Any:
+        if key.kind is kind and world.status.get("stage") == "Shadow" and not gone:
+            gone.append(key)
+            world.api.ask_to_delete(key)
+        return await read(key, **options)
+
+    world.api.get = get  # type: ignore[method-assign]
+    await world.run(30)
+    assert gone and "Grant" not in " ".join(world.faults.names)
