@@ -16,6 +16,7 @@ from kubectl_kvtier import commands
 from kubectl_kvtier.completion import NAME_SECONDS, SHELLS, complete, script
 from kubectl_kvtier.outcomes import Exit, Failure
 from kvtier_crds.models.kvrollout import Verb
+from kvtier_crds.quantity import QuantityError, parse_duration
 
 _ROLLOUTS = "kvrollouts"
 _VERBS = {
@@ -26,6 +27,13 @@ _VERBS = {
     Verb.RETRY: "begin a new attempt at Shadow after the rollout has ended",
     Verb.SKIP: "leave this step without waiting for its evidence",
 }
+
+
+_UNINSTALL = (
+    "Exit status: 0 all is gone by itself, 1 a right is missing or the server does not answer, 2 wrong usage "
+    "or a deadline shorter than leases, 4 a finalizer was dropped, 5 something is left at the deadline."
+)
+LONGEST_DEADLINE = 86400.0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -79,6 +87,22 @@ def make_parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--jaeger", metavar="URL", help="Jaeger's query endpoint, for example http://127.0.0.1:16686"
     )
+    gone = add(
+        "uninstall",
+        "delete rollouts, then caches, and wait until they are gone; at the deadline drop kvtier's own "
+        "finalizers that are left",
+        cluster,
+        output,
+    )
+    gone.epilog = _UNINSTALL
+    gone.add_argument("-A", "--all-namespaces", action="store_true", help="or -n NAMESPACE: one of them")
+    gone.add_argument(
+        "--all-kinds", action="store_true", help="then KVSelectors, AgentPools and, with -A, TierClasses, too"
+    )
+    gone.add_argument(
+        "--deadline", type=_duration, default=300.0, metavar="5m", help="until finalizers are dropped (5m)"
+    )
+    gone.add_argument("--dry-run", action="store_true", help="say what would be deleted, and write nothing")
     lint = add("lint", "judge files without a cluster", output)
     lint.add_argument("-f", "--filename", type=Path, action="append", required=True, help="file, folder or -")
     lint.add_argument("-n", "--namespace", default="default", help="of objects that name none")
@@ -90,7 +114,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = make_parser().parse_args(argv)
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command == "uninstall" and (arguments.namespace is None) is not arguments.all_namespaces:
+        parser.error("uninstall: -n NAMESPACE or -A: what is deleted is not left to the kubeconfig's context")
     try:
         if arguments.command == "completion":
             print(script(arguments.shell), end="")
@@ -137,6 +164,16 @@ def _cluster_flags() -> argparse.ArgumentParser:
         "--request-timeout", type=_seconds, default=10.0, metavar="SECONDS", help="of one request (10)"
     )
     return made
+
+
+def _duration(text: str) -> float:
+    try:
+        value = parse_duration(text, "--deadline")
+    except QuantityError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not 0 < value <= LONGEST_DEADLINE:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 1ms to 24h")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -18,7 +18,7 @@ import yaml
 from kubernetes.aio import client as aio_client
 from kubernetes.aio import config as aio_config
 
-from kubectl_kvtier.outcomes import Exit, Failure
+from kubectl_kvtier.outcomes import Exit, Failure, Forbidden
 from kubectl_kvtier.ports import Api, Changed, Json, Objects
 from kvtier_crds.models.common import GROUP, VERSION
 
@@ -60,13 +60,17 @@ class ClusterApi:
         selector = f"regarding.kind={kind},regarding.name={name}"
         return await self._all(path, [("fieldSelector", selector)])
 
-    async def patch(self, plural: str, name: str, operations: Objects) -> Json:
+    async def patch(self, plural: str, name: str, operations: Objects, *, namespace: str = "") -> Json:
         return await self._request(
             "PATCH",
-            _object(plural, self._namespace, name),
+            _object(plural, namespace or self._namespace, name),
             query=[("fieldManager", "kubectl-kvtier")],
             body=operations,
         )
+
+    async def delete(self, plural: str, name: str, *, uid: str, namespace: str = "") -> None:
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
+        await self._request("DELETE", _object(plural, namespace or self._namespace, name), body=options)
 
     async def follow(self, plural: str, name: str) -> AsyncIterator[Json]:
         while True:
@@ -127,7 +131,8 @@ class ClusterApi:
             return _parsed(await response.read())
 
     async def _send(self, method: str, path: str, query: Query, body: Any, seconds: float) -> Any:
-        headers = {"Accept": "application/json", "Content-Type": JSON_PATCH}
+        content = JSON_PATCH if method == "PATCH" else "application/json"
+        headers = {"Accept": "application/json", "Content-Type": content}
         with _answering():
             _, url, headers, payload, _ = await self._transport.param_serialize(
                 method=method,
@@ -236,6 +241,8 @@ def _failure(status: int, body: bytes, path: str) -> Exception:
         return Failure(Exit.FAILED, f"this cluster does not serve {GROUP}/{VERSION}: are its CRDs installed?")
     if status == 404:
         return Failure(Exit.NOT_FOUND, message)
+    if status == 403:
+        return Forbidden(message)
     # A failed `test` of a JSON patch is a 422 that names no object.
     if status == 409 or (status == 422 and not (details.get("kind") or details.get("causes"))):
         return Changed(message)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,9 +17,11 @@ from kubectl_kvtier.lint.files import lint, parse, read
 from kubectl_kvtier.lint.findings import Severity
 from kubectl_kvtier.outcomes import Exit, Failure
 from kubectl_kvtier.ports import Api
+from kubectl_kvtier.printing import Out
 from kubectl_kvtier.rollouts import Unread, read_as, read_rollout, readable, status_of
 from kubectl_kvtier.tables import table
 from kubectl_kvtier.tree import Look, tree
+from kubectl_kvtier.uninstall.uninstaller import Order, uninstall
 from kvtier_crds.models import KVCache, KVNode, KVRollout
 from kvtier_crds.models.common import short_digest
 from kvtier_crds.models.rolloutstatus import Phase
@@ -29,21 +30,6 @@ _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 _NEGATIVE = (Phase.ROLLED_BACK, Phase.ROLLING_BACK, Phase.INVALID)
 _ENDED = (Phase.ROLLED_BACK, Phase.COMPLETED, Phase.INVALID)
 _CLEAR = "\x1b[H\x1b[2J"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Out:
-    """Where and how results are written. clock: seconds since the epoch."""
-
-    stream: TextIO
-    as_json: bool
-    clock: Callable[[], float]
-
-    def lines(self, lines: Sequence[str]) -> None:
-        print("\n".join(lines), file=self.stream, flush=True)
-
-    def write(self, facts: Any, lines: Sequence[str]) -> None:
-        self.lines([json.dumps(facts, indent=2)] if self.as_json else lines)
 
 
 @asynccontextmanager
@@ -93,6 +79,11 @@ async def in_cluster(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
             if not found:
                 raise Failure(Exit.NOT_FOUND, f"{arguments.name} has no trace yet")
             return await show_trace(found, arguments, out)
+        case "uninstall":
+            order = Order(
+                arguments.all_namespaces, arguments.all_kinds, arguments.deadline, arguments.dry_run
+            )
+            return await uninstall(api, order, out)
     return await command(api, arguments, out)
 
 

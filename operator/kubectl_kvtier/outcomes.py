@@ -25,3 +25,10 @@ class Failure(Exception):
     def __init__(self, status: Exit, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class Forbidden(Failure):
+    """A right is missing; the message is the server's, which names it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Exit.FAILED, message)

@@ -17,7 +17,8 @@ class Changed(Exception):
 
 
 class Api(Protocol):
-    """Objects as the API server gives them. Failure: NOT_FOUND by name, FAILED with the server's words."""
+    """Objects as the API server gives them. Failure: NOT_FOUND by name, FAILED with the server's words,
+    Forbidden for a missing right."""
 
     @property
     def namespace(self) -> str:
@@ -33,8 +34,12 @@ class Api(Protocol):
     async def events(self, kind: str, name: str) -> Objects:
         """events.k8s.io/v1, of one object of ours in `namespace`."""
 
-    async def patch(self, plural: str, name: str, operations: Objects) -> Json:
-        """A JSON patch; Changed when one of its tests fails."""
+    async def patch(self, plural: str, name: str, operations: Objects, *, namespace: str = "") -> Json:
+        """A JSON patch; Changed when one of its tests fails. namespace: of the object, where it is not that
+        of the command."""
+
+    async def delete(self, plural: str, name: str, *, uid: str, namespace: str = "") -> None:
+        """Exactly the object of that uid; Changed when another has its name."""
 
     def follow(self, plural: str, name: str) -> AsyncIterator[Json]:
         """The object now and at each change, without end."""

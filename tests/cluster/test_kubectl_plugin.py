@@ -178,8 +178,8 @@ def test_kubectl_completes_names(plugin: Plugin) -> None:
 def test_a_service_account_needs_few_rights(plugin: Plugin, tmp_path: Path) -> None:
     """What docs/guides/kubectl.md gives a person: reading, and patching rollouts."""
     text = (Path(__file__).resolve().parents[2] / "docs/guides/kubectl-role.yaml").read_text(encoding="utf-8")
-    role = yaml.safe_load(text)
-    assert role["kind"] == "ClusterRole"
+    role = next(yaml.safe_load_all(text))
+    assert (role["kind"], role["metadata"]["name"]) == ("ClusterRole", "kvtier-release-engineer")
     plugin.cluster.kubectl("apply", "-f", "-", input=text)
     plugin.cluster.kubectl("create", "serviceaccount", "person", "-n", NAMESPACE)
     plugin.cluster.kubectl(
