@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kubectl_kvtier.rollouts import current, ends_at, following, seconds_of, span, status_of, title
+from kubectl_kvtier.uninstall.holds import FINALIZERS, ROLLOUTS, lease_wait
 from kvtier_crds.models import KVRollout
 from kvtier_crds.models.kvrollout import Verb
 from kvtier_crds.models.rolloutstatus import GateStatus, IntentResult, KVRolloutStatus, Phase, Verdict
+from kvtier_crds.quantity import parse_duration
 
 LATE_SECONDS = 60.0
 """A look comes every 10 s at the latest, and a status is not written before 10 s after the last time."""
@@ -31,6 +33,8 @@ class Explanation:
 
 def explain(rollout: KVRollout, now: float) -> Explanation:
     status = status_of(rollout)
+    if rollout.metadata.deletion_timestamp:
+        return _deleted(rollout, status, now)
     if status.phase is None:
         return Explanation(
             f"{rollout.metadata.name} has no status yet: no operator has looked at it since it was created."
@@ -42,6 +46,49 @@ def explain(rollout: KVRollout, now: float) -> Explanation:
         tail = ""
     found = _BY_PHASE[status.phase](rollout, status, now)
     return Explanation(found.sentence + tail + ".", found.waits_for, found.finished, found.negative)
+
+
+def _deleted(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:
+    """Who holds it, and until when."""
+    name, namespace = rollout.metadata.name, rollout.metadata.namespace
+    since = seconds_of(rollout.metadata.deletion_timestamp)
+    age = now - since if since is not None else 0.0
+    mine = FINALIZERS[ROLLOUTS]
+    others = tuple(one for one in rollout.metadata.finalizers if one != mine)
+    told = []
+    if mine in rollout.metadata.finalizers:
+        told.append(f"{mine} holds it: {_release(rollout, status, now, age)}")
+    if others:
+        told.append(f"{', '.join(others)} {'hold' if len(others) > 1 else 'holds'} it, not kvtier's to drop")
+    held = "; ".join(told) or "nothing holds it"
+    return Explanation(f"{name} in {namespace} is being deleted for {span(age)}: {held}.", others)
+
+
+def _release(rollout: KVRollout, status: KVRolloutStatus, now: float, age: float) -> str:
+    """What its operator does before it lets go of a deleted rollout, and when that ends at the latest."""
+    back = status.rollback
+    over = status.phase in (None, Phase.PENDING, Phase.INVALID, Phase.ROLLED_BACK)
+    if over or (status.phase is Phase.ROLLING_BACK and back is not None and back.revoked_at):
+        what, ends = "no agent can hold its candidate, and an operator's next look lets it go", None
+    elif status.phase is Phase.ROLLING_BACK and back is not None:
+        ttls = [rollout.spec.lease_ttl, *([back.lease_ttl] if back.lease_ttl else [])]
+        wait = lease_wait(max(parse_duration(ttl, "leaseTTL") for ttl in ttls))
+        began = seconds_of(back.started_at)
+        ends = began + wait if began is not None else None
+        of = f", not yet {', '.join(back.missing[:NAMED_GATES])}" if back.missing else ""
+        what = f"{back.agents_restored} of {back.agents_total} agents have proved the exact baseline{of}"
+        if ends is not None and ends > now:
+            return f"{what}; every lease has ended in {span(ends - now)} at the latest"
+    else:
+        what, ends = "its candidate is revoked first, and no operator has begun that yet", None
+    late = age if ends is None else now - ends
+    if late <= LATE_SECONDS:
+        return what
+    return (
+        f"{what}; since no operator has done it for {span(late)}, "
+        f"`kubectl kvtier uninstall -n {rollout.metadata.namespace}`, which deletes all rollouts and caches "
+        "there, ends it without one"
+    )
 
 
 def _pending(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explanation:

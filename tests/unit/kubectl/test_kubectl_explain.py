@@ -272,3 +272,54 @@ def test_the_tree_has_a_plain_and_a_coloured_form() -> None:
 def test_a_status_of_another_version_is_an_error_that_names_the_field() -> None:
     with pytest.raises(Failure, match=r"status\.phase"):
         read_rollout(document(phase="Dancing"))
+
+
+RETURNING = {"phase": "RollingBack", "stage": "ExactBaseline"}
+LEAVING = BACK | {"cause": "ObjectDeleted", "startedAt": at(-30)}
+
+
+@pytest.mark.parametrize(
+    "status,finalizers,age,said",
+    [
+        pytest.param(
+            RETURNING | {"rollback": LEAVING}, ["kvtier.dev/rollout"], 31,
+            "quest-on-chat in serving is being deleted for 31s: kvtier.dev/rollout holds it: 1 of 2 agents "
+            "have proved the exact baseline, not yet node-b; every lease has ended in 36s at the latest.",
+            id="an-agent-is-waited-for",
+        ),
+        pytest.param(
+            RETURNING | {"rollback": LEAVING | {"leaseTTL": "2m"}}, ["kvtier.dev/rollout"], 31,
+            "every lease has ended in 1m42s at the latest.", id="a-longer-lease-may-be-out",
+        ),
+        pytest.param(
+            RETURNING | {"rollback": LEAVING | {"startedAt": at(-166)}}, ["kvtier.dev/rollout"], 170,
+            "not yet node-b; since no operator has done it for 1m40s, `kubectl kvtier uninstall -n serving`",
+            id="leases-have-ended-and-nobody-lets-go",
+        ),
+        pytest.param(
+            RETURNING | {"rollback": LEAVING | {"revokedAt": at(-5)}}, ["kvtier.dev/rollout"], 31,
+            "no agent can hold its candidate, and an operator's next look lets it go.", id="revoked",
+        ),
+        pytest.param(
+            {}, ["kvtier.dev/rollout"], 5,
+            "its candidate is revoked first, and no operator has begun that yet.", id="not-begun",
+        ),
+        pytest.param(
+            {}, ["kvtier.dev/rollout"], 605,
+            "since no operator has done it for 10m05s, `kubectl kvtier uninstall -n serving`",
+            id="no-operator",
+        ),
+        pytest.param(
+            {"phase": "RolledBack", "stage": "ExactBaseline"}, ["example.com/audit"], 5,
+            "is being deleted for 5s: example.com/audit holds it, not kvtier's to drop.", id="held-by-others",
+        ),
+    ],
+)  # fmt: skip
+def test_of_a_deletion_that_waits_it_says_who_holds_it_and_until_when(
+    status: dict[str, Any], finalizers: list[str], age: float, said: str
+) -> None:
+    made = document(**status)
+    made["metadata"] |= {"deletionTimestamp": at(-age), "finalizers": finalizers}
+    made["spec"]["leaseTTL"] = "60s"
+    found = explain(read_rollout(made), NOW)
+    assert said in found.sentence and not found.finished
