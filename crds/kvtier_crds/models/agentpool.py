@@ -200,7 +200,13 @@ class AgentPool(Resource):
         Column(name="NoOverlap", path=condition_path("NoOverlap"), wide=True),
         AGE,
     )
-    ROOT_RULES: ClassVar[tuple[Json, ...]] = (NAME_BECOMES_LABEL,)
+    ROOT_RULES: ClassVar[tuple[Json, ...]] = (
+        NAME_BECOMES_LABEL,
+        cel(
+            "!self.metadata.name.contains('.')",
+            "metadata.name must not contain a dot: a Service is named after it",
+        ),
+    )
 
     spec: AgentPoolSpec
     status: AgentPoolStatus | None = None

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from http import HTTPStatus
 
-from kvtier_operator.conditions import Condition, false, merge, true
+from kvtier_operator.conditions import MESSAGE_LIMIT, Condition, false, merge, true
 from kvtier_operator.events import post_changes
 from kvtier_operator.ports import (
+    ApiError,
+    Conflict,
     Deps,
     Done,
+    EventType,
     JsonObject,
     Kind,
     NodeView,
     ObjectKey,
     ReconcileOutcome,
+    Requeue,
 )
 from kvtier_operator.reconcile.pool_objects import object_name, pool_objects
 from kvtier_operator.reconcile.status import write_status
@@ -25,6 +30,8 @@ OWNED = ("observedGeneration", "desired", "ready", "updated", "conditions")
 FINISHED_PHASES = ("Completed", "RolledBack", "Invalid")
 EVENT_CONDITIONS = ("Available", "NoOverlap")
 NAMES_SHOWN = 8
+REFUSED = "ObjectRefused"
+REFUSED_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -189,17 +196,32 @@ class AgentPoolReconciler:
             return Done()
         observed = self._observe(key, pool)
         decided = plan(observed, self._deps.clock.now())
-        await self._apply(pool, decided, observed)
+        refused = await self._apply(pool, decided, observed)
+        if refused:
+            decided = self._with_refusal(pool, decided, refused)
+            if not any(one.get("reason") == REFUSED for one in _conditions(pool)):
+                await self._deps.api.event(pool, EventType.WARNING, REFUSED, refused)
         if await write_status(self._deps.api, pool, decided.status, OWNED):
             # A pool is born without agents: that they are not there yet is no news.
             born = bool((pool.get("status") or {}).get("conditions"))
             types = EVENT_CONDITIONS if born else ("NoOverlap",)
             await post_changes(self._deps.api, pool, decided.status["conditions"], types)
-        return Done()
+        return Requeue(REFUSED_SECONDS) if refused else Done()
 
-    async def _apply(self, pool: JsonObject, decided: Plan, observed: Observed) -> None:
+    def _with_refusal(self, pool: JsonObject, decided: Plan, refused: str) -> Plan:
+        """The status that says so: nobody else hears of what the API server answered."""
+        generation, now = decided.status["observedGeneration"], self._deps.clock.now()
+        told = merge(
+            _conditions(pool), [false("Progressing", REFUSED, refused)], generation=generation, now=now
+        )
+        others = [one for one in decided.status["conditions"] if one["type"] != "Progressing"]
+        rows = sorted([*others, *told], key=lambda one: str(one["type"]))
+        return replace(decided, status={**decided.status, "conditions": rows})
+
+    async def _apply(self, pool: JsonObject, decided: Plan, observed: Observed) -> str:
         """Applies each object unless it is what this process applied last and the DaemonSet is still there.
-        A change by somebody else to the other three is repaired at the next start of an operator."""
+        A change by somebody else to the other three is repaired at the next start of an operator. What the
+        API server finds invalid, since the pool says it, is the answer; empty when it takes all."""
         for manifest in decided.objects:
             token = f"{pool['metadata']['uid']}/{manifest['kind']}"
             digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
@@ -207,10 +229,19 @@ class AgentPoolReconciler:
                 digest += _seen_template(observed.daemon_set)
             if self._applied.get(token) == digest:
                 continue
-            applied = await self._deps.api.apply(manifest)
+            try:
+                applied = await self._deps.api.apply(manifest)
+            except Conflict:
+                raise
+            except ApiError as error:
+                if error.status != HTTPStatus.UNPROCESSABLE_ENTITY:
+                    raise
+                named = f"{manifest['kind']} {manifest['metadata']['name']}"
+                return f"the API server refuses {named}: {error.message}"[:MESSAGE_LIMIT]
             if manifest["kind"] == Kind.DAEMON_SET.value:
                 digest = digest[:64] + _seen_template(applied)
             self._applied[token] = digest
+        return ""
 
     def _observe(self, key: ObjectKey, pool: JsonObject) -> Observed:
         store = self._deps.store
@@ -239,6 +270,11 @@ class AgentPoolReconciler:
                 and (rollout.get("status") or {}).get("phase") not in FINISHED_PHASES
             ),
         )
+
+
+def _conditions(pool: JsonObject) -> list[JsonObject]:
+    found: list[JsonObject] = (pool.get("status") or {}).get("conditions") or []
+    return found
 
 
 def _seen_template(daemon_set: JsonObject | None) -> str:

@@ -16,7 +16,7 @@ from kvtier_operator import conditions as c
 from kvtier_operator.events import changes
 from kvtier_operator.feasible import feasibility, open_chunk_bytes
 from kvtier_operator.fleet import StoreFleet, lease_key
-from kvtier_operator.ports import EventType, JsonObject, Kind, ObjectKey
+from kvtier_operator.ports import ApiError, Conflict, Done, EventType, JsonObject, Kind, ObjectKey, Requeue
 from kvtier_operator.reconcile import agentpool, kvnode, kvselector, tierclass
 from kvtier_operator.reconcile.agentpool import Observed
 from kvtier_operator.reconcile.kvcache_plan import ledger_moved
@@ -144,6 +144,53 @@ async def test_a_pool_tells_once_that_agents_are_missing_and_once_that_they_are_
     other = with_meta(agent_pool("older"), creationTimestamp="2020-01-01T00:00:00Z")
     bench.api.add(other)
     assert await told() == ["NodesShared"]
+
+
+async def test_what_the_api_server_refuses_of_a_pool_is_said_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A selector that no DaemonSet may have, for example: the pool is valid, and what it becomes is not."""
+    bench = Bench()
+    for obj in (tier_class("gpu-sim", "gpu"), tier_class("cpu-dram", "cpu"), agent_pool()):
+        bench.api.add(obj)
+    key = ObjectKey(Kind.AGENT_POOL, "serving", "default")
+    reconciler = agentpool.AgentPoolReconciler(bench.deps)
+    apply, said = bench.api.apply, "spec.template.spec.nodeSelector: Invalid value"
+
+    async def refuses(manifest: JsonObject, **options: Any) -> JsonObject:
+        if said and manifest["kind"] == "DaemonSet":
+            raise ApiError(422, "Invalid", said)
+        return await apply(manifest, **options)
+
+    monkeypatch.setattr(bench.api, "apply", refuses)
+    for _ in range(2):
+        assert await reconciler.reconcile(key) == Requeue(agentpool.REFUSED_SECONDS)
+    found = {one["type"]: one for one in bench.api.objects[key]["status"]["conditions"]}
+    assert (found["Progressing"]["status"], found["Progressing"]["reason"]) == ("False", "ObjectRefused")
+    assert f"DaemonSet kvtier-agent-default: {said}" in found["Progressing"]["message"]
+    assert {"Available", "NoOverlap"} <= set(found), "the other conditions are told all the same"
+    assert [reason for reason, _ in bench.api.events] == ["ObjectRefused"]
+    said = ""
+    assert await reconciler.reconcile(key) == Done()
+    assert conditions(bench.api.objects[key])["Progressing"] == ("False", "Stable")
+
+
+@pytest.mark.parametrize("error", [ApiError(500, "InternalError", ""), Conflict(422, "Invalid", "a test")])
+async def test_what_is_no_fault_of_a_pools_spec_is_not_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, error: ApiError
+) -> None:
+    bench = Bench()
+    for obj in (tier_class("gpu-sim", "gpu"), tier_class("cpu-dram", "cpu"), agent_pool()):
+        bench.api.add(obj)
+
+    async def refuses(manifest: JsonObject, **options: Any) -> JsonObject:
+        raise error
+
+    monkeypatch.setattr(bench.api, "apply", refuses)
+    with pytest.raises(ApiError):
+        await agentpool.AgentPoolReconciler(bench.deps).reconcile(
+            ObjectKey(Kind.AGENT_POOL, "serving", "default")
+        )
 
 
 OTHER = {"name": "other", "namespace": "serving"}
