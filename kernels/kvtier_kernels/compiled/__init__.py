@@ -6,6 +6,7 @@ which of the two runs is decided by what is installed and by the processor, neve
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -14,9 +15,19 @@ if TYPE_CHECKING:
     from kvtier_kernels.compiled.machine import Library
 
 
+_FIRST = threading.Lock()
+
+
 @cache
 def library() -> Library | None:
     """This process's compiled kernels, compiled when first asked for; None where `missing` says why."""
+    # Threads that ask at once would each compile their own otherwise, and hold different ones for good.
+    with _FIRST:
+        return _library()
+
+
+@cache
+def _library() -> Library | None:
     if missing():
         return None
     from kvtier_kernels.compiled.machine import Library

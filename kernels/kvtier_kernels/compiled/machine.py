@@ -62,14 +62,11 @@ class Library:
         emit_pages(module)
         emit_shares(module, attend, emit_fold(module))
         entries = {name: emit_guarded(module, module.globals[name]) for name in _ENTRIES}
-        self._engine = built(module, processor)
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+        engine = built(module, processor)
         self.attend_words, self.fold_words, self.decode, self.decode_begin, self.decode_end, self.pages = (
-            kind(self._engine.get_function_address(entries[name])) for name in _ENTRIES[:6]
+            _callable(engine, entries[name]) for name in _ENTRIES[:6]
         )
-        self.attend_shared, self.help = (
-            kind(self._engine.get_function_address(entries[name])) for name in _ENTRIES[6:]
-        )
+        self.attend_shared, self.help = (_callable(engine, entries[name]) for name in _ENTRIES[6:])
         self._local = threading.local()
         self._processor = processor
         self._lock = threading.Lock()
@@ -124,11 +121,8 @@ class Library:
             if self._listed is None:
                 module = ir.Module("kvtier-listed")
                 entry = emit_guarded(module, emit_attend(module, listed=True))
-                engine = built(module, self._processor)
-                kind = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-                # The engine owns the code.
-                self._listed = engine, kind(engine.get_function_address(entry))
-            return self._listed[1]
+                self._listed = _callable(built(module, self._processor), entry)
+            return self._listed
 
     def fold(self, states: tuple[Tensor, Tensor, Tensor], totals: tuple[Tensor, Tensor, Tensor]) -> None:
         """Merges states m, l [n, R], u [n, R, d], in order, into totals m, l [R], u [R, d]. float32,
@@ -147,6 +141,14 @@ class Library:
         if kept is None or kept.size < floats:
             kept = self._local.kept = np.empty(max(floats, _SCRATCH), np.float32)
         return int(kept.ctypes.data)
+
+
+def _callable(engine: Any, name: str) -> Any:
+    """A function of the engine's, which keeps it: the machine code goes with the engine, also under a caller
+    that has kept the function alone."""
+    call: Any = ctypes.CFUNCTYPE(None, ctypes.c_int64)(engine.get_function_address(name))
+    call.engine = engine
+    return call
 
 
 def built(text: ir.Module, processor: str = "") -> Any:

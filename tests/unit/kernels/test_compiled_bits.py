@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import importlib
+import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +19,8 @@ from torch import Tensor
 from kvtier_kernels import compiled, numerics, state
 from kvtier_kernels.compiled.attention import TURN_FROM, emit_attend, emit_fold
 from kvtier_kernels.ops.chunk_attention import chunk_state, torch_impl
+from kvtier_kernels.ops.chunk_attention.kept import DecodeRoom, KeptDecode
+from kvtier_kernels.ops.chunk_attention.runs import chunk_runs
 from kvtier_kernels.state import AttentionState, LogitFrame, fold, fold_plain, identity
 
 GEOMETRIES = [
@@ -196,7 +202,7 @@ def test_without_the_compiler_the_plain_operations_run(monkeypatch: pytest.Monke
     monkeypatch.setattr(compiled, "find_spec", lambda _: None)
     assert compiled.missing.__wrapped__() == "llvmlite is not installed"
     monkeypatch.setattr(compiled, "missing", compiled.missing.__wrapped__)
-    assert compiled.library.__wrapped__() is None
+    assert compiled._library.__wrapped__() is None
 
 
 def test_a_compiler_that_does_not_load_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +216,46 @@ def test_a_processor_without_fused_multiply_adds_is_not_compiled_for(monkeypatch
     assert compiled.missing.__wrapped__() == "the processor lacks fma"
     monkeypatch.setattr(real.platform, "machine", lambda: "aarch64")
     assert compiled.missing.__wrapped__() == "compiled kernels are for x86-64, not aarch64"
+
+
+def test_threads_that_ask_at_once_get_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cache of an agent has a thread of its own, and both may see their first frame now."""
+    both = threading.Barrier(2)
+
+    class Compiling:
+        def __init__(self) -> None:
+            # Two that compile meet here; one alone goes on.
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)
+
+    machine = importlib.import_module("kvtier_kernels.compiled.machine")
+    monkeypatch.setattr(machine, "Library", Compiling)
+    for cached in (compiled.library, compiled._library):
+        cached.cache_clear()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(lambda _: compiled.library(), range(2))
+        assert one is other
+        assert compiled.library() is one
+    finally:
+        for cached in (compiled.library, compiled._library):
+            cached.cache_clear()
+
+
+def test_a_function_that_is_kept_keeps_its_machine_code() -> None:
+    """In a process of its own: code that is gone ends it."""
+    library = importlib.import_module("kvtier_kernels.compiled.machine").Library()
+    rows = torch.ones(2, 64, 16)
+    room = DecodeRoom(4, 2, 16, 64)
+    kept = KeptDecode(library, room, [], chunk_runs([rows], [rows])[0], 0.25)
+    listed = library._attend_listed()
+    child = os.fork()
+    if not child:
+        del library
+        gc.collect()
+        right = torch.equal(kept.output(torch.ones(1, 4, 16), 3), torch.ones(1, 4, 16))
+        os._exit(0 if right and listed is not None else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_states_of_any_width_merge() -> None:
