@@ -29,6 +29,7 @@ _FEASIBILITY = frozenset(
         Blocker.NOT_IMPLEMENTED,
         Blocker.REFERENCE_MISSING,
         Blocker.SPEC_INVALID,
+        Blocker.RELEASE_ORDER,
         Blocker.GATE_MISSING,
         Blocker.PROBE_SET_SMALL,
         Blocker.PROBE_PLAN_INVALID,

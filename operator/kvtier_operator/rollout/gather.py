@@ -157,6 +157,7 @@ class Gatherer:
             spec=spec,
             spec_error=parsed.error,
             intent=parsed.intent,
+            spec_blocker=parsed.blocker,
             deleting="deletionTimestamp" in rollout["metadata"],
             cache=self._cache_view(cache),
             busy_with="",

@@ -145,7 +145,8 @@ class Inputs:
     second in the blast radius, 0 when not known. quiet_since: when this process became leader; it knows
     nothing of renewals sent before that. waited: how long this process has waited for leases since a time
     that was written down, in seconds that nobody can set. nows: see `now_for`. probe_trouble: reason and
-    sentence of a probe Job that makes no evidence. intent: also of a spec that cannot be run."""
+    sentence of a probe Job that makes no evidence. intent: also of a spec that cannot be run.
+    spec_blocker: what kind of error `spec_error` is."""
 
     now: float
     uid: str
@@ -172,6 +173,7 @@ class Inputs:
     rate: float = 0.0
     probe_trouble: tuple[str, str] | None = None
     intent: Intent | None = None
+    spec_blocker: Blocker = Blocker.SPEC_INVALID
 
     def now_for(self, written: float) -> float:
         """What time it is, to hold beside one that was written down: `now`, but for what the wall clock was

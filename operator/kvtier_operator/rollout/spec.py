@@ -21,7 +21,14 @@ from kvtier_evidence.limits import LimitError
 from kvtier_evidence.metrics import Kind
 from kvtier_evidence.metrics import Stage as EvidenceStage
 from kvtier_operator.rollout.gateset import ProbeSet, declarations, gates_digest
-from kvtier_operator.rollout.vocabulary import STAGE_ORDER, OnInsufficient, OnLeaseExpired, Stage, Verb
+from kvtier_operator.rollout.vocabulary import (
+    STAGE_ORDER,
+    Blocker,
+    OnInsufficient,
+    OnLeaseExpired,
+    Stage,
+    Verb,
+)
 
 DEFAULT_LEASE_TTL = 60.0
 MAX_LEASE_TTL = 3600.0
@@ -41,6 +48,10 @@ DEFAULT_SAMPLE = {
 
 class SpecError(ValueError):
     """The spec cannot be run. The message names the field; the schema refuses most of these at apply."""
+
+
+class OrderError(SpecError):
+    """Its stages are in no order in which a release may pass them."""
 
 
 @dataclass(frozen=True)
@@ -185,11 +196,12 @@ def parse_spec(
 
 @dataclass(frozen=True)
 class Parsed:
-    """spec: None when it cannot be run, and `error` why."""
+    """spec: None when it cannot be run; then `error` says why, and `blocker` of what kind that is."""
 
     spec: RolloutSpec | None
     error: str
     intent: Intent | None
+    blocker: Blocker = Blocker.SPEC_INVALID
 
 
 def read_spec(raw: Mapping[str, Any], probes: Mapping[str, ProbeSet], exact: bool | None) -> Parsed:
@@ -198,6 +210,8 @@ def read_spec(raw: Mapping[str, Any], probes: Mapping[str, ProbeSet], exact: boo
     try:
         intent = parse_intent(raw)
         return Parsed(parse_spec(raw, probes, exact=exact), "", intent)
+    except OrderError as error:
+        return Parsed(None, str(error), intent, Blocker.RELEASE_ORDER)
     except ValueError as error:
         return Parsed(None, str(error), intent)
 
@@ -279,9 +293,9 @@ def _ladder(stages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Step, ...], Deci
     names = [Stage(stage["name"]) for stage in stages]
     ranks = [STAGE_ORDER.index(name) for name in names if name in STAGE_ORDER]
     if len(ranks) != len(names) or not names or names[0] is not Stage.SHADOW:
-        raise SpecError("spec.stages: the first stage must be Shadow; legal are Shadow, Canary, Ramp, Full")
+        raise OrderError("spec.stages: the first stage must be Shadow; legal are Shadow, Canary, Ramp, Full")
     if ranks != sorted(set(ranks)):
-        raise SpecError("spec.stages: each stage once, in the order Shadow, Canary, Ramp, Full")
+        raise OrderError("spec.stages: each stage once, in the order Shadow, Canary, Ramp, Full")
     steps: list[Step] = []
     holdback = DEFAULT_HOLDBACK
     for name, stage in zip(names, stages, strict=True):
@@ -306,5 +320,7 @@ def _ladder(stages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Step, ...], Deci
             steps.append(Step(name, index, traffic, sample, seconds, minimum))
     served = [step.traffic for step in steps]
     if served != sorted(served):
-        raise SpecError("spec.stages: traffic fractions must grow from stage to stage (Full is 1 - holdback)")
+        raise OrderError(
+            "spec.stages: traffic fractions must grow from stage to stage (Full is 1 - holdback)"
+        )
     return tuple(steps), holdback

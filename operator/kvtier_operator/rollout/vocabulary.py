@@ -108,6 +108,7 @@ class Blocker(StrEnum):
     NOT_IMPLEMENTED = "NotImplemented"
     REFERENCE_MISSING = "ReferenceMissing"
     SPEC_INVALID = "SpecInvalid"
+    RELEASE_ORDER = "ReleaseOrder"
     GATE_MISSING = "GateMissing"
     PROBE_SET_SMALL = "ProbeSetTooSmall"
     PROBE_PLAN_INVALID = "ProbePlanInvalid"
@@ -128,6 +129,7 @@ INVALIDATING: frozenset[Blocker] = frozenset(
     {
         Blocker.NOT_IMPLEMENTED,
         Blocker.SPEC_INVALID,
+        Blocker.RELEASE_ORDER,
         Blocker.GATE_MISSING,
         Blocker.NO_CHANGE,
         Blocker.NEEDS_NEW_CACHE,

@@ -39,7 +39,7 @@ def find_blocker(state: RolloutState, inputs: Inputs) -> tuple[Blocker, str]:
     """The first thing that stands in the way, in the order in which a person would have to remove them."""
     spec, cache, candidate = inputs.spec, inputs.cache, inputs.candidate
     if spec is None:
-        return Blocker.SPEC_INVALID, inputs.spec_error
+        return inputs.spec_blocker, inputs.spec_error
     if cache is None or cache.deleting:
         return Blocker.CACHE_MISSING, f"KVCache {spec.cache_name} does not exist or is being deleted"
     if cache.suspended:

@@ -1,9 +1,8 @@
 """The specification's mutations of a release (N.11 from 22 on).
 
-Its codes in the words of this API: RELEASE_ORDER is SpecInvalid, or a move that the machine does not have;
-RELEASE_MANIFEST is InputDrift; GATE_MISSING is GateMissing, or a gate that cannot be left out; GATE_FAILED is
-GateFailed. N.11.36 and 38 are of the data plane as well (AUTH_FAILED, DELETED_SERVED): here what they mean
-for a release.
+Its codes as this API writes them are in docs/guides/rollouts.md: the same words in CamelCase, as conditions
+have them, where a rollout is refused; the cause of its return where one is under way. N.11.36 and 38 are of
+the data plane as well: here what they mean for a release.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ async def test_an_order_that_is_none_is_refused(wrong: list[dict[str, Any]]) -> 
         parse_spec(spec_of(stages=wrong))
     world = World(stages=wrong)
     await world.run(3)
-    assert (world.where[0], world.condition("Feasible")["reason"]) == ("Invalid", "SpecInvalid")
+    assert (world.where[0], world.condition("Feasible")["reason"]) == ("Invalid", "ReleaseOrder")
     assert all(sim.grants == [] for sim in world.sims.values())
 
 
@@ -254,3 +253,88 @@ async def test_n_11_38_what_was_removed_is_not_served_after_a_restart(tmp_path: 
     await again.node.restore()
     assert again.node.caches == {}
     assert again.node.highest_fence(bench.command().cache.uid) > 0
+
+
+# What each row is answered with, read from what production code has written.
+
+
+async def refused(world: World) -> str:
+    await world.run(3)
+    assert world.where[0] == "Invalid" and all(sim.grants == [] for sim in world.sims.values())
+    return str(world.condition("Feasible")["reason"])
+
+
+async def returned(harm: str, stage: str = "Canary") -> str:
+    world = World()
+    await world.until("Progressing", stage)
+    if harm == "selector":
+        lose_the_candidate(world)
+    else:
+        world.feed.gates[harm] = Verdict.FAIL
+    await world.until("RolledBack", limit=60)
+    assert world.where[1] == "ExactBaseline" and held(world) == []
+    return str(world.status["rollback"]["cause"])
+
+
+async def waited_for(gate: str, stage: str, **spec: Any) -> str:
+    """The gate that a promotion waits for, though no gate of that name was declared."""
+    world = World(**spec)
+    await world.until("Progressing", stage)
+    world.feed.gates[gate] = Verdict.INSUFFICIENT
+    await world.run(60)
+    assert world.where[1] == stage
+    (row,) = [row for row in world.status["gates"] if row["name"] == gate]
+    return f"{row['verdict']} {row['name']}"
+
+
+def without(*metrics_left_out: str) -> list[dict[str, Any]]:
+    return [gate for gate in spec_of()["gates"] if gate["metric"] not in metrics_left_out]
+
+
+ANSWERS: dict[str, tuple[str, str, Any]] = {
+    "22": (
+        "RELEASE_ORDER",
+        "ReleaseOrder",
+        lambda: refused(World(stages=stages("Canary", "Ramp", "Full"))),
+    ),
+    "23": (
+        "RELEASE_ORDER",
+        "ReleaseOrder",
+        lambda: refused(World(stages=stages("Shadow", "Ramp", steps=("50%", "10%")))),
+    ),
+    "24": ("RELEASE_MANIFEST", "InputDrift", lambda: returned("selector")),
+    "25": (
+        "GATE_MISSING",
+        "Insufficient outputMismatches",
+        lambda: waited_for(metrics.OUTPUT_MISMATCHES, "Shadow", candidate=EXACT, gates=[]),
+    ),
+    "26": ("GATE_MISSING", "GateMissing", lambda: refused(World(gates=without("taskScoreDrop")))),
+    "27": (
+        "GATE_MISSING",
+        "Insufficient tail",
+        lambda: waited_for("tail", "Canary", gates=without("tpotRatio")),
+    ),
+    "28": (
+        "GATE_MISSING",
+        "Insufficient stall",
+        lambda: waited_for("stall", "Canary", gates=without("exposedStallFraction")),
+    ),
+    "29": ("GATE_FAILED", "GateFailed", lambda: returned(metrics.ALLOCATION_FAILURES)),
+    "30": ("GATE_FAILED", "GateFailed", lambda: returned(metrics.ILLEGAL_FALLBACKS)),
+    "31": ("GATE_FAILED", "GateFailed", lambda: returned(metrics.ISOLATION_FAILURES)),
+    "32": (
+        "GATE_MISSING",
+        "Insufficient replayFailures",
+        lambda: waited_for(metrics.REPLAY_FAILURES, "Shadow"),
+    ),
+    "33": ("GATE_FAILED", "GateFailed", lambda: returned(metrics.REPLAY_FAILURES)),
+    "35": ("RELEASE_ORDER", "GateFailed", lambda: returned("output", "Full")),
+}
+
+
+@pytest.mark.parametrize("row", ANSWERS)
+async def test_each_row_is_answered_with_the_reason_that_the_guide_names(row: str) -> None:
+    code, reason, happen = ANSWERS[row]
+    assert await happen() == reason
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "rollouts.md").read_text()
+    assert f"| N.11.{row} | `{code}` | `{reason}` |" in guide

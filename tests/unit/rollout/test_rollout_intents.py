@@ -125,7 +125,7 @@ async def test_a_command_in_a_spec_that_cannot_be_run_is_refused_once(verb: Verb
     world.intent(verb, 1)
     await world.run(30)
     assert world.where[0] == "Invalid"
-    assert world.condition("Feasible")["reason"] == "SpecInvalid"
+    assert world.condition("Feasible")["reason"] == "ReleaseOrder"
     answer = world.status["lastIntent"]
     assert (answer["seq"], answer["result"]) == (1, "NotApplicable")
     assert len([text for reason, text in world.api.events if reason == "IntentRefused"]) == 1
