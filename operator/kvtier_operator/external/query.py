@@ -54,8 +54,8 @@ def parse_query(text: str) -> Query:
         raise QueryError("the query is empty")
     call = _CALL.fullmatch(rest)
     if call is None or not _balanced(call[2]):
-        if (form := _BEGUN.match(rest)) is not None:
-            raise QueryError(f"{form[1]}( has no end, or something stands behind it")
+        if (begun := _BEGUN.match(rest)) is not None:
+            raise QueryError(f"{begun[1]}( has no end, or something stands behind it")
         if source is Source.OTLP:
             return Query(source, Form.GAUGE, (_selector(source, rest),))
         return Query(source, Form.EXPRESSION, (rest,))
