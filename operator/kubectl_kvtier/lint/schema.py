@@ -16,6 +16,8 @@ from typing import Any
 Json = dict[str, Any]
 Said = tuple[str, str]
 """Path of the field ("spec.tiers[0].budget") and what the server says of it."""
+INT64_LIMIT = 2**63
+"""The server reads what no int64 holds as a float."""
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
@@ -129,6 +131,9 @@ def _string(value: str, schema: Json, path: str) -> Iterator[Said]:
 
 
 def _number(value: float, schema: Json, path: str) -> Iterator[Said]:
+    if isinstance(value, int) and not -INT64_LIMIT <= value < INT64_LIMIT:
+        yield path, f'{path}: Invalid value: "float64": {path} in body must be of type int64: "float64"'
+        return
     least, most, step = schema.get("minimum"), schema.get("maximum"), schema.get("multipleOf")
     if least is not None and (value < least or (value == least and schema.get("exclusiveMinimum"))):
         than = "greater than" if schema.get("exclusiveMinimum") else "greater than or equal to"
