@@ -96,6 +96,21 @@ class AotVariant:
 
 
 @dataclass(frozen=True)
+class Stability:
+    """Why no bit of an answer on Triton depends on what else is in the call, nor on where rows lie: for one
+    device, one version of Triton and equal constants. rounds: False for integers, copies and extremes, which
+    have one result whatever the order. alone: of the inputs of the case `requests`, those of one of its
+    requests; the outputs of the whole call, cut at that request, must have the bits of a call of its own.
+    None: its outputs are lists of all requests, which are compared exactly with the reference's."""
+
+    batch: str
+    placement: str
+    rounds: bool = True
+    requests: str = ""
+    alone: Callable[[Inputs, int], Inputs] | None = None
+
+
+@dataclass(frozen=True)
 class Cost:
     """Bytes and FLOPs of one case, worked by hand: what `bytes_moved` and `flops` must say."""
 
@@ -113,6 +128,7 @@ class KernelSpec:
     ("torch", "triton"; "plain" where "torch" is compiled), so that no one needs Triton who does not run it.
     outputs: names the tensors of what the reference or an implementation returned (`compare.named` for a
     tensor or a mapping, `compare.state_outputs` for an attention state); comparisons has the same names.
+    stability: on what bits depend on Triton; those of attention on the CPU are `chunk_state`'s.
     mutates: inputs an implementation writes to. bytes_moved counts each tensor once, as the roofline does.
     bench, bench_gpu: what is timed on a CPU and on a GPU.
     """
@@ -128,6 +144,7 @@ class KernelSpec:
     comparisons: Mapping[str, Comparison]
     bytes_moved: Callable[[Inputs], int]
     flops: Callable[[Inputs], int]
+    stability: Stability
     aot_module: str = ""
     aot: tuple[AotVariant, ...] = ()
     invariances: tuple[Invariance, ...] = ()

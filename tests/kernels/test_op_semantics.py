@@ -33,6 +33,20 @@ def test_what_must_not_matter_changes_no_bit(spec: KernelSpec, backend: str, cha
         assert not unlike(plain, change.undo(other) if change.undo else other), id
 
 
+@pytest.mark.parametrize("spec", [pytest.param(s, id=s.name) for s in SPECS if s.stability.alone])
+def test_a_request_has_the_bits_that_it_has_alone(spec: KernelSpec) -> None:
+    """On Triton: no launch looks at how many others there are, or how long they are."""
+    said = spec.stability
+    assert said.alone is not None
+    inputs = spec.make_inputs(spec.case(said.requests))
+    together = run(spec, "triton", inputs)
+    count = len(next(iter(together.values())))
+    assert count > 1, "a case of one request shows nothing"
+    for at in range(count):
+        alone = run(spec, "triton", said.alone(inputs, at))
+        assert not unlike({name: out[at : at + 1] for name, out in together.items()}, alone), at
+
+
 @pytest.mark.parametrize(("spec", "backend", "refusal"), every("refusals"))
 def test_bad_inputs_are_refused(spec: KernelSpec, backend: str, refusal: Refusal) -> None:
     """On the CPU, also for a GPU: values on a device are not looked at, and nothing is launched."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,15 @@ def strided(inputs: Mapping[str, Any], names: Iterable[str], *, pad: int = 16) -
         view.copy_(x)
         out[name] = view
     return out
+
+
+def one_of(*names: str) -> Callable[[Mapping[str, Any], int], dict[str, Any]]:
+    """What gives the inputs of one request, the tensors named having a first dimension of requests."""
+
+    def of(inputs: Mapping[str, Any], at: int) -> dict[str, Any]:
+        return {**inputs, **{name: inputs[name][at : at + 1] for name in names}}
+
+    return of
 
 
 def to_device(inputs: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:

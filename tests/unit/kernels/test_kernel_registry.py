@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import kvtier_kernels.aot
+from kvtier_kernels.compare import Exact
 from kvtier_kernels.registry import registry
 from kvtier_kernels.spec import Cost, Hazard, KernelSpec
+from kvtier_kernels.stability import written
 
 REGISTRY = registry()
 SPECS = [pytest.param(spec, id=spec.name) for spec in REGISTRY]
@@ -81,6 +83,17 @@ def test_every_compilation_is_recorded_without_spills(spec: KernelSpec) -> None:
     for variant in spec.aot:
         if "cp.async" in variant.must_contain:
             assert recorded[variant.id]["cp_async"] > 0
+
+
+def test_what_bits_depend_on_is_said_of_each_op_and_printed() -> None:
+    text = (Path(__file__).parents[3] / "docs/kernels.md").read_text(encoding="utf-8")
+    assert written(text, REGISTRY) == text, "run python -m kvtier_kernels.stability docs/kernels.md"
+    for spec in REGISTRY:
+        said = spec.stability
+        assert said.batch and said.placement, spec.name
+        assert (said.alone is None) == (not said.requests), spec.name
+        exact = all(isinstance(one, Exact) for one in spec.comparisons.values())
+        assert said.rounds or exact, f"{spec.name} rounds nothing, and is judged within a bound"
 
 
 def test_no_baseline_is_left_of_an_op_that_is_gone() -> None:

@@ -21,6 +21,7 @@ from kvtier_kernels.spec import (
     Invariance,
     KernelSpec,
     Refusal,
+    Stability,
 )
 from kvtier_kernels.testing.inputs import strided
 from kvtier_kernels.testing.matrices import far_matrix
@@ -201,6 +202,11 @@ def specs() -> tuple[KernelSpec, ...]:
             comparisons={n: Exact() for n in BucketLru._fields},
             bytes_moved=bytes_moved,
             flops=flops,
+            stability=Stability(
+                "one program a row, by counts; of equal units the place in the list decides",
+                "nothing is rounded",
+                rounds=False,
+            ),
             invariances=INVARIANCES,
             refusals=REFUSALS,
             exempt={

@@ -24,8 +24,18 @@ from kvtier_kernels.ops.scoring_cases import (
     standard_cases,
     without_poison,
 )
-from kvtier_kernels.spec import AotVariant, Case, Cost, Hazard, Inputs, Invariance, KernelSpec, Refusal
-from kvtier_kernels.testing.inputs import strided
+from kvtier_kernels.spec import (
+    AotVariant,
+    Case,
+    Cost,
+    Hazard,
+    Inputs,
+    Invariance,
+    KernelSpec,
+    Refusal,
+    Stability,
+)
+from kvtier_kernels.testing.inputs import one_of, strided
 
 _MODULE = "kvtier_kernels.ops.centroid_score.triton_impl"
 AXES = {
@@ -185,6 +195,12 @@ def specs() -> tuple[KernelSpec, ...]:
         comparisons={"score": Within(_share), "lse": lse_gate()},
         bytes_moved=score_bytes,
         flops=score_flops,
+        stability=Stability(
+            "64 clusters a program; lse joins 128 lanes of blocks, an empty one adds 0",
+            "strides choose addresses only",
+            requests="ragged",
+            alone=one_of("q", "cent", "counts"),
+        ),
         invariances=(
             Invariance("no-poison", ("poison",), without_poison("cent"), Hazard.POISON),
             Invariance(
@@ -214,6 +230,12 @@ def specs() -> tuple[KernelSpec, ...]:
         comparisons=state_comparisons("v_sum"),
         bytes_moved=estimate_bytes,
         flops=estimate_flops,
+        stability=Stability(
+            "a state of each 256 clusters, merged ascending; without clusters the identity",
+            "strides choose addresses only",
+            requests="ragged",
+            alone=one_of("q", "cent", "counts", "v_sum", "take"),
+        ),
         invariances=(
             Invariance("no-poison", ("poison",), without_poison("cent", "v_sum"), Hazard.POISON),
             Invariance(

@@ -21,6 +21,7 @@ from kvtier_kernels.spec import (
     Invariance,
     KernelSpec,
     Refusal,
+    Stability,
 )
 from kvtier_kernels.testing.inputs import reserved, strided
 
@@ -188,6 +189,11 @@ def _spec(
         outputs=named,
         comparisons={"out": Exact()},
         flops=no_flops,
+        stability=Stability(
+            "copies of whole elements",
+            "nothing is rounded",
+            rounds=False,
+        ),
         bench=(
             _case("smollm2-8k", 8192, 64, heads=3),
             _case("gqa8-8k", 8192, 128, heads=8, dtype="bfloat16"),

@@ -24,8 +24,18 @@ from kvtier_kernels.ops.scoring_cases import (
     relative,
     standard_cases,
 )
-from kvtier_kernels.spec import AotVariant, Case, Cost, Hazard, Inputs, Invariance, KernelSpec, Refusal
-from kvtier_kernels.testing.inputs import strided
+from kvtier_kernels.spec import (
+    AotVariant,
+    Case,
+    Cost,
+    Hazard,
+    Inputs,
+    Invariance,
+    KernelSpec,
+    Refusal,
+    Stability,
+)
+from kvtier_kernels.testing.inputs import one_of, strided
 
 _SCAN = "kvtier_kernels.ops.int8_sieve.triton_impl"
 _SELECT = "kvtier_kernels.ops.int8_sieve.select_triton"
@@ -206,6 +216,12 @@ def _scan_spec() -> KernelSpec:
         comparisons={"upper": relative(1e-6), "lower": relative(1e-6)},
         bytes_moved=scan_bytes,
         flops=scan_flops,
+        stability=Stability(
+            "one product of all channels a bound",
+            "strides choose addresses only",
+            requests="ragged",
+            alone=one_of("q", "cq", "scale", "seq_lens"),
+        ),
         invariances=(
             Invariance("no-poison", ("poison",), _no_poison, Hazard.POISON),
             Invariance("strides", ("strided",), lambda x: strided(x, ("q", "cq", "scale")), Hazard.STRIDED),
@@ -289,6 +305,11 @@ def _select_spec() -> KernelSpec:
         comparisons={name: Exact() for name in outputs},
         bytes_moved=select_bytes,
         flops=select_flops,
+        stability=Stability(
+            "extremes and counts, one program a segment",
+            "nothing is rounded",
+            rounds=False,
+        ),
         invariances=(
             Invariance("no-poison", ("poison",), _no_poison_scores, Hazard.POISON),
             Invariance("dead-drafts", ("padded",), _other_dead_draft, Hazard.PADDED),

@@ -22,8 +22,18 @@ from kvtier_kernels.ops.scoring_cases import (
     queries,
     standard_cases,
 )
-from kvtier_kernels.spec import AotVariant, Case, Cost, Hazard, Inputs, Invariance, KernelSpec, Refusal
-from kvtier_kernels.testing.inputs import strided
+from kvtier_kernels.spec import (
+    AotVariant,
+    Case,
+    Cost,
+    Hazard,
+    Inputs,
+    Invariance,
+    KernelSpec,
+    Refusal,
+    Stability,
+)
+from kvtier_kernels.testing.inputs import one_of, strided
 
 _MODULE = "kvtier_kernels.ops.lsh.triton_impl"
 _SIZES = {"L": 4, "K": 2, "h": 2, "cap": 48}
@@ -226,6 +236,12 @@ def _hash_spec() -> KernelSpec:
         comparisons={"out": Exact()},
         bytes_moved=hash_bytes,
         flops=hash_flops,
+        stability=Stability(
+            "one product of all channels a side",
+            "strides choose addresses only",
+            requests="strided",
+            alone=one_of("x"),
+        ),
         invariances=(
             Invariance("strides", ("strided",), lambda x: strided(x, ("x", "planes")), Hazard.STRIDED),
         ),
@@ -294,6 +310,10 @@ def _collide_spec() -> KernelSpec:
         },
         bytes_moved=collide_bytes,
         flops=collide_flops,
+        stability=Stability(
+            "counts; log_p of a row is of that row alone",
+            "strides choose addresses only",
+        ),
         invariances=(
             Invariance("no-poison", ("poison",), _no_poison, Hazard.POISON),
             Invariance("padding", ("padded",), _only_keys, Hazard.PADDED),

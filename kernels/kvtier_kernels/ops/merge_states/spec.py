@@ -25,9 +25,10 @@ from kvtier_kernels.spec import (
     Invariance,
     KernelSpec,
     Refusal,
+    Stability,
 )
 from kvtier_kernels.state import LogitFrame
-from kvtier_kernels.testing.inputs import reserved, strided
+from kvtier_kernels.testing.inputs import one_of, reserved, strided
 
 _MODULE = "kvtier_kernels.ops.merge_states.triton_impl"
 _NO_HEADS: dict[Hazard, str] = {
@@ -163,6 +164,12 @@ def merge_states_spec() -> KernelSpec:
         comparisons=_STATE_GATES,
         bytes_moved=_cost,
         flops=lambda x: int(3 * x["u"].numel()),
+        stability=Stability(
+            "one program an answer, an ascending fold; what is behind the count is not read",
+            "strides choose addresses only",
+            requests="ragged",
+            alone=one_of("m", "l", "u", "counts"),
+        ),
         aot_module=_MODULE,
         aot=(_merge_variant(9, 64, False), _merge_variant(64, 128, False), _merge_variant(64, 128, True)),
         invariances=(
@@ -216,6 +223,12 @@ def merge_state_spec() -> KernelSpec:
         comparisons=_STATE_GATES,
         bytes_moved=lambda x: int(3 * (x["u"].numel() + 2 * x["m"].numel()) * 4),
         flops=lambda x: int(3 * 2 * x["u"].numel()),
+        stability=Stability(
+            "one program an answer",
+            "strides choose addresses only",
+            requests="pair",
+            alone=one_of("m", "l", "u", "other_m", "other_l", "other_u"),
+        ),
         aot_module=_MODULE,
         aot=(_pair_variant(64), _pair_variant(128)),
         invariances=(),
@@ -286,6 +299,12 @@ def finalize_state_spec() -> KernelSpec:
             x["u"].numel() * (4 + torch.empty(0, dtype=x["dtype"]).element_size()) + x["m"].numel() * 12
         ),
         flops=lambda x: int(x["u"].numel()),
+        stability=Stability(
+            "one program an answer, a quotient a channel",
+            "strides choose addresses only",
+            requests="many-d128",
+            alone=one_of("m", "l", "u"),
+        ),
         aot_module=_MODULE,
         aot=(variant(64, "fp32"), variant(128, "bf16")),
         invariances=(Invariance("strides", ("strided",), lambda x: strided(x, ("u",)), Hazard.STRIDED),),

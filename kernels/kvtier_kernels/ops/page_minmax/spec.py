@@ -28,6 +28,7 @@ from kvtier_kernels.spec import (
     Invariance,
     KernelSpec,
     Refusal,
+    Stability,
 )
 from kvtier_kernels.testing.inputs import far_rows, strided, wrapping_ids
 
@@ -249,6 +250,11 @@ def page_minmax_spec() -> KernelSpec:
         comparisons=_EXACT,
         bytes_moved=bytes_moved,
         flops=flops,
+        stability=Stability(
+            "one program a box; least and greatest of its rows",
+            "nothing is rounded",
+            rounds=False,
+        ),
         aot_module=_MODULE,
         aot=(_variant("bfloat16", 128), _variant("float32", 64)),
         invariances=INVARIANCES,
@@ -276,6 +282,11 @@ def _use(
         comparisons=_EXACT,
         bytes_moved=bytes_moved,
         flops=flops,
+        stability=Stability(
+            "one program a box; least and greatest of its rows",
+            "nothing is rounded",
+            rounds=False,
+        ),
         aot_module=_MODULE,
         exempt=_EXEMPT,
         mutates=_MUTATES,

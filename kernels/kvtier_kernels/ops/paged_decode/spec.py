@@ -22,8 +22,9 @@ from kvtier_kernels.spec import (
     Invariance,
     KernelSpec,
     Refusal,
+    Stability,
 )
-from kvtier_kernels.testing.inputs import far_rows, strided, wrapping_ids
+from kvtier_kernels.testing.inputs import far_rows, one_of, strided, wrapping_ids
 
 _PAGE = 16
 _SPLIT = 256
@@ -291,6 +292,12 @@ def paged_decode_spec() -> KernelSpec:
         comparisons=state_comparisons(),
         bytes_moved=bytes_moved,
         flops=flops,
+        stability=Stability(
+            "a state of each split of fixed length, merged ascending; behind the length the identity",
+            "rows are read by their ids and added in the order of positions",
+            requests="split-edges",
+            alone=one_of("q", "page_table", "seq_lens"),
+        ),
         invariances=INVARIANCES,
         refusals=REFUSALS,
         # 430 rows, one KV head of 128, 8 query heads, 2 requests, float32.

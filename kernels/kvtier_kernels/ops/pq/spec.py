@@ -25,8 +25,18 @@ from kvtier_kernels.ops.scoring_cases import (
     relative,
     standard_cases,
 )
-from kvtier_kernels.spec import AotVariant, Case, Cost, Hazard, Inputs, Invariance, KernelSpec, Refusal
-from kvtier_kernels.testing.inputs import strided
+from kvtier_kernels.spec import (
+    AotVariant,
+    Case,
+    Cost,
+    Hazard,
+    Inputs,
+    Invariance,
+    KernelSpec,
+    Refusal,
+    Stability,
+)
+from kvtier_kernels.testing.inputs import one_of, strided
 
 _MODULE = "kvtier_kernels.ops.pq.triton_impl"
 AXES = {
@@ -160,6 +170,12 @@ def _lut_spec() -> KernelSpec:
         comparisons={"out": relative(1e-6)},
         bytes_moved=lut_bytes,
         flops=lut_flops,
+        stability=Stability(
+            "one product of all channels of a part an entry",
+            "strides choose addresses only",
+            requests="ragged",
+            alone=one_of("q", "cent"),
+        ),
         invariances=(
             Invariance("strides", ("strided",), lambda x: strided(x, ("q", "cent")), Hazard.STRIDED),
         ),
@@ -198,6 +214,12 @@ def _score_spec() -> KernelSpec:
         comparisons={"score": Within(_share), "lse": lse_gate()},
         bytes_moved=score_bytes,
         flops=score_flops,
+        stability=Stability(
+            "256 rows a program; lse joins 128 lanes of blocks, an empty one adds 0",
+            "strides choose addresses only",
+            requests="ragged",
+            alone=one_of("lut", "codes", "seq_lens"),
+        ),
         invariances=(
             Invariance("codes-behind-the-last-row", ("ragged", "poison"), _new_padding, Hazard.PADDED),
             Invariance("strides", ("strided",), lambda x: strided(x, ("codes",)), Hazard.STRIDED),

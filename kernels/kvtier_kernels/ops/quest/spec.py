@@ -21,8 +21,9 @@ from kvtier_kernels.spec import (
     Invariance,
     KernelSpec,
     Refusal,
+    Stability,
 )
-from kvtier_kernels.testing.inputs import far_rows, strided, wrapping_ids
+from kvtier_kernels.testing.inputs import far_rows, one_of, strided, wrapping_ids
 
 _FAR_STRIDE = 2**20
 
@@ -178,6 +179,12 @@ def specs() -> tuple[KernelSpec, ...]:
             comparisons={"out": Within(_gate)},
             bytes_moved=bytes_moved,
             flops=flops,
+            stability=Stability(
+                "one product of all channels a bound, in tiles of 64 pages",
+                "boxes are read by their pages",
+                requests="ragged",
+                alone=one_of("q", "page_table", "n_pages"),
+            ),
             aot_module="kvtier_kernels.ops.quest.triton_impl",
             aot=(
                 _variant("bf16-g8-d128", "bfloat16", 64, 8, 128),

@@ -21,8 +21,9 @@ from kvtier_kernels.spec import (
     Invariance,
     KernelSpec,
     Refusal,
+    Stability,
 )
-from kvtier_kernels.testing.inputs import far_rows, strided, wrapping_ids
+from kvtier_kernels.testing.inputs import far_rows, one_of, strided, wrapping_ids
 
 _PAGE = 16
 _FAR_STRIDE = 2**20
@@ -180,6 +181,14 @@ def _wider_table(inputs: Inputs) -> Inputs:
     return inputs | {"page_table": torch.nn.functional.pad(inputs["page_table"], (0, 9), value=0)}
 
 
+def _alone(inputs: Inputs, at: int) -> Inputs:
+    """Of one request, with its segments."""
+    own = slice(int(inputs["seg_ptr"][at]), int(inputs["seg_ptr"][at + 1]))
+    found = one_of("q", "page_table")(inputs, at)
+    pointers = torch.tensor([0, own.stop - own.start], dtype=torch.int32)
+    return found | {"seg_ptr": pointers, "seg_tok": inputs["seg_tok"][own], "delta": inputs["delta"][own]}
+
+
 INVARIANCES = (
     Invariance("no-poison", ("poison",), _clean, Hazard.POISON),
     Invariance("where-a-segment-is-cut", ("neox", "ragged"), _cut),
@@ -272,6 +281,12 @@ def specs() -> tuple[KernelSpec, ...]:
             comparisons=state_comparisons(),
             bytes_moved=bytes_moved,
             flops=flops,
+            stability=Stability(
+                "a state of each split of fixed length, merged ascending; without a token the identity",
+                "rows are read by their ids and added in the order of positions",
+                requests="ragged",
+                alone=_alone,
+            ),
             aot_module="kvtier_kernels.ops.segment_decode.triton_impl",
             aot=(
                 _decode_variant("bf16-g8-d128", "bfloat16", 64, 8, 128),

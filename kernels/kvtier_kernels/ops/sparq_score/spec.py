@@ -22,8 +22,18 @@ from kvtier_kernels.ops.scoring_cases import (
 )
 from kvtier_kernels.ops.sparq_score.ref import sparq_alpha_ref, sparq_score_ref
 from kvtier_kernels.ops.sparq_score.torch_impl import sparq_dims, sparq_score_torch
-from kvtier_kernels.spec import AotVariant, Case, Cost, Hazard, Inputs, Invariance, KernelSpec, Refusal
-from kvtier_kernels.testing.inputs import reserved, strided
+from kvtier_kernels.spec import (
+    AotVariant,
+    Case,
+    Cost,
+    Hazard,
+    Inputs,
+    Invariance,
+    KernelSpec,
+    Refusal,
+    Stability,
+)
+from kvtier_kernels.testing.inputs import one_of, reserved, strided
 
 _R = 16
 _FAR_STRIDE = 2**25
@@ -205,6 +215,12 @@ def specs() -> tuple[KernelSpec, ...]:
         comparisons={"score": relative(1e-5), "lse": lse_gate()},
         bytes_moved=score_bytes,
         flops=score_flops,
+        stability=Stability(
+            "128 rows a program; lse joins 128 lanes of blocks, an empty one adds 0",
+            "strides choose addresses only",
+            requests="ragged",
+            alone=one_of("q", "k_t", "dims", "seq_lens"),
+        ),
         aot=_aot("score_kernel"),
         invariances=(poison, strides),
         refusals=(
@@ -228,6 +244,10 @@ def specs() -> tuple[KernelSpec, ...]:
         },
         bytes_moved=alpha_bytes,
         flops=alpha_flops,
+        stability=Stability(
+            "one program a request and KV head, over its own list in tiles of 64",
+            "strides choose addresses only",
+        ),
         aot=_aot("alpha_kernel"),
         invariances=(poison, strides),
         refusals=(

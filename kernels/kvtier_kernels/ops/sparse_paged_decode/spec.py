@@ -21,8 +21,9 @@ from kvtier_kernels.spec import (
     Invariance,
     KernelSpec,
     Refusal,
+    Stability,
 )
-from kvtier_kernels.testing.inputs import far_rows, strided, wrapping_ids
+from kvtier_kernels.testing.inputs import far_rows, one_of, strided, wrapping_ids
 
 _PAGE = 16
 _FAR_STRIDE = 2**20
@@ -204,6 +205,20 @@ def _straight_pages(inputs: Inputs) -> Inputs:
     return inputs | {n: inputs[n][order] for n in ("k_cache", "v_cache")} | {"page_table": table}
 
 
+def _alone(inputs: Inputs, at: int) -> Inputs:
+    """Of one request, with its lists."""
+    scope = inputs["last_unit_len"].numel() // inputs["q"].shape[0]
+    indptr = inputs["indptr"][at * scope : (at + 1) * scope + 1]
+    own = slice(int(indptr[0]), int(indptr[-1]))
+    weight = inputs["log_weight"]
+    return one_of("q", "page_table")(inputs, at) | {
+        "indptr": indptr - indptr[0],
+        "units": inputs["units"][own],
+        "last_unit_len": inputs["last_unit_len"][at * scope : (at + 1) * scope],
+        "log_weight": None if weight is None else weight[own],
+    }
+
+
 INVARIANCES = (
     Invariance("no-poison", ("poison",), _clean, Hazard.POISON),
     Invariance("where-pages-lie", ("ragged", "list-a-query-head"), _straight_pages),
@@ -299,6 +314,12 @@ def specs() -> tuple[KernelSpec, ...]:
             comparisons=state_comparisons(),
             bytes_moved=bytes_moved,
             flops=flops,
+            stability=Stability(
+                "a state of each split of fixed length of a list, merged ascending; behind it the identity",
+                "rows are read by their ids and added in the order of positions",
+                requests="ragged",
+                alone=_alone,
+            ),
             aot_module="kvtier_kernels.ops.sparse_paged_decode.triton_impl",
             aot=(
                 _variant("bf16-g8-d128-u16", "bfloat16", 64, 8, 128, 16, scope=8),

@@ -21,6 +21,7 @@ from kvtier_kernels.spec import (
     Invariance,
     KernelSpec,
     Refusal,
+    Stability,
 )
 from kvtier_kernels.testing.inputs import far_rows, strided, wrapping_ids
 from kvtier_kernels.testing.matrices import far_matrix
@@ -264,6 +265,11 @@ def specs() -> tuple[KernelSpec, ...]:
         comparisons={n: Exact() for n in SwapPlan._fields},
         bytes_moved=plan_bytes,
         flops=no_flops,
+        stability=Stability(
+            "one program a row; its list is its own",
+            "nothing is rounded",
+            rounds=False,
+        ),
         invariances=_PLAN_INVARIANCES,
         refusals=_PLAN_REFUSALS,
         exempt={
@@ -293,6 +299,11 @@ def specs() -> tuple[KernelSpec, ...]:
         comparisons={"out": Exact()},
         bytes_moved=apply_bytes,
         flops=no_flops,
+        stability=Stability(
+            "copies of whole elements",
+            "nothing is rounded",
+            rounds=False,
+        ),
         invariances=_APPLY_INVARIANCES,
         refusals=_APPLY_REFUSALS,
         exempt={

@@ -22,6 +22,7 @@ from kvtier_kernels.spec import (
     Invariance,
     KernelSpec,
     Refusal,
+    Stability,
 )
 from kvtier_kernels.testing.inputs import strided
 from kvtier_kernels.testing.matrices import far_matrix
@@ -199,6 +200,11 @@ def specs() -> tuple[KernelSpec, ...]:
             comparisons={n: Exact() for n in ("indptr", "units", "kth", "runner_up")},
             bytes_moved=bytes_moved,
             flops=flops,
+            stability=Stability(
+                "one program a row, or counts of its blocks",
+                "nothing is rounded",
+                rounds=False,
+            ),
             invariances=INVARIANCES,
             refusals=REFUSALS,
             exempt={
