@@ -32,7 +32,7 @@ from kvtier_core.neardata import (
     reduction_of,
     stacked,
 )
-from kvtier_core.planner import STREAMED, ChunkRead, Path, Plan, check_cover
+from kvtier_core.planner import STREAMED, ChunkRead, Path, Plan, check_cover, window_of
 from kvtier_core.positions import Piece, PositionView
 from kvtier_core.promises import IdentifiedRows, Promise, block_of
 from kvtier_core.rope import RopeTable
@@ -310,7 +310,7 @@ class Attention:
             [block_of(self._store, read.line) if taken is None else taken.block(read) for read in reads],
             self._buffers,
             self._clock,
-            window=self._window,
+            window=window_of(plan, self._window),
             executor=self._executor,
             deadline=deadline,
             promised=() if promise is None else promise.arrivals,

@@ -73,7 +73,8 @@ class ChunkRead:
 class Plan:
     """Chunks ascending. `labels` name each path once, as receipts do; `why` says what made it legal. kind:
     the exact contract it is of; group_heads: KV heads of a slice, 0 for whole blocks. lost: each other plan
-    with its reason. seconds: that it is predicted to take, None where nothing is priced."""
+    with its reason. seconds: that it is predicted to take, None where nothing is priced. buffers: that its
+    stream may hold at once; 0: as many as any."""
 
     reads: tuple[ChunkRead, ...]
     labels: tuple[str, ...]
@@ -83,6 +84,12 @@ class Plan:
     group_heads: int = 0
     lost: Mapping[str, str] = field(default_factory=dict)
     seconds: float | None = None
+    buffers: int = 0
+
+
+def window_of(plan: Plan, most: int) -> int:
+    """Buffers of its stream: `most`, or what the plan was priced with."""
+    return min(most, plan.buffers or most)
 
 
 def check_cover(plan: Plan, chunk_tokens: int) -> None:
@@ -360,4 +367,5 @@ class StepPlanner:
             group_heads=chosen.group_heads,
             lost=decision.why(),
             seconds=chosen.seconds,
+            buffers=chosen.buffers,
         )

@@ -30,7 +30,7 @@ from kvtier_core.neardata import (
     reduction_of,
 )
 from kvtier_core.placements.preference import PlanKind
-from kvtier_core.planner import ChunkRead, Path, Plan, check_cover
+from kvtier_core.planner import ChunkRead, Path, Plan, check_cover, window_of
 from kvtier_core.promises import IdentifiedRows, Promise, block_of
 from kvtier_core.streaming import Block, BlockStream, BufferPool
 from kvtier_core.tiers.base import BlockIdentity
@@ -51,7 +51,7 @@ MOST_CHUNKS = 511
 class StreamedLayer:
     """What frames of one layer have in common while its chunks lie where they lie. groups: reads as receipts
     of states hold them. producer, scale: of the states. seconds: that the plan is predicted to take, None
-    without a price."""
+    without a price. window: buffers of its stream."""
 
     groups: tuple[tuple[ChunkRead, ...], ...]
     blocks: tuple[Block, ...]
@@ -61,6 +61,7 @@ class StreamedLayer:
     scale: float
     kind: PlanKind
     seconds: float | None
+    window: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ class StreamedDecode:
             scale=scale,
             kind=plan.kind,
             seconds=plan.seconds,
+            window=window_of(plan, self._window),
         )
 
     def _states(self, compiled: Library, reads: Sequence[ChunkRead], scale: float) -> KeptStates:
@@ -196,7 +198,7 @@ class StreamedDecode:
         readers = self._store.directory.readers
         readers[kept.lines] += 1
         try:
-            with self._stream(kept.blocks, deadline, promise) as stream:
+            with self._stream(kept, deadline, promise) as stream:
                 tiers = self._store.tiers
                 reduction = reduction_of(kept.groups, append, query, layout, tiers, visible)
                 ran = Ran(query_digest(query.q), query.first_position, kept.scale)
@@ -240,15 +242,15 @@ class StreamedDecode:
         )
 
     def _stream(
-        self, blocks: Sequence[Block], deadline: float | None, promise: Promise | None
+        self, kept: StreamedLayer, deadline: float | None, promise: Promise | None
     ) -> BlockStream | _Arrived:
-        if promise is not None and _has_come(promise, blocks):
+        if promise is not None and _has_come(promise, kept.blocks):
             return _Arrived(promise, self._buffers.block_bytes)
         return BlockStream(
-            blocks,
+            kept.blocks,
             self._buffers,
             self._clock,
-            window=self._window,
+            window=kept.window,
             executor=self._executor,
             deadline=deadline,
             promised=() if promise is None else promise.arrivals,

@@ -8,7 +8,7 @@ many slots as there are buffers, the processor of the node as the only computing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvtier_core.pipeline import LayerCost
@@ -57,7 +57,8 @@ class Candidate:
     """A plan. routes: by tier index, of tiers with rows (FRAME included). group_heads: KV heads of a slice, 0
     for whole blocks. seconds, exposed, hidden: predicted service, transfer that it waits for and that it does
     not; cost: declared; all None when something was not measured. moved: bytes that leave their tier.
-    staging: bytes of buffers at the peak. lost: why it is no candidate at all; None while it is one."""
+    staging: bytes of buffers at the peak. lost: why it is no candidate at all; None while it is one.
+    buffers: that a stream of its whole blocks may hold at once."""
 
     kind: PlanName
     routes: tuple[tuple[int, Route], ...] = ()
@@ -69,6 +70,7 @@ class Candidate:
     moved: int = 0
     staging: int = 0
     lost: Lost | None = None
+    buffers: int = 0
 
     def route(self, tier: int) -> Route:
         return dict(self.routes)[tier]
@@ -190,27 +192,19 @@ def _priced(
     routes = dict(plan.routes)
     away = [chunk for chunk, tier in enumerate(facts.where) if routes[tier] is not Route.IN_PLACE]
     moved = len(away) * facts.payload_bytes
-    staging = plan.staging or min(credits.buffers, len(away)) * facts.payload_bytes
+    # A stream does with fewer buffers than it may have, down to one.
+    buffers = max(1, min(credits.buffers, credits.staging_bytes // facts.payload_bytes))
+    staging = plan.staging or min(buffers, len(away)) * facts.payload_bytes
     lost = Lost.STAGING_TOO_SMALL if staging > credits.staging_bytes else None
-    bare = Candidate(plan.kind, plan.routes, plan.group_heads, moved=moved, staging=staging, lost=lost)
+    bare = replace(plan, moved=moved, staging=staging, lost=lost, buffers=buffers)
     unmeasured = any(tiers[facts.where[chunk]].read is None for chunk in away)
     if rates.row_seconds is None or unmeasured:
         return bare
     costs = _slices(plan, facts, tiers, rates) if plan.group_heads else _blocks(routes, facts, tiers, rates)
-    service, stall, fetch = streamed(costs, 2 if plan.group_heads else max(1, credits.buffers))
+    service, stall, fetch = streamed(costs, 2 if plan.group_heads else buffers)
     charged = cost.second * service + cost.moved_byte * moved + cost.staged_byte * staging
-    return Candidate(
-        plan.kind,
-        plan.routes,
-        plan.group_heads,
-        service,
-        stall,
-        max(0.0, fetch - stall),
-        charged,
-        moved,
-        staging,
-        lost,
-    )
+    hidden = max(0.0, fetch - stall)
+    return replace(bare, seconds=service, exposed=stall, hidden=hidden, cost=charged)
 
 
 def streamed(costs: Sequence[LayerCost], slots: int) -> tuple[float, float, float]:

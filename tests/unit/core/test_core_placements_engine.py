@@ -124,6 +124,24 @@ def test_grouping_adapts_to_the_staging_that_the_policy_declares(
         driver.close()
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_rows_on_storage_are_answered_with_the_staging_that_is_left_for_slices(
+    tmp_path: Path, blocks: int
+) -> None:
+    """Slices are of host memory only: what lies beyond it is streamed, through as few buffers as the policy
+    allows."""
+    tiers = (gpu(LAYERS + 1), nvme(24))
+    want = played(tmp_path / "want", None, tiers)[0]
+    with engine(tmp_path, tiers) as built:
+        staging = blocks * SLOT
+        built.prefer(PlacementPreference("headGroups", prefer=PlanKind.HEAD_GROUPS, staging_bytes=staging))
+        driver = Driver.open(built, ROWS)
+        assert torch.equal(driver.play(PREFILL, 3, block=CHUNK), want)
+        peaks = {answer.receipt.peak_buffer_bytes for answer in driver.answers[-3 * LAYERS :]}
+        assert max(peaks) == blocks * built._plans.buffers.block_bytes
+        driver.close()
+
+
 def test_a_short_request_lies_whole_on_the_first_tier_and_the_next_one_beside_it(tmp_path: Path) -> None:
     with engine(tmp_path, TIERS) as built:
         built.prefer(WHOLE)

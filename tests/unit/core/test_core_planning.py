@@ -92,6 +92,27 @@ def test_slices_are_as_many_heads_as_two_buffers_hold() -> None:
     assert none.lost is Lost.STAGING_TOO_SMALL
 
 
+@pytest.mark.parametrize(
+    ("staging", "buffers", "seconds"),
+    [
+        # Nothing is read while a block is attended; the next block is; of four, all but the first are there.
+        pytest.param(PAYLOAD, 1, 4 * 0.625, id="one-block"),
+        pytest.param(2 * PAYLOAD - 1, 1, 4 * 0.625, id="nearly-two"),
+        pytest.param(2 * PAYLOAD, 2, 4 * 0.5 + 0.125, id="two"),
+        pytest.param(64 * PAYLOAD, 8, 4 * 0.5 + 0.125, id="plenty"),
+    ],
+)
+def test_a_stream_does_with_as_few_buffers_as_there_is_staging_for(
+    staging: int, buffers: int, seconds: float
+) -> None:
+    for kind in (PARTITION, MOVED):
+        plan = of(facts(*[NVME] * 4), kind, credits=Credits(staging, buffers=8))
+        assert (plan.lost, plan.buffers, plan.staging) == (None, buffers, min(4, buffers) * PAYLOAD)
+        assert plan.seconds == pytest.approx(seconds)
+        none = of(facts(*[NVME] * 4), kind, credits=Credits(PAYLOAD - 1, buffers=8))
+        assert none.lost is Lost.STAGING_TOO_SMALL
+
+
 def without(tier: int, **changes: object) -> tuple[TierFacts, ...]:
     changed = dataclasses.replace(TIERS[tier], **changes)  # type: ignore[arg-type]
     return (*TIERS[:tier], changed, *TIERS[tier + 1 :])
