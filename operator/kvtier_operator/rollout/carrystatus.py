@@ -5,6 +5,7 @@ It must not know what the evidence says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from kvtier_evidence.carry import Carry
 
 MAX_CELLS = 48
+_FORM = ".9g"
 _NUMBERS = ("weight", "logE", "value", "bound")
 
 
@@ -52,6 +54,23 @@ def carry_from_json(body: Mapping[str, Any] | None) -> Carry:
     )
 
 
+def as_printed(carry: Carry, known: Carry) -> Carry:
+    """With the evidence of each cell as a status has it, the same before and after it is written;
+    `known` itself where that says the same, and its cells where they do."""
+    cells = {(cell.gate, cell.window): cell for cell in known.cells}
+    printed = []
+    for cell in carry.cells:
+        new = replace(cell, weight=_rounded(cell.weight), log_e=_rounded(cell.log_e))
+        old = cells.get((cell.gate, cell.window))
+        printed.append(old if old is not None and old == new else new)
+    found = replace(carry, cells=tuple(printed))
+    return known if found == known else found
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:{_FORM}}") if math.isfinite(value) else value
+
+
 def bounded(carry: Carry, limit: int) -> Carry:
     """The cells with the most evidence of harm; what is left out was worth least."""
     if len(carry.cells) <= limit:
@@ -72,7 +91,7 @@ def slim_carry(carry: Carry, cells: int, passes: int, opened: str) -> Carry:
 
 def _printed(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: f"{value:.9g}" if name in _NUMBERS and isinstance(value, float) else value
+        name: f"{value:{_FORM}}" if name in _NUMBERS and isinstance(value, float) else value
         for name, value in row.items()
         if value is not None
     }

@@ -27,6 +27,7 @@ from kvtier_operator.external.query import parse_query
 from kvtier_operator.external.source import ExternalSource
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, Clock
 from kvtier_operator.rollout.beatreads import Answer, BeatReads
+from kvtier_operator.rollout.carrystatus import as_printed
 from kvtier_operator.rollout.evidencewire import delta_of, key_message
 from kvtier_operator.rollout.inputs import GateVerdict, Look
 from kvtier_operator.rollout.moves import current_step, tick_seconds
@@ -153,8 +154,7 @@ class EvidenceFeed:
                 judged = _Judged(
                     given,
                     _verdicts(judgement.results, gates, external),
-                    # The same object, where nothing was added to it.
-                    state.carry if judgement.carry == state.carry else judgement.carry,
+                    as_printed(judgement.carry, state.carry),
                     judgement.failed.gate if judgement.failed else "",
                     effects_of(gates, evidence.merged, float(step.traffic), external),
                     thresholds_of(spec, evidence.merged),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from kvtier_crds.quantity import QuantityError, parse_decimal, parse_duration, parse_fraction
@@ -88,7 +89,59 @@ class BlastRadius:
     max_nodes: int = 0
 
 
-@dataclass(frozen=True)
+class Terms:
+    """Stages and gates, and what each step is judged by. One object for all rollouts that say the same, as
+    mostly those of a thousand do."""
+
+    def __init__(
+        self,
+        ladder: tuple[Step, ...],
+        holdback: Decimal,
+        gates: tuple[GateDeclaration, ...],
+        design_effect: Decimal | None,
+        exact: bool,
+    ) -> None:
+        self.ladder = ladder
+        self.holdback = holdback
+        self.gates = gates
+        self.design_effect = design_effect
+        self.exact = exact
+        # Of steps of this ladder and no others.
+        self._resolved: dict[Step, tuple[GateSpec, ...]] = {}
+
+    def gates_of(self, step: Step) -> tuple[GateSpec, ...]:
+        """See `RolloutSpec.gates_of`; a look asks five times for the same."""
+        known = self._resolved.get(step)
+        if known is None:
+            known = self._resolve(step)
+            if step in self.ladder:
+                self._resolved[step] = known
+        return known
+
+    def _resolve(self, step: Step) -> tuple[GateSpec, ...]:
+        return resolve(
+            self.gates,
+            EvidenceStage(step.stage),
+            exact=self.exact,
+            min_samples=step.min_samples,
+            design_effect=self.design_effect,
+        )
+
+    @cached_property
+    def ratio_gates(self) -> tuple[GateSpec, ...]:
+        """See `RolloutSpec.ratio_gates`."""
+        found = {gate.name: gate for step in self.ladder for gate in self.gates_of(step)}
+        return tuple(gate for gate in found.values() if gate.metric.kind is Kind.RATIO)
+
+    @cached_property
+    def cells(self) -> int:
+        """See `RolloutSpec.cells`."""
+        return planned_cells(
+            self.gates, [EvidenceStage(step.stage) for step in self.ladder], exact=self.exact
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutSpec:
     """`window_hash` covers what opens a new window when edited; `candidate_hash` what opens a new attempt.
     probes: by the name of their ConfigMap."""
@@ -113,6 +166,7 @@ class RolloutSpec:
     progress_deadline: float
     candidate_hash: str
     window_hash: str
+    terms: Terms = field(compare=False, repr=False)
 
     def position(self, stage: Stage, index: int) -> int | None:
         """Place of a step in the ladder; None when the ladder does not hold it (any more)."""
@@ -132,40 +186,18 @@ class RolloutSpec:
         return found
 
     def gates_of(self, step: Step) -> tuple[GateSpec, ...]:
-        """The gates of one step, built-in ones included. Those of the last step that was asked for are kept:
-        a look asks five times for the same."""
-        known = self._resolved.get(step)
-        if known is not None:
-            return known
-        self._resolved.clear()
-        self._resolved[step] = self._resolve(step)
-        return self._resolved[step]
+        """The gates of one step, built-in ones included."""
+        return self.terms.gates_of(step)
 
-    @cached_property
-    def _resolved(self) -> dict[Step, tuple[GateSpec, ...]]:
-        return {}
-
-    def _resolve(self, step: Step) -> tuple[GateSpec, ...]:
-        return resolve(
-            self.gates,
-            EvidenceStage(step.stage),
-            exact=self.exact,
-            min_samples=step.min_samples,
-            design_effect=self.design_effect,
-        )
-
-    @cached_property
+    @property
     def ratio_gates(self) -> tuple[GateSpec, ...]:
         """Gates that compare two arms, of any step; by name the last step's."""
-        found = {gate.name: gate for step in self.ladder for gate in self._resolve(step)}
-        return tuple(gate for gate in found.values() if gate.metric.kind is Kind.RATIO)
+        return self.terms.ratio_gates
 
-    @cached_property
+    @property
     def cells(self) -> int:
         """Cells of the false-rollback budget over the whole ladder."""
-        return planned_cells(
-            self.gates, [EvidenceStage(step.stage) for step in self.ladder], exact=self.exact
-        )
+        return self.terms.cells
 
     def after(self, step: Step) -> Step | None:
         """The next rung; None after the last. Always one fraction at a time."""
@@ -224,34 +256,35 @@ def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet], compiled: bo
     radius = dict(spec.get("blastRadius") or {})
     settle = parse_duration(evidence.get("settle", f"{int(DEFAULT_SETTLE)}s"), "spec.evidence.settle")
     warmup = parse_duration(evidence.get("warmup", f"{int(DEFAULT_WARMUP)}s"), "spec.evidence.warmup")
-    ladder, holdback = _ladder(stages)
-    gates = declarations(list(spec.get("gates") or []), probes)
-    for gate in gates:
-        if gate.stages and not {str(step.stage) for step in ladder} & {str(stage) for stage in gate.stages}:
-            named = ", ".join(str(stage) for stage in gate.stages)
-            raise SpecError(f"spec.gates[{gate.name}].stages: {named}, none of which spec.stages has")
-    declared_effect = evidence.get("designEffect")
-    effect = None if declared_effect is None else parse_decimal(declared_effect, "spec.evidence.designEffect")
     exact = not (candidate.get("selectorRef") or {}) if compiled is None else compiled
-    digest = gates_digest(gates, exact=exact, design_effect=effect, settle=settle, warmup=warmup)
+    terms = _terms(
+        _text(stages),
+        _text(list(spec.get("gates") or [])),
+        tuple((name, probe.digest, probe.size) for name, probe in sorted(probes.items())),
+        _text(evidence.get("designEffect")),
+        exact,
+    )
+    digest = gates_digest(
+        terms.gates, exact=exact, design_effect=terms.design_effect, settle=settle, warmup=warmup
+    )
     window_parts = {
         name: spec.get(name) for name in ("stages", "errorBudget", "leaseTTL", "blastRadius", "gates")
     }
     return RolloutSpec(
         cache_name=str(spec["cacheRef"]["name"]),
         selector_name=str((candidate.get("selectorRef") or {}).get("name", "")),
-        ladder=ladder,
-        gates=gates,
+        ladder=terms.ladder,
+        gates=terms.gates,
         probes=tuple(sorted(probes.items())),
-        gates_digest=digest,
-        design_effect=effect,
+        gates_digest=sys.intern(digest),
+        design_effect=terms.design_effect,
         exact=exact,
         blast_radius=BlastRadius(
             tuple(radius.get("tenants") or ()),
             tuple(radius.get("requestClasses") or ()),
             int(radius.get("maxNodes") or 0),
         ),
-        holdback=holdback,
+        holdback=terms.holdback,
         settle=settle,
         warmup=warmup,
         alpha_promotion=parse_decimal(
@@ -262,9 +295,37 @@ def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet], compiled: bo
         on_lease_expired=OnLeaseExpired(spec.get("onLeaseExpired") or OnLeaseExpired.RESUME),
         on_insufficient=OnInsufficient(spec.get("onInsufficient") or OnInsufficient.HOLD),
         progress_deadline=_seconds(spec, "progressDeadline", DEFAULT_DEADLINE),
-        candidate_hash=short_hash(candidate),
-        window_hash=short_hash({**window_parts, "digest": digest}),
+        candidate_hash=sys.intern(short_hash(candidate)),
+        window_hash=sys.intern(short_hash({**window_parts, "digest": digest})),
+        terms=terms,
     )
+
+
+def _text(value: object) -> str:
+    """Canonical JSON."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+ALIKE = 256
+"""Texts of stages and gates of which what they say is kept, those that were asked for last."""
+
+
+@lru_cache(maxsize=ALIKE)
+def _terms(
+    stages: str, gates: str, probes: tuple[tuple[str, str, int], ...], effect: str, exact: bool
+) -> Terms:
+    """By what they are written as, since numbers that are equal may be printed in several ways. probes: name,
+    digest and size of each."""
+    ladder, holdback = _ladder(json.loads(stages))
+    sets = {name: ProbeSet(digest, size) for name, digest, size in probes}
+    declared = declarations(json.loads(gates), sets)
+    for gate in declared:
+        if gate.stages and not {str(step.stage) for step in ladder} & {str(stage) for stage in gate.stages}:
+            named = ", ".join(str(stage) for stage in gate.stages)
+            raise SpecError(f"spec.gates[{gate.name}].stages: {named}, none of which spec.stages has")
+    told = json.loads(effect)
+    number = None if told is None else parse_decimal(told, "spec.evidence.designEffect")
+    return Terms(ladder, holdback, declared, number, exact)
 
 
 def _seconds(spec: Mapping[str, Any], name: str, default: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvtier_crds.models.common import short_digest
 from kvtier_operator.budgets import budget_entries, budgets_in
+from kvtier_operator.packed import unpacked
 from kvtier_operator.rollout.carrystatus import carry_from_json, carry_to_json, slim_carry
 from kvtier_operator.rollout.evaluation import summary_verdict
 from kvtier_operator.rollout.state import (
@@ -305,7 +306,9 @@ class StatusUnreadable(ValueError):
 def from_status(status: Mapping[str, Any]) -> RolloutState:
     """The state that a former pass wrote; the first state when there is none. Raises StatusUnreadable."""
     try:
-        return _read(status) if status.get("phase") else RolloutState()
+        if not status.get("phase"):
+            return RolloutState()
+        return _read({name: unpacked(part) for name, part in status.items()})
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise StatusUnreadable(f"{type(error).__name__}: {error}") from error
 

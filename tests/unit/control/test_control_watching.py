@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_operator.lastreads import LastReads
+from kvtier_operator.packed import unpacked
 from kvtier_operator.ports import ApiError, JsonObject, Kind, Known, ObjectKey
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch.kopf_thread import WatchDeps, accept
 from kvtier_operator.watch.relist import INTERVAL_SECONDS, RESYNC_SECONDS, Relist, Relisted, looks_after
 from kvtier_operator.watch.triggers import RECONCILED, WATCHED, affected
+from kvtier_operator.watch.trimmed import trimmed
 from tests.unit.control.control_fakes import Bench, FakeClock
 from tests.unit.control.control_objects import agent_pool, kv_cache, kv_rollout, kv_selector, tier_class
 
@@ -181,6 +183,34 @@ def test_names_and_short_values_of_all_objects_are_held_once() -> None:
     assert first == second == {"tierClassName": "cpu dram", "rows": [{"text": "x" * 99}]}
     assert [id(key) for key in first] == [id(key) for key in second]
     assert first["tierClassName"] is second["tierClassName"]
+
+
+def test_what_specs_say_alike_is_held_once_and_what_they_say_otherwise_is_not() -> None:
+    def told(name: str, limit: object) -> JsonObject:
+        gates = [{"name": "output", "max": limit, "minSamples": 30}]
+        spec = {"cacheRef": {"name": name}, "gates": gates, "leaseTTL": "60s"}
+        return trimmed(Kind.KV_ROLLOUT, {"metadata": {"name": name}, "spec": spec})
+
+    one, two, other, number = told("a", "0.5"), told("b", "0.5"), told("c", "0.50"), told("d", 0.5)
+    assert one["spec"]["gates"] is two["spec"]["gates"]
+    assert one["spec"]["cacheRef"] == {"name": "a"} and two["spec"]["cacheRef"] == {"name": "b"}
+    assert other["spec"]["gates"][0]["max"] == "0.50"
+    assert repr(number["spec"]["gates"][0]["max"]) == "0.5"
+
+
+def test_rows_that_only_a_rollouts_own_run_reads_are_packed() -> None:
+    rows = [{"name": f"gate-{i}", "at": "2026-11-30T21:25:22.606Z", "n": 4500 + i} for i in range(11)]
+    status = {"phase": "Progressing", "fence": 3, "gates": rows, "carry": {"cells": []}, "conditions": []}
+    told = {"metadata": {"name": "a"}, "spec": {}, "status": status}
+    kept = trimmed(Kind.KV_ROLLOUT, told)["status"]
+    assert {name: unpacked(part) for name, part in kept.items()} == status
+    assert (kept["phase"], kept["fence"], kept["conditions"]) == ("Progressing", 3, [])
+    assert kept["gates"] == trimmed(Kind.KV_ROLLOUT, told)["status"]["gates"]
+    rows[0]["n"] = 1
+    assert kept["gates"] != trimmed(Kind.KV_ROLLOUT, told)["status"]["gates"]
+    assert trimmed(Kind.KV_CACHE, told)["status"] == status, "others read those of a cache"
+    with pytest.raises(TypeError, match="unpacked"):
+        bool(kept["gates"])
 
 
 async def test_a_relist_keeps_no_more_than_a_watch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,9 @@ from kvtier_crds.models.rolloutstatus import KVRolloutStatus
 from kvtier_evidence.budgets import Cell
 from kvtier_evidence.carry import Carry, FailCause, ProbePass
 from kvtier_evidence.verdicts import Reason
+from kvtier_operator.ports import Kind
+from kvtier_operator.rollout.carrystatus import as_printed
+from kvtier_operator.rollout.spec import parse_spec
 from kvtier_operator.rollout.state import (
     CandidateRef,
     Condition,
@@ -39,7 +43,8 @@ from kvtier_operator.rollout.vocabulary import (
     Stage,
     Verdict,
 )
-from tests.unit.rollout.rollout_world import World
+from kvtier_operator.watch.trimmed import trimmed
+from tests.unit.rollout.rollout_world import World, copied
 
 DIGEST = "sha256:" + "a" * 64
 OLDER = Revocation("older", 1_800_000_001.0, 60.0, ("node-7", "node-8"), 2)
@@ -220,6 +225,41 @@ def test_words_and_printed_numbers_are_one_object_in_all_states() -> None:
     one, two = (words(from_status(json.loads(text))) for _ in range(2))
     assert len(one) == 16 and "0.125" in one and "node-7" in one and "Canary/0/3" in one
     assert [id(word) for word in one] == [id(word) for word in two]
+
+
+@pytest.mark.parametrize("stage", ["Canary", "RolledBack"])
+async def test_a_state_is_read_alike_from_the_read_cache_and_from_the_server(stage: str) -> None:
+    status = to_status(replace(await reached(stage), carry=CARRY))
+    kept = trimmed(Kind.KV_ROLLOUT, {"metadata": {"name": "a"}, "status": status})
+    assert from_status(kept["status"]) == from_status(status)
+
+
+def test_evidence_is_carried_as_it_is_written_and_what_says_the_same_is_the_same() -> None:
+    exact = replace(CARRY, cells=(Cell("output", "Shadow/0/2", 1 / 13, -2.0794415416798357), CARRY.cells[1]))
+    known = from_status(to_status(RolloutState(Phase.PROGRESSING, Stage.SHADOW, carry=exact))).carry
+    assert as_printed(exact, Carry()) == known != exact
+    assert as_printed(exact, known) is known
+    moved = replace(exact, cells=(exact.cells[0], replace(exact.cells[1], log_e=3.0)))
+    found = as_printed(moved, known)
+    assert found.cells[0] is known.cells[0]
+    assert found.cells[1] == replace(known.cells[1], log_e=3.0)
+    endless = replace(exact, cells=(replace(exact.cells[0], log_e=-math.inf),))
+    assert as_printed(endless, known).cells[0].log_e == -math.inf
+
+
+def test_rollouts_that_say_the_same_share_what_they_are_judged_by() -> None:
+    raw = copied(World().api.objects[World().rollout]["spec"])
+    other = copied(raw) | {"cacheRef": {"name": "another"}, "leaseTTL": "30s"}
+    one, two = parse_spec(raw), parse_spec(other)
+    assert (one.cache_name, two.cache_name, two.lease_ttl) == ("chat", "another", 30.0)
+    assert one.terms is two.terms and one.window_hash != two.window_hash
+    assert one.gates_of(one.ladder[1]) is two.gates_of(two.ladder[1])
+    printed = copied(raw)
+    printed["gates"][0]["max"] += "0"
+    assert parse_spec(printed).gates_digest != one.gates_digest, "an equal number, written otherwise"
+    fewer = copied(raw)
+    fewer["stages"][1]["minSamples"] = 7
+    assert parse_spec(fewer).gates_of(parse_spec(fewer).ladder[1]) != one.gates_of(one.ladder[1])
 
 
 def words(state: RolloutState) -> list[str]:
