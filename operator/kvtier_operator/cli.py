@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier_operator.footprint import rare_collections, small_tls_buffers
+from kvtier_operator.footprint import give_back, one_heap, rare_collections, small_tls_buffers
 from kvtier_operator.logs import configure
 
 if TYPE_CHECKING:
@@ -105,16 +105,17 @@ async def serve(options: Options, otlp_endpoint: str) -> int:
     operator = Operator(options, telemetry)
     small_tls_buffers()
     rare_collections()
-    announcing = asyncio.create_task(_announce(operator, options))
+    beside = [asyncio.create_task(_announce(operator, options)), asyncio.create_task(give_back())]
     try:
         await operator.run(stop)
     except Exception:
         _log.exception("the operator failed")
         return 1
     finally:
-        announcing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await announcing
+        for task in beside:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         await asyncio.to_thread(telemetry.shutdown)
     return 0
 
@@ -126,6 +127,7 @@ async def _announce(operator: Operator, options: Options) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    one_heap()
     configure(arguments.log_level)
     try:
         options = options_from(arguments)
