@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument("-w", "--watch", action="store_true", help="draw again at each change, until it ends")
     status.add_argument("--ascii", action="store_true", help="no characters outside ASCII")
     explain = add("explain", "why the next step has not happened", cluster, output, completes=_ROLLOUTS)
-    explain.add_argument("name", help="KVRollout")
+    explain.add_argument("name", help="KVRollout, or cache/NAME")
     history = add(
         "history", "what became of a cache's rollouts, or of one", cluster, output, completes=_ROLLOUTS
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kubectl_kvtier import history, intents, manifests, top, traces
-from kubectl_kvtier.explain import explain
+from kubectl_kvtier.explain import explain, explain_cache
 from kubectl_kvtier.lint.files import lint, parse, read
 from kubectl_kvtier.lint.findings import Severity
 from kubectl_kvtier.outcomes import Exit, Failure
@@ -21,6 +21,7 @@ from kubectl_kvtier.printing import Out
 from kubectl_kvtier.rollouts import Unread, read_as, read_rollout, readable, status_of
 from kubectl_kvtier.tables import table
 from kubectl_kvtier.tree import Look, tree
+from kubectl_kvtier.uninstall.holds import CACHES, DEFAULT_LEASE, ROLLOUTS, lease_wait, read_held
 from kubectl_kvtier.uninstall.uninstaller import Order, uninstall
 from kvtier_crds.models import KVCache, KVNode, KVRollout
 from kvtier_crds.models.common import short_digest
@@ -139,8 +140,15 @@ async def show_status(api: Api, arguments: argparse.Namespace, out: Out) -> Exit
 
 
 async def show_reason(api: Api, name: str, out: Out) -> Exit:
-    rollout = read_rollout(await api.get(intents.PLURAL, name))
-    found = explain(rollout, out.clock())
+    if name.startswith("cache/"):
+        document = await api.get(CACHES, name.removeprefix("cache/"))
+        cache = read_held(CACHES, document)
+        held = [read_held(ROLLOUTS, one) for one in await api.list(ROLLOUTS)]
+        leases = [lease_wait(one.lease) for one in held if one.cache == cache.name]
+        waits = max([lease_wait(DEFAULT_LEASE), *leases])
+        found = explain_cache(read_as(KVCache, document), waits, out.clock())
+    else:
+        found = explain(read_rollout(await api.get(intents.PLURAL, name)), out.clock())
     out.write(dataclasses.asdict(found), [found.sentence])
     return Exit.NEGATIVE if found.negative else Exit.OK
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kubectl_kvtier.rollouts import current, ends_at, following, seconds_of, span, status_of, title
-from kubectl_kvtier.uninstall.holds import FINALIZERS, ROLLOUTS, lease_wait
-from kvtier_crds.models import KVRollout
+from kubectl_kvtier.uninstall.holds import CACHES, FINALIZERS, ROLLOUTS, lease_wait
+from kvtier_crds.models import KVCache, KVRollout
 from kvtier_crds.models.kvrollout import Verb
 from kvtier_crds.models.rolloutstatus import GateStatus, IntentResult, KVRolloutStatus, Phase, Verdict
 from kvtier_crds.quantity import parse_duration
@@ -62,6 +62,33 @@ def _deleted(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Explana
         told.append(f"{', '.join(others)} {'hold' if len(others) > 1 else 'holds'} it, not kvtier's to drop")
     held = "; ".join(told) or "nothing holds it"
     return Explanation(f"{name} in {namespace} is being deleted for {span(age)}: {held}.", others)
+
+
+def explain_cache(cache: KVCache, waits: float, now: float) -> Explanation:
+    """Of a KVCache: who holds its deletion, and until when; else what its conditions say. waits: seconds that
+    an operator waits for nodes which do not answer."""
+    name, namespace = cache.metadata.name, cache.metadata.namespace
+    since = seconds_of(cache.metadata.deletion_timestamp)
+    if since is None:
+        found = cache.status.condition("Ready") if cache.status else None
+        said = (
+            f"Ready is {found.status}, {found.reason}: {found.message}"
+            if found
+            else "no operator has seen it"
+        )
+        return Explanation(f"{name} in {namespace}: {said}.")
+    mine, told = FINALIZERS[CACHES], []
+    others = tuple(one for one in cache.metadata.finalizers if one != mine)
+    if mine in cache.metadata.finalizers:
+        left = since + waits - now
+        until = f"a node that does not answer is waited for {span(left)} more"
+        if left <= -LATE_SECONDS:
+            until = f"which should have ended {span(-left)} ago; `kubectl kvtier uninstall` needs no operator"
+        told.append(f"{mine} holds it until an operator has made each agent forget it; {until}")
+    if others:
+        told.append(f"{', '.join(others)} {'hold' if len(others) > 1 else 'holds'} it, not kvtier's to drop")
+    held = "; ".join(told) or "nothing holds it"
+    return Explanation(f"{name} in {namespace} is being deleted for {span(now - since)}: {held}.", others)
 
 
 def _release(rollout: KVRollout, status: KVRolloutStatus, now: float, age: float) -> str:

@@ -302,3 +302,28 @@ def test_no_cluster_is_a_failure_with_a_word(
 ) -> None:
     assert main(["status", "--kubeconfig", "/nonexistent/config"]) == Exit.FAILED
     assert "no cluster" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "age,finalizers,said",
+    [
+        (None, ["kvtier.dev/cache"], "chat in serving: no operator has seen it."),
+        (30, ["kvtier.dev/cache"], "forget it; a node that does not answer is waited for 1m42s more."),
+        (732, ["kvtier.dev/cache"], "ended 10m00s ago; `kubectl kvtier uninstall` needs no operator."),
+        (5, ["example.com/audit"], "deleted for 5s: example.com/audit holds it, not kvtier's to drop."),
+    ],
+    ids=["lives", "waits-for-a-node", "no-operator", "held-by-others"],
+)  # fmt: skip
+async def test_of_a_cache_that_is_being_deleted_it_says_who_holds_it(
+    age: float | None, finalizers: list[str], said: str
+) -> None:
+    """Nodes are waited for by the longest lease of its rollouts."""
+    api = api_with()
+    api.objects["kvrollouts", "quest-on-chat"]["spec"]["leaseTTL"] = "2m"
+    cache = example("KVCache", "chat")
+    cache["metadata"] |= {"uid": "c-1", "finalizers": finalizers}
+    if age is not None:
+        cache["metadata"]["deletionTimestamp"] = at(-age)
+    api.put("kvcaches", cache)
+    status, told = await ran(api, "explain", "cache/chat")
+    assert status is Exit.OK and said in told
