@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier_operator.ports import ApiError, EventType, JsonObject, Kind, ObjectKey, PatchOp
+from kvtier_operator.revisions import read_revision
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec
@@ -236,3 +237,22 @@ async def test_what_a_run_that_was_cut_off_had_not_told_the_next_one_tells(
         1,
         1,
     ]
+
+
+async def test_what_is_written_before_an_agent_knows_the_candidate() -> None:
+    """Finalizer and manifest, the cache's fence, the status that carries it: whoever dies in between
+    leaves nothing that an agent holds and nobody can name."""
+    world = World()
+    await world.until("Progressing", "Shadow")
+    await world.run(1)
+    assert world.faults.names[:6] == [
+        "patch KVRollout",
+        "apply ControllerRevision",
+        "patch KVCache status",
+        "patch KVRollout status",
+        "Grant node-0",
+        "Grant node-1",
+    ]
+    kept = [obj for key, obj in world.api.objects.items() if key.kind is Kind.CONTROLLER_REVISION]
+    named = {world.status[manifest]["digest"] for manifest in ("baseline", "candidate")}
+    assert {read_revision(obj).digest for obj in kept} == named
