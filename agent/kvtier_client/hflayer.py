@@ -76,6 +76,10 @@ class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"rows of {key_states.shape[1]} heads of {key_states.shape[3]}, the session has "
                 f"{g.kv_heads} of {g.head_dim}",
             )
+        if value_states.shape != key_states.shape:
+            refuse(
+                f"values of {value_states.shape[3]} beside keys of {key_states.shape[3]}: sessions hold one width"
+            )
         setattr(key_states, _HANDLE, self)
         return key_states, value_states
 

@@ -154,7 +154,11 @@ class LoneFrames:
 
     def _learn(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether these are of a frame of this kind; what follows from their shapes is kept."""
-        if q.dim() != 3 or k.dim() != 3 or not (k.shape == v.shape and q.shape[0] == k.shape[0] == 1):
+        heads, kv_heads, width = self._sender.heads
+        # The agent slices by its own geometry: rows of another would be read as something else.
+        if tuple(q.shape) != (1, heads, width) or not (
+            tuple(k.shape) == tuple(v.shape) == (1, kv_heads, width)
+        ):
             return False
         row_bytes, out_bytes = FLOAT_BYTES * k.numel(), FLOAT_BYTES * q.numel()
         size = wire.aligned(2 * row_bytes + out_bytes)

@@ -227,6 +227,12 @@ class AttentionSession(SessionEdits):
         return from_detail(opened.candidate_refused) if opened.HasField("candidate_refused") else None
 
     @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads and head dim of its rows."""
+        g = self.request.geometry
+        return g.query_heads, g.kv_heads, g.head_dim
+
+    @property
     def arm(self) -> Arm:
         return "candidate" if self._opened.arm == attention_pb2.ARM_CANDIDATE else "baseline"
 
@@ -295,6 +301,13 @@ class AttentionSession(SessionEdits):
             raise KvtierError(Reason.UNSUPPORTED, f"{q.dtype} queries and {k.dtype} rows: float32 is held")
         if not q.shape[0]:
             raise KvtierError(Reason.FRAME_INVALID, "no query")
+        n = q.shape[0]
+        heads, kv_heads, width = self.heads
+        for name, x, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
+            # The agent slices by its own geometry: rows of another would be read as something else.
+            if x.shape != (n, count, width):
+                message = f"{name} is {tuple(x.shape)}, the session's rows are {(n, count, width)}"
+                raise KvtierError(Reason.GEOMETRY_MISMATCH, message)
         return Part(self, step, layer, position, q, k, v, committed, self.block, next_layer_follows, evidence)
 
     def give_weights(self, layers: Sequence[LayerGiven]) -> int:

@@ -36,6 +36,10 @@ class Sender(Protocol):
     @property
     def position_epoch(self) -> int: ...
 
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads and head dim of its rows."""
+
 
 # Neither frozen: they are made for every layer of every token, and a frozen one costs three times as much.
 @dataclass(slots=True)

@@ -209,6 +209,8 @@ def test_half_precision_is_refused(client: AttentionClient, attached: Any) -> No
         k = torch.zeros(1, 2, 1, 32)
         with pytest.raises(KvtierError, match="heads of 32"):
             cache.update(k, k, 0)
+        with pytest.raises(KvtierError, match="values of 32 beside keys of 64"):
+            cache.update(torch.zeros(1, 2, 1, 64), k, 0)
 
 
 def test_a_pass_that_stopped_half_way_cannot_go_on(

@@ -117,6 +117,30 @@ def test_a_refused_frame_raises_its_reason_and_ends_the_session(
             session.attend(1, 1, 0, *rows(3), 0)
 
 
+@pytest.mark.parametrize(
+    ("which", "shape"),
+    [
+        pytest.param("v", (3, 2, 32), id="values-of-another-width"),
+        pytest.param("k", (3, 4, 32), id="as-many-numbers-otherwise"),
+        pytest.param("q", (3, 2, 64), id="queries-of-fewer-heads"),
+        pytest.param("k", (2, 2, 64), id="a-row-short"),
+        pytest.param("q", (3, 384), id="flat"),
+    ],
+)
+def test_tensors_of_another_geometry_are_refused_by_name_before_anything_is_sent(
+    client: AttentionClient, agent: FakeAgent, which: str, shape: tuple[int, ...]
+) -> None:
+    """Over the local channel the agent would slice other tensors out of them."""
+    q, k, v = rows(3)
+    given = {"q": q, "k": k, "v": v} | {which: torch.zeros(shape)}
+    with AttentionSession(client, request()) as session:
+        with pytest.raises(KvtierError, match=rf"{which} is \({shape[0]}, ") as caught:
+            session.attend(1, 0, 0, given["q"], given["k"], given["v"], 0)
+        assert caught.value.reason is Reason.GEOMETRY_MISMATCH
+        assert all(not one.frames for one in agent.sessions.values())
+        session.attend(1, 0, 0, q, k, v, 0)
+
+
 def test_a_late_answer_is_a_deadline(client: AttentionClient, agent: FakeAgent) -> None:
     release = threading.Event()
 

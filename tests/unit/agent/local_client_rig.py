@@ -22,6 +22,7 @@ class Sender:
     opened: attention_pb2.OpenSessionResponse
     tenant: str = "beta"
     position_epoch: int = 0
+    heads: tuple[int, int, int] = (HEADS, KV_HEADS, DIM)
 
 
 class NoStreams:

@@ -65,6 +65,10 @@ def _no_rows(one: Part) -> None:
     one.k = one.v = torch.zeros(0, KV_HEADS, DIM)
 
 
+def _narrow(one: Part) -> None:
+    one.q, one.k, one.v = (x[..., : DIM // 2].contiguous() for x in (one.q, one.k, one.v))
+
+
 def _far(one: Part) -> None:
     one.layer = 1 << 40
 
@@ -79,7 +83,9 @@ def _doubles(one: Part) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_two_queries, _strided, _no_rows, _far, _several, _doubles], ids=lambda change: change.__name__
+    "change",
+    [_two_queries, _strided, _no_rows, _narrow, _far, _several, _doubles],
+    ids=lambda change: change.__name__,
 )
 def test_a_frame_of_another_kind_is_left_to_the_general_way(
     rig: ChannelRig, change: Callable[[Part], None]
