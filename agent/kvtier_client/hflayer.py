@@ -77,9 +77,8 @@ class KvtierLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"{g.kv_heads} of {g.head_dim}",
             )
         if value_states.shape != key_states.shape:
-            refuse(
-                f"values of {value_states.shape[3]} beside keys of {key_states.shape[3]}: sessions hold one width"
-            )
+            widths = value_states.shape[3], key_states.shape[3]
+            refuse("values of {} beside keys of {}: sessions hold one width".format(*widths))
         setattr(key_states, _HANDLE, self)
         return key_states, value_states
 
