@@ -85,7 +85,9 @@ def plan_holding(state: RolloutState, inputs: Inputs) -> Plan:
 
 def _plan_on(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     if _expired(state, inputs):
-        return _resume(state, inputs, spec)
+        resumed = _resume(state, inputs, spec)
+        if resumed is not None:
+            return resumed
     if state.window is not None and state.window.spec_hash != spec.window_hash:
         return _reopen(state, inputs, spec)
     if needs_refence(state, inputs):
@@ -214,10 +216,12 @@ def _expired(state: RolloutState, inputs: Inputs) -> list[str]:
     ]
 
 
-def _resume(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
-    """The same step again in a new window, or the baseline."""
+def _resume(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | None:
+    """The same step again in a new window, or the baseline; None while nobody may be granted it again."""
     who = ", ".join(_expired(state, inputs)[:4])
     if state.phase is Phase.COMPLETED:
+        if suspended(inputs):
+            return None
         return refence(state, inputs, f"lease ended on {who}; the approval goes on")
     resumes = state.window.resumes if state.window else 0
     message = f"the lease ended on {who}"
@@ -227,6 +231,8 @@ def _resume(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
         return roll_back(
             state, inputs, Cause.LEASE_EXPIRED, f"{message}, after {resumes} resumptions of this step"
         )
+    if suspended(inputs):
+        return None
     plan = enter_step(
         state,
         inputs,
@@ -280,6 +286,12 @@ def _to_take_back(state: RolloutState, inputs: Inputs) -> list[str]:
         for agent in inputs.agents
         if agent.reachable and not agent.selected and agent.granted_fence == state.fence
     ]
+
+
+def _held_before(agent: AgentView, state: RolloutState, inputs: Inputs) -> bool:
+    """Whether it holds the candidate now, under an earlier fence."""
+    digest = state.candidate.digest if state.candidate is not None else ""
+    return agent.granted_rollout == inputs.uid and agent.candidate_digest == digest
 
 
 def suspended(inputs: Inputs) -> bool:
@@ -348,7 +360,9 @@ def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     to_grant = [
         agent.node
         for agent in inputs.agents
-        if agent.selected and agent.reachable and not holds(agent, state) and not suspended(inputs)
+        if agent.selected and agent.reachable and not holds(agent, state)
+        # Who holds it keeps it under a later number, too, or a pause would end all leases of the suspended.
+        if not suspended(inputs) or _held_before(agent, state, inputs)
     ]
     state = replace(state, holders=about_to_grant(state, inputs, to_grant))
     rpcs: list[Rpc] = [Grant(node) for node in to_grant]

@@ -154,6 +154,61 @@ class TestSuspended:
         await world.run(10)
         assert held(world) == ["node-1"]
 
+    @pytest.mark.parametrize(
+        ("what", "holders"),
+        [
+            pytest.param("pause", ["node-0", "node-1", "node-2"], id="a pause"),
+            pytest.param("edit", ["node-0", "node-1", "node-2"], id="an edit of the spec"),
+            pytest.param("fence", ["node-0", "node-1", "node-2"], id="a fence that somebody moved"),
+            pytest.param("cordon", ["node-1", "node-2"], id="a cordon"),
+            pytest.param("expiry", ["node-1", "node-2"], id="a lease that ended"),
+        ],
+    )
+    @pytest.mark.parametrize("stage", ["Canary", "Completed"])
+    async def test_who_holds_it_keeps_it_whatever_needs_another_fence(
+        self, stage: str, what: str, holders: list[str]
+    ) -> None:
+        world = World(nodes=3)
+        await (world.until(stage) if stage == "Completed" else world.until("Progressing", stage))
+        await world.run(3)
+        suspend(world)
+        spent = world.status["digestBudget"]
+        granted = len(world.sims["node-0"].grants)
+        if what == "pause" and stage == "Completed":
+            pytest.skip("nothing can be paused any more")
+        if what == "pause":
+            world.intent("Pause", 1)
+        elif what == "edit":
+            world.edit(leaseTTL="20s")
+        elif what == "fence":
+            world.cache_status["fence"] += 3
+        elif what == "cordon":
+            world.sims["node-0"].cordoned = True
+        else:
+            world.sims["node-0"].cut_off = True
+            await world.run(11)
+            world.sims["node-0"].cut_off = False
+        await world.run(40)
+        assert held(world) == holders
+        if "node-0" not in holders:
+            assert len(world.sims["node-0"].grants) == granted
+            assert world.status["digestBudget"] == spent
+        suspend(world, on=False)
+        world.sims["node-0"].cordoned = False
+        await world.run(10)
+        assert held(world) == ["node-0", "node-1", "node-2"]
+
+    async def test_a_lease_that_ended_returns_where_that_is_declared(self) -> None:
+        world = World(onLeaseExpired="RollBack")
+        await world.until("Progressing", "Canary")
+        await world.run(3)
+        suspend(world)
+        world.sims["node-0"].cut_off = True
+        await world.run(10.5)
+        world.sims["node-0"].cut_off = False
+        await world.until("RolledBack", limit=30)
+        assert world.status["rollback"]["cause"] == "LeaseExpired"
+
     async def test_harm_returns_all_the_same(self) -> None:
         world = World()
         await world.until("Progressing", "Canary")
