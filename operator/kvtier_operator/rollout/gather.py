@@ -437,10 +437,17 @@ def _waits(state: RolloutState) -> tuple[float, ...]:
 
 
 def _measured(state: RolloutState) -> tuple[float, ...]:
-    """Times by which a step, an attempt, a grant or patience ends."""
+    """Times by which a step, an attempt, a grant, patience or what is kept of a finished one ends."""
     opened = () if state.window is None else (state.window.opened_at,)
     lost = (one.since for one in state.lost)
-    at = (*opened, *lost, state.started_at, state.pending_since, state.grant_expires)
+    at = (
+        *opened,
+        *lost,
+        state.started_at,
+        state.pending_since,
+        state.grant_expires,
+        state.finished_at,
+    )
     return tuple(one for one in at if one)
 
 

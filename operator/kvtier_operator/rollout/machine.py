@@ -87,7 +87,7 @@ def _at_rest(state: RolloutState, inputs: Inputs) -> Plan:
             target = new_attempt(state, inputs)
             notice = Notice(False, "CandidateEdited", f"attempt {target.attempt} begins at Shadow")
             return Plan(target, urgent=True, notices=(notice,), requeue_after=0.01)
-        left = state.finished_at + inputs.ttl - inputs.now
+        left = state.finished_at + inputs.ttl - inputs.now_for(state.finished_at)
         if inputs.ttl and state.finished_at and left <= 0:
             return Plan(state, delete=True)
         return Plan(state, requeue_after=min(left, 3600.0) if inputs.ttl and state.finished_at else 0.0)

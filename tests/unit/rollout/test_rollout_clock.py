@@ -223,3 +223,18 @@ def test_what_decides_on_leases_reads_no_wall_clock(path: Path) -> None:
     }
     assert not names & {"time", "time_ns", "now", "utcnow", "CLOCK_REALTIME"}
     assert not imported & {"datetime", "time", "time_ns"}
+
+
+async def test_a_clock_that_is_set_forth_deletes_nothing_before_its_time() -> None:
+    """Of the hour that a finished rollout is kept, none has passed; and then all of it."""
+    world = World(ttlAfterFinished="1h", stages=QUICK)
+    await world.until("Progressing", "Shadow")
+    world.intent("Abort", 1)
+    await world.until("RolledBack")
+    await world.run(3)
+    world.clock.ahead = 24 * HOUR
+    await world.run(30)
+    assert world.rollout in world.api.objects
+    world.clock.seconds += HOUR
+    await world.run(3)
+    assert world.rollout not in world.api.objects
