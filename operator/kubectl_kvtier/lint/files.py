@@ -19,10 +19,11 @@ from pydantic import ValidationError
 from kubectl_kvtier.lint.findings import Finding, Severity
 from kubectl_kvtier.lint.references import Placed, cross_check
 from kubectl_kvtier.lint.rules import broken_rules
+from kubectl_kvtier.lint.runnable import cannot_run
 from kubectl_kvtier.lint.schema import violations, with_defaults
 from kubectl_kvtier.outcomes import Exit, Failure
 from kvtier_crds.generate import schema_of
-from kvtier_crds.models import KINDS
+from kvtier_crds.models import KINDS, KVRollout
 from kvtier_crds.models.common import API_VERSION, GROUP, Resource
 
 Json = dict[str, Any]
@@ -98,6 +99,9 @@ def lint(documents: Sequence[tuple[str, Json]], default_namespace: str = "defaul
             for one in error.errors():
                 field = ".".join(str(part) for part in one["loc"])
                 findings.append(Finding(Severity.ERROR, where, field, f"{field}: {one['msg']}"))
+            continue
+        if document["kind"] == KVRollout.KIND:
+            findings += cannot_run(with_defaults(document, _schema(KVRollout))["spec"], where)
     return [*findings, *cross_check(sound, default_namespace)]
 
 

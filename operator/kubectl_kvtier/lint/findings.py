@@ -7,7 +7,8 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """ERROR: the API server or the operator would refuse it. NOTE: it needs what the files do not hold."""
+    """ERROR: the API server or the operator would refuse it. NOTE: it needs what the files do not hold, or
+    has no effect."""
 
     ERROR = "error"
     NOTE = "note"

@@ -20,6 +20,7 @@ from kvtier_operator.rollout.evaluation import (
     record_look,
 )
 from kvtier_operator.rollout.inputs import (
+    AgentView,
     ApproveCandidate,
     ExtendApproval,
     Grant,

@@ -61,6 +61,58 @@ def test_a_cache_that_does_not_compile_is_an_error() -> None:
     assert any("SelectorGeometry" in one for one in found), found
 
 
+STALL = '  - {name: stall, metric: exposedStallFraction, max: "0.02"}\n'
+
+
+@pytest.mark.parametrize(
+    "gate,said",
+    [
+        pytest.param(
+            "{name: errors, metric: external, max: '1%', query: 'counters(rate(bad[5m]); total)'}",
+            "error SpecInvalid: spec.gates[errors].query: counts are read from raw series",
+            id="a function where a selector stands",
+        ),
+        pytest.param(
+            "{name: errors, metric: external, max: '1%', query: 'counters(bad; total'}",
+            "error SpecInvalid: spec.gates[errors].query: counters( has no end",
+            id="no end",
+        ),
+        pytest.param(
+            "{name: errors, metric: external, max: '1', query: 'counters(bad; total)'}",
+            "error SpecInvalid: gate errors: max: 1 is not a fraction strictly between 0 and 1",
+            id="a share that nothing is over",
+        ),
+        pytest.param(
+            "{name: errors, metric: external, max: '2', query: 'buckets(ttft_bucket)'}",
+            "error SpecInvalid: gate errors: external needs a quantile",
+            id="buckets without a quantile",
+        ),
+        pytest.param(
+            "{name: errors, metric: external, max: '2', query: 'up', inference: PointThreshold}",
+            "error SpecInvalid: spec.gates[errors].inference: PointThreshold takes point(expression; count)",
+            id="a point without its count",
+        ),
+        pytest.param(
+            "{name: errors, metric: external, max: '2', query: 'up', perStage: [{stage: Ramp, max: '3'}]}",
+            "",
+            id="one that can be run",
+        ),
+    ],
+)
+def test_what_the_operator_cannot_run_is_an_error_in_its_words(gate: str, said: str) -> None:
+    found = changed("60-kvrollout.yaml", STALL, f"{STALL}  - {gate}\n")
+    assert [one[: len(said)] for one in found] == ([said] if said else [])
+
+
+def test_a_limit_of_a_stage_that_is_not_passed_is_a_note() -> None:
+    documents = parse("60.yaml", (EXAMPLES / "60-kvrollout.yaml").read_text(encoding="utf-8"))
+    spec = documents[0][1]["spec"]
+    spec["stages"] = [stage for stage in spec["stages"] if stage["name"] != "Canary"]
+    notes = [one for one in lint(documents) if "perStage" in one.field]
+    assert [(one.severity, one.field) for one in notes] == [(Severity.NOTE, "spec.gates[tail].perStage")]
+    assert "Canary is no stage of this rollout" in notes[0].message
+
+
 def test_an_object_twice_is_an_error() -> None:
     text = (EXAMPLES / "60-kvrollout.yaml").read_text(encoding="utf-8")
     found = lint(parse("one", f"{text}\n---\n{text}"))
