@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvtier_core.appends import Append
 from kvtier_core.errors import CoreError, Reason
+from kvtier_core.exact_ledger import LayerLedger, check_layer
 from kvtier_core.folding import Fold, Query
 from kvtier_core.headgroups import HeadGroups
 from kvtier_core.hotunits import HotUnits, UnitGrid
@@ -224,6 +225,9 @@ class Attention:
         reduction: Reduction | None = None
         producer: NearProducer | None = None
         came: list[BlockIdentity] = []
+        arrived: list[BlockIdentity] = []
+        away: list[ChunkRead] = []
+        away_bytes = 0
         tiers, handed = self._store.tiers, b""
         if whole and any(group[0].path is Path.NEAR for group in groups):
             last = plan.reads[-1]
@@ -247,10 +251,12 @@ class Attention:
                     states = []
                     for read in group:
                         states += states_of(read, *self._rows(read, append, stream, taken))
-                        if read.path is Path.NEAR:
+                        if whole and read.path in STREAMED:
+                            # What memory lends has no identity that bytes were held against.
                             came += stream.given()
                 for read in group:
-                    self._account(read, bytes_by_tier, read_bytes, taken)
+                    counted = self._account(read, bytes_by_tier, read_bytes, taken)
+                    away_bytes += counted if came else 0
                     if reduction is not None and read.path is not Path.NEAR:
                         reduction.own(read)
                 if reduction is not None and producer is not None and read.path is Path.NEAR:
@@ -258,10 +264,15 @@ class Attention:
                     ran = Ran(handed, query.first_position, states[0].frame.scale)
                     receipt = producer.receipt(name, came, rows, ran, stacked(states), self._clock())
                     reduction.take(receipt, came)
+                if came:
+                    away += group
+                    arrived += came
                 came.clear()
                 fold.add_all(states)
             if reduction is not None:
                 reduction.close()
+            if arrived:
+                self._check_ledger(plan, away, arrived, away_bytes)
             total = fold.result()
             if exact:
                 check_read(total)
@@ -277,6 +288,23 @@ class Attention:
             None if exact else total,
             0 if taken is None else taken.hot_bytes,
         )
+
+    def _check_ledger(
+        self,
+        plan: Plan,
+        away: Sequence[ChunkRead],
+        arrived: Sequence[BlockIdentity],
+        counted: int,
+    ) -> None:
+        """That the blocks which came are those of the rows that were away, and are what the receipt says."""
+        layout = self._store.layout
+        ledger = LayerLedger(
+            rows=sum(read.rows for read in plan.reads),
+            cold=sum(read.rows for read in away),
+            blocks=len(arrived),
+            received=sum(block.length for block in arrived),
+        )
+        check_layer(ledger, counted, layout.chunk_tokens, layout.row_bytes)
 
     def _full(self, read: ChunkRead) -> bool:
         return read.rows == self._store.layout.chunk_tokens
@@ -343,15 +371,17 @@ class Attention:
         bytes_by_tier: dict[str, int],
         read_bytes: Callable[[ChunkRead], int] | None = None,
         taken: SelectedReads | None = None,
-    ) -> None:
+    ) -> int:
+        """Bytes of the read, which are added to those of its tier."""
         if read.path in (Path.FRAME, Path.HOT):
-            return
+            return 0
         layout = self._store.layout
         name = self._store.tiers[read.tier].name
         size = layout.payload_bytes if taken is None else taken.read_bytes(read)
         if read.path is Path.PARTIAL:
             size = read.rows * layout.row_bytes if read_bytes is None else read_bytes(read)
         bytes_by_tier[name] = bytes_by_tier.get(name, 0) + size
+        return size
 
 
 def _near_states(

@@ -1,7 +1,8 @@
 """The ledger of one exact offload: every number that a plan or a receipt states, held against the others.
 
 Why it exists: bytes, times and peaks of an offload follow from a few facts, so that one wrong number can be
-told from the rest and named (specification N.3, items 8 to 24; F18). Pure: it must not know tiers, clocks
+told from the rest and named (specification N.3, items 8 to 24; F18). A frame whose rows come from storage
+holds its own against `check_layer`. Pure: it must not know tiers, clocks
 or requests' content.
 """
 
@@ -163,12 +164,28 @@ def _check_payload(ledger: OffloadLedger) -> None:
                 Reason.PAYLOAD_GEOMETRY,
                 f"layer {index}: a row of K and V is {ledger.geometry.row.value} bytes, not {row}",
             )
-        if not 0 <= layer.cold <= layer.rows or layer.blocks != blocks(layer.cold, ledger.block_tokens):
-            raise CoreError(
-                Reason.BLOCK_COVERAGE,
-                f"layer {index}: {layer.blocks} blocks of {ledger.block_tokens} rows do not cover just "
-                f"{layer.cold} rows",
-            )
+        check_cover(layer, ledger.block_tokens)
+
+
+def check_cover(layer: LayerLedger, block_tokens: int) -> None:
+    """BLOCK_COVERAGE unless the blocks are just those of the rows that are not here."""
+    if not 0 <= layer.cold <= layer.rows or layer.blocks != blocks(layer.cold, block_tokens):
+        raise CoreError(
+            Reason.BLOCK_COVERAGE,
+            f"{layer.blocks} blocks of {block_tokens} rows do not cover just {layer.cold} rows",
+        )
+
+
+def check_layer(layer: LayerLedger, counted: int, block_tokens: int, row_bytes: int) -> None:
+    """One layer of one frame. counted: bytes that its receipt states. BLOCK_COVERAGE; TRAFFIC_MISMATCH unless
+    the blocks that came are as large as their rows, K and V, and the receipt says so."""
+    check_cover(layer, block_tokens)
+    moved = layer.blocks * block_tokens * row_bytes
+    if layer.received != moved or counted != moved:
+        raise CoreError(
+            Reason.TRAFFIC_MISMATCH,
+            f"{counted} bytes counted, {layer.received} in blocks that came, {moved} are what was to move",
+        )
 
 
 def _check_traffic(ledger: OffloadLedger) -> None:

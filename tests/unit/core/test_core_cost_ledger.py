@@ -17,6 +17,7 @@ from kvtier_core.exact_ledger import (
     OffloadLedger,
     OffloadSupply,
     admit_offload,
+    check_layer,
     check_ledger,
 )
 from kvtier_core.pipeline import LayerCost, Timeline, timeline
@@ -165,6 +166,27 @@ def test_each_wrong_number_is_named(mutate: Callable[[OffloadLedger], OffloadLed
 
 def test_each_item_of_the_catalogue_from_8_to_24_is_there() -> None:
     assert {int(name.split()[0]) for name in MUTATIONS} == set(range(8, 25))
+
+
+FRAME = LayerLedger(rows=1000, cold=700, blocks=3, received=3 * 256 * 4096)
+FRAMES: dict[str, tuple[LayerLedger, int, Reason]] = {
+    "8 a block is missing": (replace(FRAME, blocks=2), FRAME.received, Reason.BLOCK_COVERAGE),
+    "8 more rows than there are": (replace(FRAME, rows=600), FRAME.received, Reason.BLOCK_COVERAGE),
+    "10 a block of K only": (
+        replace(FRAME, received=FRAME.received - 128 * 4096),
+        FRAME.received,
+        Reason.TRAFFIC_MISMATCH,
+    ),
+    "10 counted short": (FRAME, FRAME.received - 4096, Reason.TRAFFIC_MISMATCH),
+}
+
+
+@pytest.mark.parametrize(("layer", "counted", "reason"), FRAMES.values(), ids=FRAMES.keys())
+def test_a_frames_own_ledger_is_held_to_the_same(layer: LayerLedger, counted: int, reason: Reason) -> None:
+    check_layer(FRAME, FRAME.received, 256, 4096)
+    with pytest.raises(CoreError) as error:
+        check_layer(layer, counted, 256, 4096)
+    assert error.value.reason is reason
 
 
 DEMAND = OffloadDemand(True, 60 * GIB, 70 * GIB, 20 * GIB, 10e9, 5e9, 2)

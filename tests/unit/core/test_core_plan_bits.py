@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_core.attend import Attended
+from kvtier_core.attend import Attended, Attention
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.neardata import Ran, Reduction, near_groups, producer_of, query_digest, reduction_of
 from kvtier_core.placements.preference import PlanKind
@@ -230,6 +230,25 @@ def test_a_plan_without_a_chunk_is_refused_and_one_with_a_chunk_twice_too(kind: 
                 with pytest.raises(CoreError) as refused:
                     made.plans.streamed.keep(broken, made.append.session, SCALE)
                 assert refused.value.reason is reason
+
+
+@pytest.mark.parametrize("kind", [PARTITION, MOVED])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_frame_whose_bytes_are_counted_short_is_refused(
+    kind: PlanKind, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N.3-10, of an engine that counts K and forgets V."""
+    account = Attention._account
+
+    def half(self: Attention, read: ChunkRead, counted: dict[str, int], *more: object) -> int:
+        return account(self, read, counted, *more) // 2  # type: ignore[arg-type]
+
+    with opened([NVME, CPU, NVME, NVME], queries=queries) as made:
+        attend(made, kind)
+        monkeypatch.setattr(Attention, "_account", half)
+        with pytest.raises(CoreError) as refused:
+            attend(made, kind)
+        assert refused.value.reason is Reason.TRAFFIC_MISMATCH
 
 
 class Reducing:
