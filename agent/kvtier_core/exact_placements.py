@@ -1,13 +1,13 @@
 """Five placements of attention over offloaded rows, each a contract of its own (specification E.1, E.4, E.6).
 
 Why it exists: they differ in what moves, where is computed, whether the answer is exact and what merges it;
-taking one for another gives wrong answers or claims that nobody kept. Pure: it must not know tiers,
-schedules or kernels.
+taking one for another gives wrong answers or claims that nobody kept. What a full move or a partition attends
+is held against its rows where states are merged (`receiptcheck.states`, `planner.check_cover`). Pure: it must
+not know tiers, schedules or kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -46,10 +46,6 @@ class PlacementReason(StrEnum):
     COST_MODEL = "COST_MODEL"
     TIME_MODEL = "TIME_MODEL"
     TRAFFIC_MISMATCH = "TRAFFIC_MISMATCH"
-    SUPPORT_OVERLAP = "SUPPORT_OVERLAP"
-    SUPPORT_GAP = "SUPPORT_GAP"
-    SUPPORT_OUT_OF_RANGE = "SUPPORT_OUT_OF_RANGE"
-    EMPTY_SUPPORT = "EMPTY_SUPPORT"
     PLACEMENT_IS_NOT_EXACTNESS = "PLACEMENT_IS_NOT_EXACTNESS"
     UNDECLARED_APPROXIMATION = "UNDECLARED_APPROXIMATION"
 
@@ -80,19 +76,6 @@ REQUEST_ON_CPU = PlacementContract(
 )
 SUPPORT_PARTITION = PlacementContract(Moves.PER_TIER, ComputeSite.SEVERAL_TIERS, True, Merge.STATES)
 IN_STORAGE = PlacementContract(Moves.NOTHING, ComputeSite.STORAGE, False, Merge.NONE)
-
-
-@dataclass(frozen=True, slots=True)
-class FullMove:
-    """All rows come to the GPU. staged: rows there when attention starts."""
-
-    required: frozenset[int]
-    staged: frozenset[int]
-    contract: PlacementContract = FULL_MOVE
-
-    def check(self) -> None:
-        """SUPPORT_GAP, SUPPORT_OUT_OF_RANGE."""
-        _same_support(self.required, self.staged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,29 +180,6 @@ class RequestOnCpu:
 
 
 @dataclass(frozen=True, slots=True)
-class SupportPartition:
-    """Each tier attends its own rows and returns (m, l, u). parts: rows of each producer; an empty one is
-    declared."""
-
-    required: frozenset[int]
-    parts: tuple[frozenset[int], ...]
-    contract: PlacementContract = SUPPORT_PARTITION
-
-    def check(self) -> None:
-        """EMPTY_SUPPORT, SUPPORT_OVERLAP, SUPPORT_OUT_OF_RANGE, SUPPORT_GAP."""
-        if not self.required:
-            raise PlacementRefused(PlacementReason.EMPTY_SUPPORT, "no row is attended")
-        union: set[int] = set()
-        for part in self.parts:
-            if union & part:
-                raise PlacementRefused(
-                    PlacementReason.SUPPORT_OVERLAP, f"row {min(union & part)} is counted twice"
-                )
-            union |= part
-        _same_support(self.required, frozenset(union))
-
-
-@dataclass(frozen=True, slots=True)
 class InStorage:
     """InstInfer: storage chooses channels and positions, so its answer is approximate wherever it is
     computed."""
@@ -238,52 +198,3 @@ class InStorage:
             raise PlacementRefused(
                 PlacementReason.UNDECLARED_APPROXIMATION, "an exact request never falls to a selector"
             )
-
-
-PlacementPlan = FullMove | HeadGroupStaging | RequestOnCpu | SupportPartition | InStorage
-
-
-@dataclass(frozen=True, slots=True)
-class Considered:
-    """A plan with its predicted seconds and declared cost, or why it lost."""
-
-    plan: PlacementPlan
-    seconds: float
-    cost: float
-    lost: str = ""
-
-
-def select_placement(
-    candidates: Sequence[Considered], deadline: float
-) -> tuple[Considered | None, tuple[Considered, ...]]:
-    """E.7: of plans that keep their contract and end by `deadline` seconds, the one of least declared cost,
-    and every plan with why it lost. None: the request's own fallback decides; nothing approximate is taken
-    instead."""
-    judged: list[Considered] = []
-    for item in candidates:
-        lost = ""
-        try:
-            item.plan.check()
-        except PlacementRefused as refused:
-            lost = refused.reason.value
-        if not lost and item.seconds > deadline:
-            lost = "DEADLINE"
-        judged.append(Considered(item.plan, item.seconds, item.cost, lost))
-    legal = [item for item in judged if not item.lost]
-    if not legal:
-        return None, tuple(judged)
-    best = min(legal, key=lambda item: item.cost)
-    named = tuple(
-        item if item.lost or item is best else Considered(item.plan, item.seconds, item.cost, "COST")
-        for item in judged
-    )
-    return best, named
-
-
-def _same_support(required: frozenset[int], have: frozenset[int]) -> None:
-    if have - required:
-        raise PlacementRefused(
-            PlacementReason.SUPPORT_OUT_OF_RANGE, f"row {min(have - required)} is not of the support"
-        )
-    if required - have:
-        raise PlacementRefused(PlacementReason.SUPPORT_GAP, f"row {min(required - have)} is missing")

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 
 from kvtier_core.cost import KvGeometry
-from kvtier_core.exact_placements import OverlapProfile, PlacementReason, PlacementRefused, SupportPartition
+from kvtier_core.errors import Reason
+from kvtier_core.exact_placements import OverlapProfile
 from kvtier_core.placements.flexgen import LayerTerms, Term
 from kvtier_core.placements.headgroups import BUFFERS, members
 from kvtier_core.placements.traffic import AttentionShape, NearLink
+from kvtier_core.receiptcheck.states import (
+    STATE_SCHEMA,
+    Producer,
+    StateMerge,
+    StateReceipt,
+    StateTerms,
+    ranges_digest,
+    states_checksum,
+)
 from kvtier_core.units import MIB, BytesPerSecond
 from kvtier_kernels.ops.chunk_attention.ref import chunk_state_ref
 from kvtier_kernels.ops.merge_states.ref import merge_state_ref
 from kvtier_kernels.state import AttentionState, LogitFrame, finalize, merge
+from tests.unit.core.blockkey_cases import binding
+from tests.unit.core.fixture_f2 import refusal
 
 GEOMETRY = KvGeometry(layers=4, query_heads=8, kv_heads=8, head_dim=128, k_bytes=2, v_bytes=2)
 GROUPED = KvGeometry(layers=4, query_heads=32, kv_heads=8, head_dim=128, k_bytes=2, v_bytes=2)
@@ -123,27 +137,97 @@ def test_c5_21_every_order_of_merging_agrees() -> None:
         assert finalize(kept)[0].flatten().tolist() == pytest.approx(DENSE, abs=FP32)
 
 
-WRONG: dict[str, tuple[list[list[int]], list[float], PlacementReason]] = {
-    "C5.22-overlap": ([[0, 3], [1, 2, 3]], [0.6711164988, 0.5449411405], PlacementReason.SUPPORT_OVERLAP),
-    "C5.23-gap": ([[0, 3], []], [0.8222626243, 0.3554747513], PlacementReason.SUPPORT_GAP),
+SOURCE = binding(request_generation=3)
+TERMS = StateTerms(
+    binding=SOURCE,
+    request_id="r1",
+    layer=0,
+    query_to_kv=(0,),
+    kv_heads=1,
+    value_dim=2,
+    first_query_position=9,
+    queries=1,
+    query_sha256=bytes(32),
+    mask_sha256=bytes(32),
+    position_epoch=0,
+    score_scale=1.0,
+    merge_revision="f32-chunk-merge/2",
+    producers=(Producer("0", 1), Producer("1", 1)),
+    visible=4,
+)
+
+
+def receipt(name: str, rows: Sequence[int]) -> StateReceipt:
+    """Of a producer that attended these rows, a state of each; none is declared."""
+    states = [shipped(of_rows([row])) for row in rows]
+    if states:
+        m, l, u = (torch.stack([getattr(one, part) for one in states]).numpy() for part in "mlu")
+    else:
+        m, l, u = np.full((1, 1, 1), -np.inf, np.float32), *(np.zeros(n, np.float32) for n in ONE)
+    support = tuple((row, row + 1) for row in rows)
+    return StateReceipt(
+        tenant_namespace=SOURCE.tenant_namespace,
+        request_id="r1",
+        request_generation=3,
+        checkpoint_generation=SOURCE.checkpoint_generation,
+        layer=0,
+        query_heads=(0, 1),
+        kv_heads=(0, 1),
+        query_to_kv=(0,),
+        first_query_position=9,
+        queries=1,
+        query_sha256=bytes(32),
+        support=support,
+        support_sha256=ranges_digest(support),
+        mask_sha256=bytes(32),
+        position_contract_sha256=SOURCE.position_contract_sha256,
+        position_epoch=0,
+        score_scale=1.0,
+        state_schema=STATE_SCHEMA,
+        m=m,
+        l=l,
+        u=u,
+        producer=name,
+        producer_generation=1,
+        merge_revision="f32-chunk-merge/2",
+        checksum=states_checksum(m, l, u),
+        completed=1.0,
+    )
+
+
+ONE = (1, 1, 1), (1, 1, 1, 2)
+
+
+def reduced(parts: Sequence[Sequence[int]]) -> None:
+    """What an engine does with two producers' states before it merges them."""
+    reduction = StateMerge(TERMS)
+    for at, rows in enumerate(parts):
+        reduction.take(receipt(str(at), rows))
+    reduction.close(sum(max(1, len(rows)) for rows in parts) * TERMS.state_bytes)
+
+
+WRONG: dict[str, tuple[list[list[int]], list[float], Reason]] = {
+    "C5.22-overlap": ([[0, 3], [1, 2, 3]], [0.6711164988, 0.5449411405], Reason.SUPPORT_OVERLAP),
+    "C5.23-gap": ([[0, 3], []], [0.8222626243, 0.3554747513], Reason.SUPPORT_GAP),
 }
 
 
 @pytest.mark.parametrize(("parts", "wrong", "reason"), WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_partition_changes_the_output_and_is_refused(
-    parts: list[list[int]], wrong: list[float], reason: PlacementReason
+    parts: list[list[int]], wrong: list[float], reason: Reason
 ) -> None:
     states = [of_rows(part) for part in parts if part]
     merged = states[0] if len(states) == 1 else both(*states)
     assert output(merged) == pytest.approx(wrong, abs=FP64)
     assert abs(wrong[0] - DENSE[0]) > 0.04
-    plan = SupportPartition(frozenset(range(4)), tuple(frozenset(part) for part in parts))
-    with pytest.raises(PlacementRefused) as refused:
-        plan.check()
-    assert refused.value.reason is reason
+    reduced([[0, 3], [1, 2]])
+    assert refusal(lambda: reduced(parts)) is reason
 
 
 def test_c5_24_the_mean_of_two_right_outputs_is_wrong() -> None:
-    """Its receipts have no m and no l: NO_NORMALISATION_MASS, tested with the partial receipts."""
+    """Its receipts have no m and no l: NO_NORMALISATION_MASS."""
     pairs = zip(output(of_rows([0, 3])), output(of_rows([1, 2])), strict=True)
     assert [(a + b) / 2 for a, b in pairs] == pytest.approx([0.3664431935, 0.8564898502], abs=FP64)
+    only = dataclasses.replace(receipt("1", [1, 2]), m=None, l=None)
+    only = dataclasses.replace(only, checksum=states_checksum(None, None, only.u))
+    assert refusal(lambda: StateMerge(TERMS).take(only)) is Reason.NO_NORMALISATION_MASS
