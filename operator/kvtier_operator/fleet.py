@@ -57,6 +57,11 @@ def lease_end(lease: JsonObject | None) -> datetime | None:
     return renewed + timedelta(seconds=float(spec.get("leaseDurationSeconds") or DEFAULT_LEASE_SECONDS))
 
 
+def in_service(member: NodeView) -> bool:
+    """Whether it may hold candidates. Leases of no other one are renewed, whatever else it is asked."""
+    return member.live and not member.cordoned and not member.draining
+
+
 def condition_of(obj: JsonObject, type: str) -> JsonObject | None:
     for condition in (obj.get("status") or {}).get("conditions") or []:
         if condition.get("type") == type:

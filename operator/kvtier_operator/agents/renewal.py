@@ -16,6 +16,7 @@ from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier_crds.quantity import QuantityError, parse_duration
 from kvtier_operator.agents.heldleases import BothRead, LeaseReads
+from kvtier_operator.fleet import in_service
 from kvtier_operator.ports import (
     AgentError,
     AgentTarget,
@@ -158,9 +159,7 @@ class LeaseRenewer:
             ttl_ms=round(glance.ttl * 1000),
         )
         members = self._deps.fleet.members(key.namespace, cache["spec"]["poolRef"]["name"])
-        targets = tuple(
-            member.target for member in members if member.live and not member.cordoned and not member.draining
-        )
+        targets = tuple(member.target for member in members if in_service(member))
         return HeldLease(key, ttl, item, targets, both.at)
 
     async def _renew(self, leases: Iterable[HeldLease]) -> None:

@@ -12,6 +12,7 @@ from kvtier_crds.beside import needs_own_engine
 from kvtier_crds.manifest import ManifestError, RuntimeManifest
 from kvtier_crds.quantity import QuantityError, parse_duration
 from kvtier_operator.feasible import room_beside
+from kvtier_operator.fleet import in_service
 from kvtier_operator.ports import Deps, JsonObject, Kind, NodeView, NotFound, ObjectKey
 from kvtier_operator.revisions import RevisionDamaged, read_revision
 from kvtier_operator.rollout.beats import PoolBeats
@@ -103,6 +104,8 @@ class Kept:
     rate: float = 0.0
     unreadable: str = ""
     waits: dict[float, float] = field(default_factory=dict)
+    unrenewed: dict[str, float] = field(default_factory=dict)
+    """Silent agents out of service, whom nobody renews: since when, on the monotonic clock."""
     firsts: dict[float, tuple[float, float]] = field(default_factory=dict)
     """Of times that were written down: wall and monotonic time at which this process first read them."""
     probing: Probing = field(default_factory=Probing)
@@ -325,17 +328,23 @@ class Gatherer:
                     memory=kept.memory,
                     max_age=max_age,
                     on_a_beat=on_a_beat,
-                    ended=self._ended(state, spec, kept),
+                    ended=self._ended(members, state, spec, kept),
                 )
                 run.aged = run.pool.age > RECENT_SECONDS
         views = tuple(run.changed.get(view.node, view) for view in run.pool.views)
         return Pool(views, run.pool.targets)
 
-    def _ended(self, state: RolloutState, spec: RolloutSpec | None, kept: Kept) -> frozenset[str]:
-        """Silent agents whose lease cannot last any more, by what this process has waited for them."""
+    def _ended(
+        self, members: list[NodeView], state: RolloutState, spec: RolloutSpec | None, kept: Kept
+    ) -> frozenset[str]:
+        """Silent agents whose lease cannot last any more, by what this process has waited for them. One that
+        is in service is renewed, though it says nothing: its lease does not end before it is not."""
         wait = lease_wait(spec.lease_ttl if spec is not None else MAX_LEASE_TTL)
         steady = self._deps.clock.monotonic()
-        return frozenset(one.node for one in state.lost if steady - kept.waits.get(one.since, steady) >= wait)
+        silent = {one.node for one in state.lost}
+        out = {member.target.name for member in members if not in_service(member)} & silent
+        kept.unrenewed = {node: kept.unrenewed.get(node, steady) for node in out}
+        return frozenset(node for node, since in kept.unrenewed.items() if steady - since >= wait)
 
     def _on_a_beat(self, state: RolloutState, spec: RolloutSpec | None) -> bool:
         """Whether evidence is due, for which other rollouts of the pool look at the same moment."""
@@ -430,7 +439,7 @@ def _waits_off(state: RolloutState) -> bool:
 
 def _waits(state: RolloutState) -> tuple[float, ...]:
     """Since when leases are waited for, as it was written down."""
-    found = [one.since for one in (*state.vanished, *state.lost)]
+    found = [one.since for one in state.vanished]
     found += [state.rollback.started_at] if state.rollback is not None else []
     found += [state.revoking.since] if state.revoking is not None else []
     return tuple(found)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from kvtier.v1 import control_pb2 as control
 from kvtier_operator.agents.recent import state_and_age
+from kvtier_operator.fleet import in_service
 from kvtier_operator.ports import AgentError, Agents, AgentTarget, AgentUnreachable, NodeView
 from kvtier_operator.rollout.holders import gone, nodes_of
 from kvtier_operator.rollout.inputs import AgentView, ProofView
@@ -146,7 +147,7 @@ def choose(
     able: list[AgentView] = []
     unable: list[AgentView] = []
     for member, view in zip(members, views, strict=True):
-        may = member.live and not member.cordoned and not member.draining and view.node not in excluded
+        may = in_service(member) and view.node not in excluded
         (able if may else unable).append(view)
 
     def rank(view: AgentView) -> tuple[bool, str]:

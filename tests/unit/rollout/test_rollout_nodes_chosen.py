@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_operator.ports import AgentTarget, NodeView
+from kvtier_operator.ports import AgentTarget, AgentUnreachable, NodeView
 from kvtier_operator.rollout.holders import gone, nodes_of
 from kvtier_operator.rollout.inputs import AgentView
 from kvtier_operator.rollout.observe import choose
@@ -111,6 +111,34 @@ async def test_no_other_node_takes_a_place_before_its_candidate_has_ended(how: s
         await world.run(1)
         most = max(most, candidates(world, left))
     assert most <= 1
+    (second,) = held(world)
+    assert second != first
+
+
+async def test_the_lease_of_a_silent_node_is_waited_for_from_when_nobody_renews_it() -> None:
+    """It does not say what it holds, but takes renewals all the while: its silence is no wait for its end."""
+    world = World(nodes=2, blastRadius={"maxNodes": 1}, leaseTTL="10s")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.run(3)
+    (first,) = held(world)
+    agents: Any = world.deps.agents
+    ask = agents.get_state
+
+    async def unless_first(node: AgentTarget, *args: Any, **kwargs: Any) -> Any:
+        if node.name == first:
+            raise AgentUnreachable(first, "DEADLINE_EXCEEDED", "late")
+        return await ask(node, *args, **kwargs)
+
+    agents.get_state = unless_first
+    await world.run(30)
+    assert held(world) == [first], "renewed"
+    world.sims[first].alive = False
+    most = 0
+    for _ in range(40):
+        await world.run(1)
+        most = max(most, candidates(world, []))
+    assert most == 1
     (second,) = held(world)
     assert second != first
 
