@@ -17,7 +17,7 @@ import yaml
 
 from kvtier_crds.models import KINDS
 from tests.cluster.crds_statuses import STATUSES, condition
-from tests.cluster.kvtier_localplane import Cluster, LocalControlPlane
+from tests.cluster.kvtier_localplane import Cluster, LocalControlPlane, eventually
 from tests.unit.crds.crds_samples import BY_KIND, CRDS, EXAMPLES, INVALID, documents, example, examples
 
 pytestmark = pytest.mark.timeout(600)
@@ -151,6 +151,82 @@ def test_what_is_immutable_stays(
     status, said = _dry(server, _set(example(kind, name), path, value))
     assert status != 0
     assert message in said
+
+
+OLDER = (
+    "agentpool-name-with-dot",
+    "kvrollout-canary-over-full",
+    "kvrollout-gate-named-median",
+    "kvrollout-gate-named-stall",
+    "kvrollout-gate-named-tail",
+    "kvrollout-gate-stage-absent",
+    "kvrollout-ramp-over-full",
+)
+OLDER_NAMESPACE = "older"
+
+
+def _before_younger_rules(node: Any) -> Any:
+    """A definition without the rules that objects may be older than."""
+    if isinstance(node, list):
+        kept = [one for one in node if not (isinstance(one, dict) and one.get("optionalOldSelf"))]
+        return [_before_younger_rules(one) for one in kept]
+    if isinstance(node, dict):
+        return {name: _before_younger_rules(value) for name, value in node.items()}
+    return node
+
+
+@pytest.fixture(scope="module")
+def older(server: Cluster) -> Iterator[dict[str, dict[str, Any]]]:
+    """Objects that were stored before the rules which they break, by the name of their file."""
+    server.ensure_namespace(OLDER_NAMESPACE)
+    definitions = [CRDS / f"kvtier.dev_{plural}.yaml" for plural in ("agentpools", "kvrollouts")]
+    for path in definitions:
+        server.apply(_before_younger_rules(documents(path)[0]))
+    stored = {}
+    for file in OLDER:
+        (document,) = documents(INVALID / f"{file}.yaml")
+        name = "older.pool" if document["kind"] == "AgentPool" else file
+        document["metadata"] = {
+            "name": name,
+            "namespace": OLDER_NAMESPACE,
+            "finalizers": ["kvtier.dev/older"],
+        }
+        # The server goes by the definition that it had for a moment still.
+        eventually(lambda made=document: _apply(server, made)[0] == 0, 60, what=f"{file} is stored")
+        stored[file] = document
+    server.apply_files(definitions)
+    for file, document in stored.items():
+        fresh = _set(document, "metadata.name", f"{document['metadata']['name']}-2")
+        eventually(lambda made=fresh: _dry(server, made)[0] != 0, 60, what=f"{file} is refused")
+    yield stored
+    for document in stored.values():
+        where = document["kind"].lower(), document["metadata"]["name"], "-n", OLDER_NAMESPACE
+        server.kubectl("delete", *where, "--wait=false")
+        server.kubectl("patch", *where, "--type=merge", "-p", '{"metadata": {"finalizers": null}}')
+
+
+@pytest.mark.parametrize("file", OLDER)
+def test_an_object_that_is_older_than_a_rule_goes_on(
+    server: Cluster, older: dict[str, dict[str, Any]], file: str
+) -> None:
+    """Its status is written, it is aborted, its finalizer goes; only what the rule speaks of is refused."""
+    document = older[file]
+    rollout = document["kind"] == "KVRollout"
+    where = document["kind"].lower(), document["metadata"]["name"], "-n", OLDER_NAMESPACE
+    abort = {"intent": {"seq": 1, "verb": "Abort", "attempt": 1}}
+    for body, options in (
+        ({"status": {"observedGeneration": 1}}, ("--subresource=status",)),
+        ({"spec": abort if rollout else {"image": "kvtier/agent:0.2.0"}}, ()),
+        ({"metadata": {"finalizers": ["kvtier.dev/another"]}}, ()),
+    ):
+        patched = ("patch", *where, "--type=merge", "-p", json.dumps(body), *options)
+        done = server.kubectl(*patched, check=False)
+        assert done.returncode == 0, (body, done.stderr)
+    if rollout:
+        status, said = _dry(server, _set(document, "spec.stages.0.minSamples", 2001))
+        assert status != 0
+        first = (INVALID / f"{file}.yaml").read_text(encoding="utf-8").splitlines()[0]
+        assert first.removeprefix("# expect: ") in said
 
 
 EDITABLE = [

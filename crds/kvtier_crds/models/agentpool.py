@@ -29,6 +29,7 @@ from kvtier_crds.models.common import (
     positive_quantity,
     rules,
     struct_config,
+    when_changed,
 )
 
 _NO_PARENT = cel("!self.contains('..')", "the path must not contain '..'")
@@ -202,9 +203,11 @@ class AgentPool(Resource):
     )
     ROOT_RULES: ClassVar[tuple[Json, ...]] = (
         NAME_BECOMES_LABEL,
-        cel(
-            "!self.metadata.name.contains('.')",
-            "metadata.name must not contain a dot: a Service is named after it",
+        when_changed(
+            cel(
+                "!self.metadata.name.contains('.')",
+                "metadata.name must not contain a dot: a Service is named after it",
+            )
         ),
     )
 

@@ -47,6 +47,14 @@ def cel(rule: str, message: str, *, field_path: str = "", message_expression: st
     return entry
 
 
+def when_changed(entry: Json, same: str = "") -> Json:
+    """A rule that objects may be older than: whoever leaves alone what it speaks of, and writes a status, a
+    finalizer or an intent, is not refused. same: CEL over `self` and `oldSelf.value()`, whether that is left
+    alone; empty where it can never change."""
+    kept = "oldSelf.hasValue()" + (f" && {same}" if same else "")
+    return {**entry, "rule": f"{kept} || ({entry['rule']})", "optionalOldSelf": True}
+
+
 def rules(*entries: Json) -> Json:
     """The schema extra that carries CEL rules, for a Field or a model's config."""
     return {"x-kubernetes-validations": list(entries)}

@@ -24,6 +24,7 @@ from kvtier_crds.models.common import (
     map_list,
     rules,
     struct_config,
+    when_changed,
 )
 from kvtier_crds.models.gates import Gate, Metric, number
 from kvtier_crds.models.kvcache import Admission, CacheTiers
@@ -211,6 +212,16 @@ _GATE_STAGES_EXIST = (
 )
 
 
+_SAME_LADDER_AND_GATES = (
+    "oldSelf.value().stages == self.stages && has(oldSelf.value().gates) == has(self.gates) && "
+    "(!has(self.gates) || oldSelf.value().gates == self.gates)"
+)
+
+
+def _of_ladder_and_gates(rule: str, message: str) -> Json:
+    return when_changed(cel(rule, message), _SAME_LADDER_AND_GATES)
+
+
 def _free_name(metric: Metric, name: str) -> str:
     """CEL: a built-in gate of that metric has the name, unless a gate of the metric is declared."""
     return (
@@ -243,26 +254,26 @@ class KVRolloutSpec(Struct):
             _CANARY_BELOW_RAMP,
             "spec.stages: the first step of Ramp must be at least the trafficFraction of Canary",
         ),
-        cel(
+        _of_ladder_and_gates(
             _WITHIN_FULL,
             "spec.stages: trafficFraction and steps must be at most what Full serves, 100% less its holdback "
             "(2% where it is absent)",
         ),
-        cel(
+        _of_ladder_and_gates(
             _GATE_STAGES_EXIST,
             "spec.gates[].stages must name a stage that spec.stages has, or no step would wait for the gate",
         ),
-        cel(
+        _of_ladder_and_gates(
             _free_name(Metric.TPOT_RATIO, "'tail', 'tail-median'"),
             "spec.gates[].name may not be tail or tail-median unless a gate on tpotRatio is declared: the "
             "built-in ones have these names",
         ),
-        cel(
+        _of_ladder_and_gates(
             _free_name(Metric.EXPOSED_STALL_FRACTION, "'stall'"),
             "spec.gates[].name may not be stall unless a gate on exposedStallFraction is declared: the "
             "built-in one has this name",
         ),
-        cel(
+        _of_ladder_and_gates(
             "!has(self.gates) || self.gates.all(t, t.metric != 'tpotRatio' || "
             "!self.gates.exists(g, g.name == t.name + '-median'))",
             "spec.gates[].name may not be that of a gate on tpotRatio with -median behind it: its median "

@@ -1,7 +1,8 @@
 """The CEL rules that stand in a schema, run without a server.
 
-Rules over `oldSelf` compare two versions of an object; a file has one, so they are left out. Functions of
-Kubernetes that CEL itself does not have are given here. It must not know what any rule says.
+Rules over `oldSelf` compare two versions of an object; a file has one, so they are left out, but for those
+that can do without (`optionalOldSelf`). Functions of Kubernetes that CEL itself does not have are given here.
+It must not know what any rule says.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class RuleBroken(Exception):
 def broken_rules(value: Any, schema: Json, path: str) -> Iterator[Said]:
     """What the rules on `value` and on everything in it refuse."""
     for rule in schema.get("x-kubernetes-validations") or ():
-        if "oldSelf" not in rule["rule"] and not _holds(rule["rule"], value):
+        alone = "oldSelf" not in rule["rule"] or rule.get("optionalOldSelf", False)
+        if alone and not _holds(rule["rule"], value):
             where = path + str(rule.get("fieldPath") or "")
             yield where, f"{where}: Invalid value: {_message(rule, value)}"
     if isinstance(value, dict):
@@ -48,7 +50,7 @@ def _holds(rule: str, value: Any) -> bool:
 
 
 def _run(expression: str, value: Any) -> Any:
-    found = _program(expression).eval(data={"self": value})
+    found = _program(expression).eval(data={"self": value, "oldSelf": False})
     if found.type() == cel.Type.ERROR:
         raise RuleBroken(f"{expression}: {found.value()}")
     return found.plain_value()
@@ -74,10 +76,15 @@ def _environment() -> Any:
         _function("isQuantity", truth, [text], False, _is_quantity),
         _function("isGreaterThan", truth, [whole, whole], True, lambda one, other: one > other),
         _function("isLessThan", truth, [whole, whole], True, lambda one, other: one < other),
+        # Of `oldSelf`, which stands for no object.
+        _function("hasValue", truth, [truth], True, lambda there: there),
+        _function("value", cel.Type.DYN, [truth], True, lambda there: there),
         _function("isSorted", truth, [cel.Type.LIST], True, lambda items: list(items) == sorted(items)),
     ]
     return cel.NewEnv(
-        variables={"self": cel.Type.DYN}, extensions=[ext_strings.ExtStrings()], functions=functions
+        variables={"self": cel.Type.DYN, "oldSelf": truth},
+        extensions=[ext_strings.ExtStrings()],
+        functions=functions,
     )
 
 

@@ -149,7 +149,7 @@ def _messages() -> dict[str, str]:
     for kind in KINDS:
         for path, node in _nodes(kind):
             for rule in node.get("x-kubernetes-validations", []):
-                if "oldSelf" not in rule["rule"]:
+                if "oldSelf" not in rule["rule"] or rule.get("optionalOldSelf"):
                     found[rule["message"]] = path
     return found
 
