@@ -27,9 +27,11 @@ NODES = tuple(AgentTarget(f"node-{n}", f"uid-{n}", f"here:{n}", f"boot-{n}") for
 BEAT, NEXT = EPOCH + 5.0, EPOCH + 15.0
 
 
-def reading(name: str, *, fence: int = 7, opened: int = 6, nodes: tuple[AgentTarget, ...] = NODES) -> Reading:
+def reading(
+    name: str, *, fence: int = 7, opened: int = 6, cache: str = "", nodes: tuple[AgentTarget, ...] = NODES
+) -> Reading:
     return Reading(
-        cache=common.CacheRef(namespace="serving", name=name, uid=f"cache-{name}"),
+        cache=common.CacheRef(namespace="serving", name=name, uid=cache or f"cache-{name}"),
         fence=common.Fence(value=fence, rollout_uid=name),
         key=WindowKey(name, 1, "Canary", 0, "sha256:c", "sha256:b", "sha256:g", opened),
         nodes=nodes,
@@ -170,11 +172,12 @@ async def test_an_agent_that_does_not_answer_for_its_state_harms_no_beat() -> No
         pytest.param(NEXT, 0.1, {}, id="another-beat"),
         pytest.param(BEAT, 0.1, {"fence": 8}, id="another-fence"),
         pytest.param(BEAT, 0.1, {"opened": 7}, id="another-window"),
+        pytest.param(BEAT, 0.1, {"cache": "made-again"}, id="another-cache-of-the-name"),
         pytest.param(BEAT, 4.1, {}, id="too-old"),
     ],
 )
 async def test_a_look_takes_only_what_was_asked_for_it_and_is_young(
-    due_at: float, late: float, of: dict[str, int]
+    due_at: float, late: float, of: dict[str, Any]
 ) -> None:
     rig = Rig()
     rig.expect("a")

@@ -371,8 +371,70 @@ async def test_a_look_is_judged_by_what_was_asked_on_its_beat(
     assert [one.verdict for one in look.verdicts] == [one.verdict for one in first.verdicts]
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["first-look", "closed"])
-async def test_nothing_is_expected_of_a_window_that_nobody_has_read_or_that_is_closed(known: bool) -> None:
+class Gapped(Counted):
+    """Its next answer does not follow on what was read of it."""
+
+    gap = False
+
+    async def read_evidence(self, node: AgentTarget, request: Any) -> control.ReadEvidenceResponse:
+        reply = await super().read_evidence(node, request)
+        if self.gap:
+            reply.from_seq, reply.to_seq, self.gap = 5, 6, False
+        return reply
+
+
+async def test_what_a_beat_has_found_torn_is_read_from_the_start_at_its_look() -> None:
+    world = World()
+    await world.until("Progressing", "Shadow")
+    spec = parse_spec(world.api.objects[world.rollout]["spec"])
+    state = from_status(world.status)
+    uid = world.api.objects[world.rollout]["metadata"]["uid"]
+    nodes = (AgentTarget("node-0", "uid-0", "10.0.0.1:7443", "boot"),)
+    cache = common.CacheRef(namespace="serving", name="chat")
+    reading = Reading(cache, fence_of(state, uid), window_key(state, spec, uid), nodes)
+    agents = Gapped(tpot(*[FAST] * 90, *[SLOW] * 10), world)
+    beats = BeatReads(agents, world.deps.leader, world.clock, shared_from=1)  # type: ignore[arg-type]
+    feed = EvidenceFeed(agents, world.clock, beats=beats)  # type: ignore[arg-type]
+    first = await feed.look(reading, state, spec, world.clock.seconds)
+    beat = world.clock.seconds + 10.0
+    state = replace(state, schedule=Schedule(beat, world.clock.seconds, 0.0))
+    feed.expect(uid, reading, beat)
+    agents.at.clear()
+    agents.gap = True
+    world.clock.seconds = beat
+    beats.tick()
+    await asyncio.sleep(0)
+    look = await feed.look(reading, state, spec, beat)
+    assert agents.at == [beat, beat]
+    assert look.verdicts == first.verdicts and look.pair_thresholds == first.pair_thresholds
+
+
+async def test_a_beat_reads_nothing_for_a_window_that_another_has_followed() -> None:
+    """Counts of the one that is closed would be taken for the other's."""
+    world = World()
+    await world.until("Progressing", "Shadow")
+    spec = parse_spec(world.api.objects[world.rollout]["spec"])
+    state = from_status(world.status)
+    uid = world.api.objects[world.rollout]["metadata"]["uid"]
+    nodes = (AgentTarget("node-0", "uid-0", "10.0.0.1:7443", "boot"),)
+    cache = common.CacheRef(namespace="serving", name="chat")
+    reading = Reading(cache, fence_of(state, uid), window_key(state, spec, uid), nodes)
+    agents = Counted(tpot(FAST), world)
+    beats = BeatReads(agents, world.deps.leader, world.clock, shared_from=1)  # type: ignore[arg-type]
+    feed = EvidenceFeed(agents, world.clock, beats=beats)  # type: ignore[arg-type]
+    await feed.look(reading, state, spec, world.clock.seconds)
+    feed.expect(uid, reading, world.clock.seconds + 10.0)
+    followed = replace(reading, key=replace(reading.key, opening_fence=reading.key.opening_fence + 1))
+    await feed.look(followed, state, spec, world.clock.seconds)
+    agents.at.clear()
+    world.clock.seconds += 10.0
+    beats.tick()
+    await asyncio.sleep(0)
+    assert agents.at == []
+
+
+@pytest.mark.parametrize("why", ["first-look", "closed", "another-window", "forgotten"])
+async def test_nothing_is_expected_of_a_window_that_nobody_has_read_or_that_is_closed(why: str) -> None:
     """The first look at a window begins its reader, from when on agents count as not read."""
     world = World()
     await world.until("Progressing", "Shadow")
@@ -385,11 +447,14 @@ async def test_nothing_is_expected_of_a_window_that_nobody_has_read_or_that_is_c
     agents = Counted(tpot(FAST), world)
     beats = BeatReads(agents, world.deps.leader, world.clock, shared_from=1)  # type: ignore[arg-type]
     feed = EvidenceFeed(agents, world.clock, beats=beats)  # type: ignore[arg-type]
-    if known:
+    due_at = world.clock.seconds + 10.0
+    if why != "first-look":
         await feed.look(reading, state, spec, world.clock.seconds)
-        feed.expect(uid, reading, world.clock.seconds + 10.0)
+        feed.expect(uid, reading, due_at)
         assert len(beats) == 1
-        feed.expect(uid, None, 0.0)
+    followed = replace(reading, key=replace(reading.key, opening_fence=reading.key.opening_fence + 1))
+    if why == "forgotten":
+        feed.forget(uid)
     else:
-        feed.expect(uid, reading, world.clock.seconds + 10.0)
+        feed.expect(uid, {"first-look": reading, "closed": None, "another-window": followed}[why], due_at)
     assert len(beats) == 0
