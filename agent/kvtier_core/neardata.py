@@ -109,25 +109,34 @@ class Reduction:
             producers=self.blocks,
             returned=self.returned_bytes,
         )
+        terms, tokens = self.terms, self.blocks * self.layout.chunk_tokens
+        sizes = len(terms.query_to_kv), terms.kv_heads, terms.value_dim
+        if stated == _due(*sizes, tokens, terms.queries, self.new_rows, self.blocks):
+            return
         try:
-            check_traffic(self._shape(), stated)
+            check_traffic(_shape(*sizes, tokens, terms.queries, self.new_rows), stated)
         except PlacementRefused as refused:
             raise CoreError(Reason.TRAFFIC_MISMATCH, str(refused)) from refused
-
-    def _shape(self) -> AttentionShape:
-        terms = self.terms
-        geometry = _geometry(len(terms.query_to_kv), terms.kv_heads, terms.value_dim)
-        tokens = self.blocks * self.layout.chunk_tokens
-        return AttentionShape(geometry, 1, tokens, FLOAT_BYTES, terms.queries, self.new_rows)
 
     def _range(self, read: ChunkRead) -> tuple[int, int]:
         first = read.chunk * self.layout.chunk_tokens
         return first, first + read.rows
 
 
-@lru_cache(maxsize=64)
-def _geometry(heads: int, kv_heads: int, width: int) -> KvGeometry:
-    return KvGeometry(1, heads, kv_heads, width, FLOAT_BYTES, FLOAT_BYTES)
+def _shape(heads: int, kv_heads: int, width: int, tokens: int, queries: int, new_rows: int) -> AttentionShape:
+    geometry = KvGeometry(1, heads, kv_heads, width, FLOAT_BYTES, FLOAT_BYTES)
+    return AttentionShape(geometry, 1, tokens, FLOAT_BYTES, queries, new_rows)
+
+
+@lru_cache(maxsize=256)
+def _due(
+    heads: int, kv_heads: int, width: int, tokens: int, queries: int, new_rows: int, producers: int
+) -> TrafficStatement:
+    """What such a frame moves; all layers and many tokens have the same."""
+    shape = _shape(heads, kv_heads, width, tokens, queries, new_rows)
+    return TrafficStatement(
+        shape.kv, shape.append, shape.move, shape.near, producers, shape.returned(producers)
+    )
 
 
 def query_digest(q: Tensor) -> bytes:
