@@ -205,6 +205,13 @@ class Metrics:
             "Errors of compared steps that a late event loop has made missing values",
             registry=registry,
         )
+        channel_look_seconds = Counter(
+            "kvtier_agent_channel_look_seconds",
+            "Looking for messages of local channels before sleeping, by whether one was seen",
+            ["seen"],
+            registry=registry,
+        )
+        self.channel_look_seconds = ChildOf(channel_look_seconds.labels)
         self.sessions = Gauge("kvtier_agent_sessions", "Open sessions", registry=registry)
         self.expired_sessions = Counter(
             "kvtier_agent_expired_sessions", "Sessions ended for want of frames", registry=registry

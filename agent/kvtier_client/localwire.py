@@ -22,6 +22,8 @@ import torch
 
 from kvtier.local import frames as wire
 from kvtier.local import memory
+from kvtier.local.looking import Receiver, compiled, seats
+from kvtier.local.patience import Bounds, Patience
 from kvtier.local.receipts import AnswerRecord, decode_receipt, read_answer, unpack_answers, unpack_ended
 from kvtier.v1 import attention_pb2
 from kvtier_client.errors import KvtierError, from_detail
@@ -33,6 +35,8 @@ from kvtier_core.errors import Reason
 
 _GONE = "UNAVAILABLE"
 _SECONDS = 10.0
+# An attention over some thousand rows takes as long.
+_LOOKS = Bounds(most=500_000)
 
 
 # Of a frame that was sent: its number, where its output will lie, and its shape.
@@ -86,6 +90,7 @@ class LocalWire:
         except OSError as error:
             self.ring.close()
             raise KvtierError(Reason.NO_STAGING, f"no socket for a local channel: {error}") from None
+        self._receiver = Receiver(self.socket, self.buffer, Patience(_LOOKS), compiled(), seats())
         try:
             self._connect(offer.socket)
             first, *others = senders
@@ -186,7 +191,7 @@ class LocalWire:
     def received(self) -> int:
         """Bytes of the message that came, in `buffer`; -1 when none did, and then the wire is broken."""
         try:
-            size = self.socket.recv_into(self.buffer, 0, socket.MSG_TRUNC)
+            size = self._receiver.receive()
             if size <= len(self.buffer):
                 return size
             # What is behind the buffer is lost, and what is in it must not be read as if it were whole.

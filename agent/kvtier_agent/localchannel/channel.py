@@ -21,6 +21,8 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from kvtier.local import frames as wire
+from kvtier.local.looking import Receiver, compiled, seats
+from kvtier.local.patience import Bounds, Patience
 from kvtier.local.receipts import pack_answers, pack_ended, refusal
 from kvtier_agent import attendframes
 from kvtier_agent.cachesession import Session
@@ -35,6 +37,8 @@ HANDSHAKE_SECONDS = 5.0
 SEND_SECONDS = 5.0
 # A claim waits for the session's other stream, and for the event loop.
 _ATTACH_SECONDS = 10.0
+# What an engine does between two layers takes as long where it has a GPU.
+_LOOKS = Bounds(most=200_000)
 MAX_ATTACHED = 64
 # Room for more descriptors than are taken, so that a flood is seen as one.
 _DESCRIPTORS = 4
@@ -81,6 +85,8 @@ class Channel:
         # While the channel has one session.
         self._lone: LoneFrames | None = None
         self._buffer = bytearray(wire.MAX_REQUEST_BYTES)
+        # Its numbers may be read from any thread.
+        self.patience = Patience(_LOOKS)
         self._clock_offset = 0
         self._ending: CoreError | None = None
         # Over what is sent, and over `_running`: the frames that compute now, until when.
@@ -94,7 +100,9 @@ class Channel:
         try:
             self._handshake()
             self._timeout(socket.SO_RCVTIMEO, self._office.idle_seconds)
-            while self._turn():
+            # Here, since the first one of a process compiles.
+            receiver = Receiver(self._connection, self._buffer, self.patience, compiled(), seats())
+            while self._turn(receiver):
                 pass
             why = self._ending
         except BrokenChannelError as broken:
@@ -164,10 +172,10 @@ class Channel:
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self._rings.answers]))]
         self._connection.sendmsg([welcome], passed)
 
-    def _turn(self) -> bool:
+    def _turn(self, receiver: Receiver) -> bool:
         """Reads one message and answers it; False at the end."""
         try:
-            size = self._connection.recv_into(self._buffer, 0, socket.MSG_TRUNC)
+            size = receiver.receive()
         except BlockingIOError:
             seconds = self._office.idle_seconds
             message = f"no frame came for {seconds:g} s, so the session is closed"

@@ -61,6 +61,8 @@ class ChannelServer:
         self._tokens = TokenBook()
         self._listeners: dict[str, _Listener] = {}
         self._channels: dict[Channel, threading.Thread] = {}
+        # What was told of a channel's looking: nanoseconds with a message seen, and in vain.
+        self._looked: dict[Channel, tuple[int, int]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._numbered = 0
         self._closed = False
@@ -160,7 +162,17 @@ class ChannelServer:
         log.warning("local channel in %s refused: %s", namespace, why)
 
     def _ended(self, channel: Channel) -> None:
+        self._tell_looking(channel)
+        self._looked.pop(channel, None)
         self._channels.pop(channel, None)
+
+    def _tell_looking(self, channel: Channel) -> None:
+        seen, wasted = channel.patience.seen, channel.patience.wasted
+        seen_before, wasted_before = self._looked.get(channel, (0, 0))
+        seconds = self._desk.metrics.channel_look_seconds
+        seconds["yes",].inc((seen - seen_before) / 1e9)
+        seconds["no",].inc((wasted - wasted_before) / 1e9)
+        self._looked[channel] = seen, wasted
 
     def _refusal(self, connection: socket.socket) -> CoreError | None:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
@@ -178,6 +190,7 @@ class ChannelServer:
             now = time.monotonic()
             for channel in list(self._channels):
                 channel.answer_hung(now)
+                self._tell_looking(channel)
 
 
 class _Office:
