@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvtier_operator.lastreads import LastReads
 from kvtier_operator.packed import unpacked
 from kvtier_operator.ports import ApiError, JsonObject, Kind, Known, ObjectKey
 from kvtier_operator.store import WatchStore
+from kvtier_operator.watch import trimmed as trimming
 from kvtier_operator.watch.kopf_thread import WatchDeps, accept
 from kvtier_operator.watch.relist import INTERVAL_SECONDS, RESYNC_SECONDS, Relist, Relisted, looks_after
 from kvtier_operator.watch.triggers import RECONCILED, WATCHED, affected
@@ -196,6 +198,21 @@ def test_what_specs_say_alike_is_held_once_and_what_they_say_otherwise_is_not() 
     assert one["spec"]["cacheRef"] == {"name": "a"} and two["spec"]["cacheRef"] == {"name": "b"}
     assert other["spec"]["gates"][0]["max"] == "0.50"
     assert repr(number["spec"]["gates"][0]["max"]) == "0.5"
+
+
+def test_parts_of_specs_are_kept_to_be_shared_in_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trimming, "ALIKE", 2)
+    monkeypatch.setattr(trimming, "_known", OrderedDict())
+
+    def gates(limit: str) -> object:
+        told = {"metadata": {"name": "a"}, "spec": {"gates": [{"name": "output", "max": limit}]}}
+        return trimmed(Kind.KV_ROLLOUT, told)["spec"]["gates"]
+
+    first, second = gates("1"), gates("2")
+    assert gates("1") is first, "and is the latest again"
+    gates("3")
+    assert gates("1") is first and gates("2") is not second
+    assert len(trimming._known) == 2
 
 
 def test_rows_that_only_a_rollouts_own_run_reads_are_packed() -> None:

@@ -167,6 +167,19 @@ async def test_a_clock_that_is_set_forth_ends_no_attempt() -> None:
     assert world.status["rollback"]["cause"] == "DeadlineExceeded"
 
 
+async def test_a_clock_that_is_set_forth_leaves_no_step_with_too_little_evidence_before_its_time() -> None:
+    stages = [{**QUICK[0], "minDuration": "10m"}, *QUICK[1:]]
+    world = World(progressDeadline="100h", onInsufficient="RollBack", stages=stages)
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.run(5)
+    world.clock.ahead = HOUR
+    await world.run(585, tick=5)
+    assert world.where == ("Progressing", "Shadow", 0)
+    await world.run(40, tick=5)
+    assert world.status["rollback"]["cause"] == "DeadlineExceeded"
+
+
 async def test_a_clock_that_is_set_forth_ends_no_wait_for_a_turn() -> None:
     world = World(progressDeadline="1h")
     cache = world.api.objects[world.cache_key]
