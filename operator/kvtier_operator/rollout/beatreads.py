@@ -62,8 +62,8 @@ class BeatReads:
         self._leader = leader
         self._clock = clock
         self._expected: dict[str, _Expected] = {}
-        # By moment, whoever was expected then; some of them are expected at another by now.
-        self._moments: dict[float, list[str]] = {}
+        # By moment, whoever was expected then, each once; some of them are expected at another by now.
+        self._moments: dict[float, dict[str, None]] = {}
         self._order: list[float] = []
         self._asked: dict[str, _Asked] = {}
         self._states: set[asyncio.Task[None]] = set()
@@ -84,11 +84,11 @@ class BeatReads:
         if before is not None and before.due_at == due_at:
             return
         if due_at not in self._moments:
-            self._moments[due_at] = []
+            self._moments[due_at] = {}
             heapq.heappush(self._order, due_at)
             if self._order[0] == due_at:
                 self._sooner.set()
-        self._moments[due_at].append(uid)
+        self._moments[due_at][uid] = None
 
     def forget(self, uid: str) -> None:
         self._expected.pop(uid, None)

@@ -267,6 +267,18 @@ async def test_what_is_expected_is_bounded_and_who_finds_no_room_asks_for_himsel
     assert {name for name, _, _ in rig.asked} == {"b"} and await rig.take("c") == {}
 
 
+async def test_who_is_expected_and_forgotten_again_and_again_takes_no_room_for_each_time() -> None:
+    rig = Rig()
+    for _ in range(20):
+        rig.expect("a")
+        rig.beats.forget("a")
+        rig.expect("a")
+        rig.expect("a", NEXT)
+    assert {moment: list(uids) for moment, uids in rig.beats._moments.items()} == {BEAT: ["a"], NEXT: ["a"]}
+    await rig.at(NEXT)
+    assert len(rig.asked) == 3 and rig.beats._moments == {}
+
+
 async def test_it_wakes_for_a_look_that_is_due_sooner_and_ends_what_is_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
