@@ -13,7 +13,7 @@ import kvtier_agent
 import kvtier_core.release
 from kvtier_agent.boottime import boottime_ns
 from kvtier_operator.rollout.inputs import CandidateView, Inputs
-from kvtier_operator.rollout.moves import lease_end
+from kvtier_operator.rollout.moves import APPROVAL_SECONDS, lease_end
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World, held
 
@@ -198,6 +198,20 @@ async def test_a_clock_that_is_set_forth_ends_no_approval() -> None:
     await world.run(12)
     assert world.where[0] == "Completed"
     assert held(world) == ["node-0", "node-1"]
+
+
+async def test_an_approval_is_renewed_in_time_though_the_clock_was_set_back() -> None:
+    world = World(stages=QUICK)
+    await world.until("Completed")
+    await world.run(3)
+    before = world.cache_status["approved"]["grantExpires"]
+    world.clock.ahead = -30 * HOUR
+    await world.run(3)
+    assert world.cache_status["approved"]["grantExpires"] == before
+    world.clock.seconds += APPROVAL_SECONDS / 2
+    await world.run(3)
+    assert world.where[0] == "Completed"
+    assert world.cache_status["approved"]["grantExpires"] != before
 
 
 async def test_a_clock_that_is_set_forth_makes_no_agent_lost_and_later_nobody_forgotten() -> None:
