@@ -13,7 +13,9 @@ import contextlib
 import heapq
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
+from contextvars import Context
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvtier_evidence.reader import Applied
 from kvtier_operator.agents.recent import ask_for_all
@@ -28,6 +30,7 @@ SHARED_FROM = 2
 itself: after its agents' states, so that from the first answer to the last nothing else is waited for."""
 
 
+T = TypeVar("T")
 Answer = Applied | None
 """None: the agent could not be read."""
 Ask = Callable[[Reading, AgentTarget], Coroutine[None, None, Answer]]
@@ -152,7 +155,7 @@ class BeatReads:
         looks = Counter(node for one in due for node in one.reading.nodes)
         shared = {node for node, count in looks.items() if count >= self._shared_from}
         for node in shared:
-            task = asyncio.create_task(ask_for_all(self._agents, node), name=f"beat-state-{node.name}")
+            task = _begun(ask_for_all(self._agents, node), f"beat-state-{node.name}")
             self._states.add(task)
             task.add_done_callback(self._states.discard)
         for one in due:
@@ -162,7 +165,7 @@ class BeatReads:
             self._drop(uid)
             asked = self._asked[uid] = _Asked(one.due_at, at, one.reading)
             for node in one.reading.nodes:
-                answer = asyncio.create_task(one.ask(one.reading, node), name=f"beat-evidence-{node.name}")
+                answer = _begun(one.ask(one.reading, node), f"beat-evidence-{node.name}")
                 # Of one that nobody takes nobody hears.
                 answer.add_done_callback(_heard)
                 asked.answers[node] = answer
@@ -179,6 +182,11 @@ class BeatReads:
         if asked is not None:
             for task in asked.answers.values():
                 task.cancel()
+
+
+def _begun(asking: Coroutine[None, None, T], name: str) -> asyncio.Task[T]:
+    """In no look's trace: the one that was faster than the beat has others' evidence asked, too."""
+    return asyncio.create_task(asking, name=name, context=Context())
 
 
 def _heard(task: asyncio.Task[Answer]) -> None:

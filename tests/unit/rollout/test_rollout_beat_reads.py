@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,6 +211,30 @@ async def test_a_look_that_is_faster_than_the_beat_has_all_others_asked_with_it(
     assert {name for name, _, _ in rig.asked} == {"a", "b"} and len(rig.asked) == 6
     await rig.at(BEAT + 0.01)
     assert len(rig.asked) == 6 and await rig.take("b") == ALL
+
+
+async def test_what_is_asked_of_all_is_in_the_trace_of_none_of_them() -> None:
+    """A look that is faster than the beat has others' evidence asked, too."""
+    trace = ContextVar("trace", default="")
+    rig = Rig()
+    seen: list[str] = []
+    ask, state = rig._answer, rig.states.get_state
+
+    async def answer(name: str, node: AgentTarget) -> Answer:
+        seen.append(trace.get())
+        return await ask(name, node)
+
+    async def get_state(*given: Any, **options: Any) -> control.GetStateResponse:
+        seen.append(trace.get())
+        return await state(*given, **options)
+
+    rig._answer, rig.states.get_state = answer, get_state  # type: ignore[method-assign]
+    rig.expect("a")
+    rig.expect("b")
+    rig.clock.seconds = BEAT
+    trace.set("of a")
+    assert await rig.take("a") == ALL
+    assert seen == [""] * 9
 
 
 async def test_an_answer_that_is_under_way_is_waited_for() -> None:
