@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,13 +116,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _say_all()
     parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.command == "uninstall" and (arguments.namespace is None) is not arguments.all_namespaces:
         parser.error("uninstall: -n NAMESPACE or -A: what is deleted is not left to the kubeconfig's context")
     try:
         if arguments.command == "completion":
-            print(script(arguments.shell), end="")
+            print(script(arguments.shell), end="", flush=True)
             return Exit.OK
         if arguments.command == "__complete":
             return _complete(arguments.words)
@@ -134,6 +137,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough; the interpreter must not complain when it flushes.
         sys.stderr.close()
         return Exit.OK
+    except OSError as error:
+        # Whoever asks a server or reads a file has told its own: this is the output, as on a full disk.
+        print(f"kubectl kvtier: cannot be written: {error}", file=sys.stderr)
+        _drop_output()
+        return Exit.FAILED
+
+
+def _say_all() -> None:
+    """Whatever the locale: a name that its characters do not have must not end the command, and files are
+    UTF-8 also when they come by standard input."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+
+
+def _drop_output() -> None:
+    """Or the interpreter tries to write the rest again as it ends, and says so in its own words."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 async def names_in_cluster(plural: str, words: Sequence[str]) -> list[str]:

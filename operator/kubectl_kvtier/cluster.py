@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -188,7 +188,8 @@ async def connect(
         yield ClusterApi(transport, namespace or found, seconds)
     finally:
         # A watch that nobody reads any more must not hold the command back.
-        await asyncio.wait_for(transport.close(), CLOSE_SECONDS)  # type: ignore[no-untyped-call]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(transport.close(), CLOSE_SECONDS)  # type: ignore[no-untyped-call]
 
 
 async def _load(configuration: Any, kubeconfig: str | None, context: str | None) -> str:

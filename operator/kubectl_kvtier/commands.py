@@ -20,7 +20,7 @@ from kubectl_kvtier.ports import Api
 from kubectl_kvtier.printing import Out
 from kubectl_kvtier.rollouts import Unread, read_as, read_rollout, readable, status_of
 from kubectl_kvtier.tables import table
-from kubectl_kvtier.tree import Look, tree
+from kubectl_kvtier.tree import Look, drawable, tree
 from kubectl_kvtier.uninstall.holds import CACHES, DEFAULT_LEASE, ROLLOUTS, lease_wait, read_held
 from kubectl_kvtier.uninstall.uninstaller import Order, uninstall
 from kvtier_crds.models import KVCache, KVNode, KVRollout
@@ -122,7 +122,7 @@ async def show_status(api: Api, arguments: argparse.Namespace, out: Out) -> Exit
     if arguments.all_namespaces:
         raise Failure(Exit.USAGE, f"a rollout by its name is of one namespace: {arguments.name} or -A")
     terminal = out.stream.isatty() and not out.as_json
-    look = Look(colour=terminal, unicode=not arguments.ascii)
+    look = Look(colour=terminal, unicode=not arguments.ascii and drawable(out.stream.encoding))
     rollout = read_rollout(await api.get(intents.PLURAL, arguments.name))
     if not arguments.watch:
         nodes, lost = readable(await api.list("kvnodes"), _node)
@@ -259,7 +259,7 @@ def lint_files(paths: Sequence[Path], namespace: str, stdin: TextIO, out: Out) -
     objects."""
     documents = []
     for path in paths:
-        here = parse("-", stdin.read()) if str(path) == "-" else read([path])
+        here = parse("-", _given(stdin)) if str(path) == "-" else read([path])
         if not here:
             # A path that was mistyped must not let a pipeline pass.
             raise Failure(Exit.USAGE, f"{path}: no objects in it")
@@ -270,6 +270,13 @@ def lint_files(paths: Sequence[Path], namespace: str, stdin: TextIO, out: Out) -
     lines.append(f"{len(documents)} objects, {len(errors)} errors, {len(found) - len(errors)} notes")
     out.write([dataclasses.asdict(one) for one in found], lines)
     return Exit.NEGATIVE if errors else Exit.OK
+
+
+def _given(stdin: TextIO) -> str:
+    try:
+        return stdin.read()
+    except UnicodeDecodeError as error:
+        raise Failure(Exit.USAGE, f"-: {error}") from error
 
 
 def _node(document: dict[str, Any]) -> KVNode:

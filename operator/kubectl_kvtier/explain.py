@@ -236,6 +236,9 @@ def _completed(rollout: KVRollout, status: KVRolloutStatus, now: float) -> Expla
             if expires > now
             else "; its grant has ended"
         )
+    going = status.condition("Progressing")
+    if going is not None and going.reason == "ApprovalEnded":
+        approval = f", but {going.message or 'its approval has ended'}: no agent may serve its candidate"
     return Explanation(f"{rollout.metadata.name} is complete{approval}", (), True)
 
 

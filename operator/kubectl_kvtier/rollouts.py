@@ -146,8 +146,15 @@ def title(step: Step) -> str:
 
 
 def seconds_of(timestamp: str | None) -> float | None:
-    """Of an RFC 3339 time."""
-    return None if not timestamp else datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()
+    """Of an RFC 3339 time. Failure FAILED for what is none, which only another version can have written."""
+    if not timestamp:
+        return None
+    try:
+        return datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()
+    except ValueError as error:
+        raise Failure(
+            Exit.FAILED, f"a status that this version cannot read: {timestamp!r} is no time"
+        ) from error
 
 
 def span(seconds: float) -> str:

@@ -29,6 +29,15 @@ class Look:
     unicode: bool = True
 
 
+def drawable(encoding: str | None) -> bool:
+    """Whether a stream of that encoding has the characters of the tree; None: one that has no bytes."""
+    try:
+        "".join(_ASCII).encode(encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class _Branch:
     text: str
