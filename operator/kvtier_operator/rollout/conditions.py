@@ -102,6 +102,8 @@ def _progressing(state: RolloutState, inputs: Inputs) -> Finding:
     if state.phase in (Phase.PENDING, Phase.INVALID) and state.blocker is not Blocker.NONE:
         going = "True" if state.blocker is Blocker.REVOKING_APPROVED else "False"
         return going, str(state.blocker), state.blocker_message
+    if state.phase is Phase.PROGRESSING and not state.nodes_total:
+        return "False", str(Blocker.NO_NODES), f"held: no live agent in the blast radius; {_where(state)}"
     if state.phase in (Phase.PENDING, Phase.PROGRESSING):
         return "True", str(state.stage), _where(state)
     if state.phase is Phase.ROLLING_BACK:

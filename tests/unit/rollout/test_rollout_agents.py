@@ -585,3 +585,18 @@ async def test_nothing_is_granted_for_what_was_deleted_a_moment_before(kind: Kin
     world.api.get = get  # type: ignore[method-assign]
     await world.run(30)
     assert gone and "Grant" not in " ".join(world.faults.names)
+
+
+async def test_a_step_without_any_agent_says_that_it_is_held_and_goes_on_when_one_comes() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    await world.run(2)
+    world.sims.clear()
+    await world.run(30)
+    assert world.where[:2] == ("Progressing", "Canary")
+    found = world.condition("Progressing")
+    assert (found["status"], found["reason"]) == ("False", "NoNodes")
+    assert "no live agent in the blast radius" in found["message"]
+    world.add_node("node-9")
+    await world.until("Progressing", "Ramp", limit=60)
+    assert world.condition("Progressing")["status"] == "True"

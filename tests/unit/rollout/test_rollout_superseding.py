@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier_operator.ports import AgentUnreachable
-from tests.unit.rollout.rollout_world import World
+from tests.unit.rollout.rollout_world import World, copied, held
 
 AT_ONCE = 5
 A_LEASE = 12
@@ -147,3 +147,18 @@ async def test_a_deleted_cache_does_not_shorten_the_wait_for_the_older_lease() -
     assert world.status_of(second)["phase"] == "RollingBack"
     await world.run(100, keys=[second])
     assert world.status_of(second)["phase"] == "RolledBack"
+
+
+@pytest.mark.parametrize("name", ["abc", "zebra"], ids=["sorts-first", "sorts-last"])
+async def test_of_two_that_have_begun_at_once_the_younger_returns_and_says_for_whom(name: str) -> None:
+    """As after a status that was restored from a backup: no other way leads there."""
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.clock.seconds += 1
+    second = world.add_rollout(name)
+    world.api.objects[second]["status"] = copied(world.status)
+    await world.run(10, keys=[second, world.rollout])
+    back = world.status_of(second)["rollback"]
+    assert (back["cause"], back["message"]) == ("InputDrift", "quest was first and has taken the cache")
+    await world.until("Completed")
+    assert held(world) == ["node-0", "node-1"]
