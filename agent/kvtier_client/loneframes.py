@@ -8,10 +8,10 @@ its refusals. What is due after an answer, its output's memory, is made while th
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import time
 from collections.abc import Callable
-from ctypes import memmove
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 _HEAD = wire.HEADER.size
 _LEAST = _HEAD + ANSWER.size
+_pack, _unpack = wire.LONE_FRAME.pack_into, LONE_ANSWER.unpack_from
+# Keeps the interpreter's lock: to let it go and take it again costs more than so small a copy.
+_copy = ctypes.cast(
+    ctypes.memmove, ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+)
 Noted = Callable[[Answer | bytes], object]
 """Is told of an answer's receipt: the answer, or the answer's record as it came."""
 
@@ -71,7 +76,8 @@ class LoneFrames:
             return None
         if not (q.shape == self._query and k.shape == self._row == v.shape) and not self._learn(q, k, v):
             return None
-        float32 = torch.float32
+        shape, float32 = self._query, torch.float32
+        assert shape is not None
         if not (
             (q.dtype is k.dtype is v.dtype is float32)
             and (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
@@ -80,14 +86,14 @@ class LoneFrames:
             return None
         row_bytes, out_bytes = self._row_bytes, self._out_bytes
         to_k, to_v, to_q = self._places
-        memmove(to_k, k.data_ptr(), row_bytes)
-        memmove(to_v, v.data_ptr(), row_bytes)
-        memmove(to_q, q.data_ptr(), out_bytes)
+        _copy(to_k, k.data_ptr(), row_bytes)
+        _copy(to_v, v.data_ptr(), row_bytes)
+        _copy(to_q, q.data_ptr(), out_bytes)
         if timeout != of.timeout:
             of.set_timeout(timeout)
         of.sequence = sequence = of.sequence + 1
         try:
-            wire.LONE_FRAME.pack_into(
+            _pack(
                 self._message,
                 wire.LONE_AT,
                 time.monotonic_ns(),
@@ -111,19 +117,19 @@ class LoneFrames:
             return None
         # Before it goes: a call that is interrupted here must be seen to have left its answer behind.
         of.ring.take(*self._span)
-        of.waiting.append([(sequence, 0, q.shape)])
+        of.waiting.append([(sequence, 0, shape)])
         try:
             of.socket.send(self._message)
         except OSError as error:
             of.not_sent(error)
             return None
         # In the time that the agent needs.
-        out = torch.empty(q.shape, dtype=float32)
+        out = torch.empty(shape, dtype=float32)
         to, view = out.data_ptr(), self._view
         size = of.received()
         if size < _LEAST:
             return self._unusual(size, noted)
-        start, length, count, tail, kind, number, length_of_out = LONE_ANSWER.unpack_from(view)
+        start, length, count, tail, kind, number, length_of_out = _unpack(view)
         if (start, length, count, kind, number, length_of_out) != (
             LONE_ANSWER_IS,
             size,
@@ -133,7 +139,7 @@ class LoneFrames:
             out_bytes,
         ) or tail != size - _LEAST:
             return self._unusual(size, noted)
-        memmove(to, self._answer, out_bytes)
+        _copy(to, self._answer, out_bytes)
         # Only now: the output was copied from the place that the next frame's will take.
         of.waiting.popleft()
         of.ring.give_back()

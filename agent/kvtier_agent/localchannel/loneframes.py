@@ -9,7 +9,6 @@ came to the general way (`frames`), which says why. It knows no socket.
 from __future__ import annotations
 
 import logging
-import time
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from kvtier_agent.localchannel.rings import FLOAT_BYTES, Rings
 from kvtier_core.errors import CoreError, Reason
 
 log = logging.getLogger(__name__)
+_unpack = LONE_MESSAGE.unpack_from
 
 
 class LoneFrames:
@@ -95,7 +95,7 @@ class LoneFrames:
             offset,
             session_tag,
             boot_tag,
-        ) = LONE_MESSAGE.unpack_from(message)
+        ) = _unpack(message)
         if (start, index, extra, rows, queries, generation, session_tag, boot_tag) != self._is:
             return None
         layers, floats, rings, desk = self._attachment.layers, self._floats, self._rings, self._desk
@@ -104,7 +104,8 @@ class LoneFrames:
             flags > 1
             or not rings.has(offset, FLOAT_BYTES * floats)
             or not 0 <= layer < layers
-            or min(step, first_row, first_query, committed, deadline_ms, epoch) < 0
+            or (step < 0 or first_row < 0 or first_query < 0)
+            or (committed < 0 or deadline_ms < 0 or epoch < 0)
             or self._open.get(self._name) is not self._session
             or self._session.assignment is not self._assignment
         ):
@@ -112,9 +113,12 @@ class LoneFrames:
         longest = desk.node.limits.frame_deadline_seconds
         # As of any frame: its time counts from when it was sent, and no lie of the peer makes it longer.
         sent = (clock_ns + clock_offset) / 1e9
-        received_at = min(now, max(sent, now - 2 * longest))
-        allowed = min(longest, deadline_ms / 1000) if deadline_ms else longest
-        if time.monotonic() - received_at > allowed or desk.frames.enter() is not None:
+        earliest = now - 2 * longest
+        received_at = sent if earliest <= sent <= now else earliest if sent < earliest else now
+        allowed: float = deadline_ms / 1000
+        if not deadline_ms or allowed > longest:
+            allowed = longest
+        if now - received_at > allowed or desk.frames.enter() is not None:
             return None
         # First of all: from here on the engine's process cannot change what is checked.
         room = self._room

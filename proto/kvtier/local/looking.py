@@ -46,6 +46,9 @@ class _Word(IntEnum):
     NOW = 8
 
 
+# Plain numbers: a name of an enumeration costs as much as the word, and there is a look for each message.
+_LIMIT, _FOUND = int(_Word.LIMIT), slice(int(_Word.CAME), int(_Word.NOW) + 1)
+
 _CODE = """
 declare i64 @recv(i32, ptr, i64, i32)
 declare i32 @clock_gettime(i32, ptr)
@@ -181,11 +184,11 @@ class Receiver:
         limit = patience.look(began)
         if not limit:
             return -1, 0
-        words[_Word.LIMIT] = limit
+        words[_LIMIT] = limit
         compiled(self._at)
-        came, looked, taken = words[_Word.CAME], words[_Word.LOOKED], words[_Word.TAKEN]
+        came, looked, taken, now = words[_FOUND]
         if taken:
-            patience.taken(looked, words[_Word.NOW])
+            patience.taken(looked, now)
         elif came >= 0:
             patience.came(looked)
         if came < -1:

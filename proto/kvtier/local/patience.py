@@ -64,9 +64,11 @@ class Patience:
         if not limit or now < self._until:
             return 0
         bounds = self.bounds
-        self._credit = min(bounds.burst, self._credit + (now - self._filled) // bounds.wasted_of)
+        # Compared, not min and max: a wait is begun and ended for each message.
+        credit = self._credit + (now - self._filled) // bounds.wasted_of
+        self._credit = credit = credit if credit < bounds.burst else bounds.burst
         self._filled = now
-        if limit > self._credit:
+        if limit > credit:
             return 0
         self._given = limit
         return limit
@@ -77,8 +79,13 @@ class Patience:
         self._given = 0
         bounds = self.bounds
         # Twice what was needed, so that one that takes a little longer is seen as well.
-        wanted = min(bounds.most, max(bounds.first, 2 * looked))
-        self.limit = max(wanted, self.limit - self.limit // 16)
+        wanted = 2 * looked
+        if wanted < bounds.first:
+            wanted = bounds.first
+        elif wanted > bounds.most:
+            wanted = bounds.most
+        less = self.limit - self.limit // 16
+        self.limit = wanted if wanted > less else less
 
     def missed(self, waited: int) -> None:
         """The message came after the look that was allowed, and so long after the wait's beginning."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.local.frames import HEADER, MAGIC, VERSION, Kind, MalformedError, header
@@ -20,6 +20,7 @@ from kvtier.v1 import attention_pb2, common_pb2
 # omitted mass, hidden and exposed transfer seconds, and the digests of manifest, support and producer.
 ANSWER = struct.Struct("<IiBBBB9q4d32s32s32s")
 _RECEIPT, _ERROR = 0, 1
+_HEADER_BYTES, _ANSWERS = HEADER.size, int(Kind.ANSWERS)
 _SIMULATED, _MANIFEST, _SUPPORT, _PRODUCER = 1, 2, 4, 8
 _PREFIX = "sha256:"
 _NO_DIGEST = bytes(32)
@@ -69,7 +70,8 @@ class AnswerPacker:
     """Packs answers; remembers the names that it packed last, since they hardly ever change."""
 
     def __init__(self) -> None:
-        self._names: dict[tuple[object, ...], bytes] = {}
+        # With what packs the tiers' bytes.
+        self._names: dict[tuple[object, ...], tuple[bytes, Callable[..., bytes]]] = {}
         self._digests: dict[str, bytes | None] = {}
 
     def answer(self, sequence: int, step: int, layer: int, out_bytes: int, receipt: ReceiptFacts) -> bytes:
@@ -133,9 +135,15 @@ class AnswerPacker:
     ) -> bytes:
         """As `answer`, without an object in between, since it is made for every layer of every token."""
         flags = _SIMULATED if simulated else 0
-        manifest = self._digest(manifest_digest)
-        support = self._digest(support_digest)
-        producer = self._digest(producer_digest)
+        # The same ones again and again; a support's for all layers of a step.
+        known = self._digests
+        try:
+            manifest, support = known[manifest_digest], known[support_digest]
+            producer = known[producer_digest]
+        except KeyError:
+            manifest = self._digest(manifest_digest)
+            support = self._digest(support_digest)
+            producer = self._digest(producer_digest)
         if manifest is None or support is None or producer is None:
             texts = attention_pb2.Receipt()
             if manifest is None:
@@ -155,10 +163,10 @@ class AnswerPacker:
         else:
             flags |= _MANIFEST | _SUPPORT | _PRODUCER
         key = (tuple(bytes_by_tier), plan, fallback, plan_kind)
-        names = self._names.get(key) or self._packed_names(key)
-        tail = struct.pack(f"<{len(key[0])}q", *bytes_by_tier.values())
+        names, pack_tail = self._names.get(key) or self._packed_names(key)
+        tail = names + pack_tail(*bytes_by_tier.values()) + extra
         record = ANSWER.pack(
-            len(names) + len(tail) + len(extra),
+            len(tail),
             layer,
             _RECEIPT,
             exactness,
@@ -181,10 +189,9 @@ class AnswerPacker:
             support,
             producer,
         )
-        return record + names + tail + extra
+        return record + tail
 
     def _digest(self, text: str) -> bytes | None:
-        """The same ones again and again; a support's for all layers of a step."""
         try:
             return self._digests[text]
         except KeyError:
@@ -192,7 +199,9 @@ class AnswerPacker:
                 self._digests.clear()
             return self._digests.setdefault(text, _raw(text))
 
-    def _packed_names(self, key: tuple[tuple[str, ...], tuple[str, ...], str, str]) -> bytes:
+    def _packed_names(
+        self, key: tuple[tuple[str, ...], tuple[str, ...], str, str]
+    ) -> tuple[bytes, Callable[..., bytes]]:
         """Of tiers, plan, fallback and the plan's kind."""
         if len(self._names) >= _CACHED_NAMES:
             self._names.clear()
@@ -200,7 +209,7 @@ class AnswerPacker:
         encoded = [text.encode() for text in (*tiers, *plan, fallback, plan_kind)]
         body = b"".join(struct.pack("<H", len(text)) + text for text in encoded)
         counts = _COUNTS.pack(len(tiers), len(plan), len(body), 0)
-        found = self._names[key] = counts + body
+        found = self._names[key] = counts + body, struct.Struct(f"<{len(tiers)}q").pack
         return found
 
 
@@ -213,7 +222,8 @@ def refusal(sequence: int, step: int, layer: int, detail: common_pb2.ErrorDetail
 
 def pack_answers(records: Sequence[bytes], clock_ns: int) -> bytes:
     if len(records) == 1:
-        return header(Kind.ANSWERS, len(records[0]), 1, clock_ns) + records[0]
+        (record,) = records
+        return HEADER.pack(MAGIC, VERSION, _ANSWERS, _HEADER_BYTES + len(record), 1, clock_ns) + record
     size = sum(map(len, records))
     return b"".join((header(Kind.ANSWERS, size, len(records), clock_ns), *records))
 
@@ -280,7 +290,6 @@ def unpack_answers(message: bytes | bytearray | memoryview, size: int, count: in
 # The first fields of an answer, all that its reader needs at once; and with the header before them.
 _HEAD = struct.Struct("<IiBBBB3q")
 _ONE = struct.Struct(HEADER.format + _HEAD.format.removeprefix("<"))
-_ANSWERS = int(Kind.ANSWERS)
 # Of such a message, what a reader of one awaited answer compares: `LONE_ANSWER_IS`, bytes of the message,
 # records, tail bytes, kind of the tail, sequence, output bytes.
 LONE_ANSWER = struct.Struct("<8sII8xI4xB3xq8xq")
