@@ -55,6 +55,8 @@ class Person:
             stderr=subprocess.PIPE,
             text=True,
             env=kubectl_environment(self.kubeconfig, os.environ),
+            # A shell that runs the tests in the background has them, and so this, ignore it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def uninstall(self, *words: str) -> tuple[int, str, str]:
