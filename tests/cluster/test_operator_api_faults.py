@@ -41,6 +41,8 @@ from tests.cluster.test_rollout_end_to_end import PLAN, PROBES, rollout, selecto
 
 pytestmark = pytest.mark.timeout(600)
 NAMESPACE = "api-faults"
+TIERS = (("gpu-sim", "8Mi"), ("cpu-dram", "16Mi"))
+"""Of each cache: all of this module's lie on one agent, and stay until its end."""
 STAGES = ["Shadow", "Canary", "Ramp", "Full"]
 
 
@@ -88,7 +90,7 @@ class World:
 
     def begin(self, name: str, **spec: Any) -> str:
         """A cache with its baseline, and a rollout on it, of which `spec` may say more; the cache's uid."""
-        made = kv_cache(name, NAMESPACE, NAMESPACE, contract={"exactness": "approximate"})
+        made = kv_cache(name, NAMESPACE, NAMESPACE, TIERS, contract={"exactness": "approximate"})
         apply(self.cluster, made)
         wait_condition(self.cluster, f"kvcache/{name}", NAMESPACE, "Ready", "True", timeout=90)
         made = rollout(name, name, **spec)
@@ -222,7 +224,7 @@ def test_a_rollout_walks_through_a_storm(world: World, storm: str) -> None:
 
 def test_throttling_is_obeyed(world: World) -> None:
     """429 with Retry-After: nothing more is written for that object until the time has passed."""
-    made = kv_cache("throttled", NAMESPACE, NAMESPACE)
+    made = kv_cache("throttled", NAMESPACE, NAMESPACE, TIERS)
 
     def ours(seen: Seen) -> bool:
         return seen.write and seen.path.endswith("/throttled/status")
@@ -365,7 +367,7 @@ def test_a_candidate_ends_with_its_lease_when_its_agent_cannot_be_reached(world:
 
 
 def test_a_deletion_that_no_watch_told_is_found_by_the_relist(world: World) -> None:
-    made = kv_cache("vanishes", NAMESPACE, NAMESPACE, deletion={"policy": "delete"})
+    made = kv_cache("vanishes", NAMESPACE, NAMESPACE, TIERS, deletion={"policy": "delete"})
     apply(world.cluster, made)
     wait_condition(world.cluster, "kvcache/vanishes", NAMESPACE, "Ready", "True", timeout=90)
 
