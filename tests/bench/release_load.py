@@ -217,6 +217,8 @@ async def under_edits(load: Load, minutes: float) -> list[Row]:
         f"processor: operator {used:.2f}, agents {agents_used:.2f}, API server {api_used:.2f}; "
         f"writes {dict(written)}; calls a second {_a_second(observed['calls'], seconds)}"
     )
+    for line in load.tracker.slow_by(started, PROGRESS_SECONDS)[:MOST_TOLD]:
+        load.note(f"edits, after {line}")
     latencies = load.tracker.latencies
     return [
         Row("event_to_status.p50", quantile(latencies, 0.50), "s", lower_is_better=True),

@@ -5,6 +5,7 @@ Both moments come from the same watch, so the time that it takes to deliver is i
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from tests.bench.release_api import Json
 
 EARLY_SECONDS = 1e-6
 """What rounding may make of a moment."""
+SLOW_SECONDS = 2.0
+MOST_SLOW = 10_000
 Key = tuple[str, str, str]
 """Plural, namespace, name."""
 
@@ -24,6 +27,8 @@ class Tracker:
     statuses: dict[Key, Json] = field(default_factory=dict)
     uids: dict[Key, str] = field(default_factory=dict)
     latencies: list[float] = field(default_factory=list)
+    slow: list[tuple[float, Key, float]] = field(default_factory=list)
+    """Of those above SLOW_SECONDS: when they were answered, of what, and their seconds."""
     transitions: Counter[str] = field(default_factory=Counter)
     """Moves of fences, by the rollout's name."""
     last_change: float = 0.0
@@ -31,13 +36,12 @@ class Tracker:
     _open: dict[Key, dict[int, float]] = field(default_factory=dict)
 
     def changed_since(self, before: Mapping[Key, Json]) -> list[str]:
-        """A line for each object whose status is another: its stage, and which fields differ."""
+        """A line for each object whose status is another: its stage, and what differs, was and is."""
         lines = []
         for key, status in sorted(self.statuses.items()):
-            old = before.get(key, {})
-            fields = sorted(name for name in old.keys() | status.keys() if old.get(name) != status.get(name))
-            if fields:
-                lines.append(f"{'/'.join(key)} in {status.get('stage', '-')}: {', '.join(fields)}")
+            told = differing(before.get(key, {}), status)
+            if told:
+                lines.append(f"{'/'.join(key)} in {status.get('stage', '-')}: {', '.join(told)}")
         return lines
 
     def feed(self, plural: str, kind: str, obj: Json, now: float) -> None:
@@ -59,9 +63,25 @@ class Tracker:
         waiting = self._open.get(key)
         if waiting:
             for one in [one for one in waiting if one <= observed]:
-                self.latencies.append(now - waiting.pop(one))
+                self._answered(key, now - waiting.pop(one), now)
         if plural == "kvrollouts" and before and status.get("fence") != before.get("fence"):
             self.transitions[metadata["name"]] += 1
+
+    def _answered(self, key: Key, seconds: float, now: float) -> None:
+        self.latencies.append(seconds)
+        if seconds > SLOW_SECONDS and len(self.slow) < MOST_SLOW:
+            self.slow.append((now, key, seconds))
+
+    def slow_by(self, since: float, span: float) -> list[str]:
+        """A line for each span of that many seconds in which slow ones were answered."""
+        spans: dict[int, list[tuple[Key, float]]] = {}
+        for now, key, seconds in self.slow:
+            spans.setdefault(int((now - since) // span), []).append((key, seconds))
+        return [
+            f"{number * span:.0f} s: {len(of)} slow, by kind {dict(Counter(key[0] for key, _ in of))}, "
+            f"{min(one for _, one in of):.1f} to {max(one for _, one in of):.1f} s, as {'/'.join(of[0][0])}"
+            for number, of in sorted(spans.items())
+        ]
 
     def unanswered(self) -> int:
         """Edits that no status has observed yet."""
@@ -70,8 +90,22 @@ class Tracker:
     def begin(self) -> None:
         """Counts from now on; what is still open is forgotten."""
         self.latencies.clear()
+        self.slow.clear()
         self.transitions.clear()
         self._open.clear()
+
+
+def differing(was: object, now: object, at: str = "") -> list[str]:
+    """The leaves of two JSON values that are not the same, each with its path and both."""
+    if was == now:
+        return []
+    if isinstance(was, dict) and isinstance(now, dict):
+        names = sorted(was.keys() | now.keys())
+        return [told for name in names for told in differing(was.get(name), now.get(name), f"{at}.{name}")]
+    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        pairs = enumerate(zip(was, now, strict=True))
+        return [told for number, (a, b) in pairs for told in differing(a, b, f"{at}[{number}]")]
+    return [f"{at.removeprefix('.')} {json.dumps(was)} -> {json.dumps(now)}"]
 
 
 def lateness(moments: list[float], interval: float) -> list[float]:

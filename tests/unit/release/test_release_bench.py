@@ -196,6 +196,21 @@ def test_the_committed_limits_follow_from_their_means() -> None:
     assert limits_of([]) == {}
 
 
+def test_slow_answers_are_told_by_when_they_came() -> None:
+    tracker = Tracker()
+    tracker.feed("kvcaches", "ADDED", event(1, 1), 0.0)
+    tracker.begin()
+    for generation, at, seconds in ((2, 110.0, 2.5), (3, 114.0, 3.0), (4, 130.0, 0.5)):
+        tracker.feed("kvcaches", "MODIFIED", event(generation, generation - 1), at)
+        tracker.feed("kvcaches", "MODIFIED", event(generation, generation), at + seconds)
+    told = tracker.slow_by(100.0, 10.0)
+    assert told == [
+        "10 s: 2 slow, by kind {'kvcaches': 2}, 2.5 to 3.0 s, as kvcaches/ns/a",
+    ]
+    tracker.begin()
+    assert tracker.slow_by(100.0, 10.0) == []
+
+
 def test_what_was_written_between_two_moments_is_told_by_its_fields() -> None:
     tracker = Tracker()
     for name, gate in (("a", 1), ("b", 1)):
@@ -204,7 +219,7 @@ def test_what_was_written_between_two_moments_is_told_by_its_fields() -> None:
     before = dict(tracker.statuses)
     later = {"stage": "Canary", "gates": 2, "conditions": []}
     tracker.feed("kvrollouts", "MODIFIED", {"metadata": metadata("b"), "status": later}, 1.0)
-    assert tracker.changed_since(before) == ["kvrollouts/ns/b in Canary: conditions, gates"]
+    assert tracker.changed_since(before) == ["kvrollouts/ns/b in Canary: conditions null -> [], gates 1 -> 2"]
 
 
 def metadata(name: str) -> dict[str, str]:
