@@ -215,7 +215,8 @@ async def under_edits(load: Load, minutes: float) -> list[Row]:
     load.note(
         f"{edits} edits in {seconds:.0f} s, {moved} moves of a fence, {len(late)} looks on a beat; "
         f"processor: operator {used:.2f}, agents {agents_used:.2f}, API server {api_used:.2f}; "
-        f"writes {dict(written)}; calls a second {_a_second(observed['calls'], seconds)}"
+        f"writes {dict(written)}; calls a second {_a_second(observed['calls'], seconds)}; "
+        f"longest collection of the agents' garbage {observed['longestStop']:.2f} s"
     )
     for line in load.tracker.slow_by(started, PROGRESS_SECONDS)[:MOST_TOLD]:
         load.note(f"edits, after {line}")

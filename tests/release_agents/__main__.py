@@ -4,14 +4,20 @@ SPEC is JSON: {"operator": name, "probeDigest": digest, "agents": [Place...], "r
 {"event": "ready"} and then answers each line of standard input, a JSON object, by one line:
 {"do": "harm", "rollouts": [uid...]} spoils the windows of these from now on, and no others; {"do":
 "observed"} tells what was seen so far; {"do": "clear"} forgets that.
+
+Agents that share a process share its collections of garbage, too: one that goes through the objects of 200
+of them stops all at once for more than a second, where one of an agent by itself takes milliseconds. So
+"clear" collects, and leaves alone from then on what exists; "observed" tells the longest stop since.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +27,34 @@ from tests.release_agents.evidence import Harm, Readings
 STARTED_AT_ONCE = 16
 
 
+class Stops:
+    """How long collections of garbage stop the process. `longest`: seconds, since it was last set to 0."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._began = 0.0
+        gc.callbacks.append(self._seen)
+
+    def _seen(self, phase: str, _: dict[str, int]) -> None:
+        now = time.monotonic()
+        if phase == "start":
+            self._began = now
+        else:
+            self.longest = max(self.longest, now - self._began)
+
+    def begin(self) -> None:
+        """What exists is not looked at again."""
+        gc.collect()
+        gc.freeze()
+        self.longest = 0.0
+
+
 class Host:
     """All agents of this process, and what they share."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.harm = Harm()
+        self.stops = Stops()
         self.observed = Observed(Readings(), {}, {})
         reads = set(spec["reads"])
         self.agents = [
@@ -59,6 +88,7 @@ class Host:
                 observed.readings.first_harm.clear()
                 observed.revoked.clear()
                 observed.calls.clear()
+                self.stops.begin()
             case "observed":
                 windows = observed.readings.by_window
                 return {
@@ -66,6 +96,7 @@ class Host:
                     "firstHarm": observed.readings.first_harm,
                     "revoked": observed.revoked,
                     "calls": observed.calls,
+                    "longestStop": self.stops.longest,
                 }
             case other:
                 raise ValueError(f"no such thing to do: {other!r}")
