@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -92,3 +94,16 @@ def test_a_key_folder_encrypts_what_lies_on_flash(tmp_path: Path) -> None:
         assert found(second) == stored
     finally:
         second.close()
+
+
+def test_what_an_agent_has_loaded_is_not_looked_through_again_for_garbage() -> None:
+    # In a process of its own: what is frozen stays so.
+    told = "prepare_process(); print(gc.get_freeze_count(), len(gc.get_objects()), torch.get_num_threads())"
+    script = f"import gc, torch; from kvtier_agent.core_engine import prepare_process; {told}"
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    frozen, followed, threads = map(int, ran.stdout.split())
+    assert frozen > 50_000
+    assert followed < frozen // 10
+    assert threads == 1
