@@ -19,6 +19,7 @@ from kvtier_operator.reconcile.kvcache_predicted import node_plan
 
 PROOF_SECONDS = 300.0
 REBOOTED = "BOOT_ID_MISMATCH"
+TOO_LATE = "DEADLINE_EXCEEDED"
 RECENT_SECONDS = 2.0
 """How old an answer may be that somebody else got, of an agent that was told nothing of this cache since."""
 BEAT_SECONDS = 45.0
@@ -62,9 +63,11 @@ class CacheNodes:
         self._deps = deps
         self._proved: dict[tuple[str, str], _Proved] = {}
         self._looked: dict[str, float] = {}
+        self._silent: set[tuple[str, str]] = set()
 
     def forget(self, uid: str) -> None:
         self._looked.pop(uid, None)
+        self._silent = {key for key in self._silent if key[0] != uid}
         self._proved = {key: value for key, value in self._proved.items() if key[0] != uid}
 
     async def converge(
@@ -106,13 +109,10 @@ class CacheNodes:
         name = view.target.name
         if not view.live:
             self._proved.pop((uid, name), None)
+            self._silent.discard((uid, name))
             return NodeResult(NodeFinding(name, Standing.LOST))
         try:
-            if recent:
-                # Rollouts of the pool, and its other caches, look as often.
-                state = await state_of(self._deps.agents, view.target, uid, RECENT_SECONDS, for_all=True)
-            else:
-                state = await self._deps.agents.get_state(view.target, uid)
+            state = await self._state(view.target, uid, recent=recent)
         except (AgentError, AgentUnreachable) as error:
             return NodeResult(NodeFinding(name, Standing.UNREACHABLE, _short(error)))
         held = _held(state, uid)
@@ -145,6 +145,27 @@ class CacheNodes:
             f"{tier.tier_class}: {tier.condition}" for tier in state.tiers if tier.condition != "Ready"
         )
         return NodeResult(replace(finding, tier_faults=faults), highest)
+
+    async def _state(self, target: AgentTarget, uid: str, *, recent: bool) -> control.GetStateResponse:
+        """What the agent says of itself. One that has proved itself and does not answer in time is asked once
+        more before anybody is told that it cannot be reached: a machine that stood still for some seconds is
+        no outage. The next time only if it has answered in between."""
+        key = uid, target.name
+        try:
+            state = await self._ask(target, uid, recent=recent)
+        except AgentUnreachable as error:
+            if error.code != TOO_LATE or key not in self._proved or key in self._silent:
+                raise
+            self._silent.add(key)
+            state = await self._ask(target, uid, recent=False)
+        self._silent.discard(key)
+        return state
+
+    async def _ask(self, target: AgentTarget, uid: str, *, recent: bool) -> control.GetStateResponse:
+        if recent:
+            # Rollouts of the pool, and its other caches, look as often.
+            return await state_of(self._deps.agents, target, uid, RECENT_SECONDS, for_all=True)
+        return await self._deps.agents.get_state(target, uid)
 
     async def _prove(
         self, target: AgentTarget, held: control.CacheState | None, baseline: Baseline, *, rollout: bool

@@ -222,7 +222,7 @@ def _apply_op(parent: Any, name: str, op: PatchOp) -> None:
 
 class FakeAgents:
     """Agents by node name; `caches` is what each holds: uid -> [fence, digest]. A name in `down` does not
-    answer."""
+    answer, one in `late` does not answer so many calls in time."""
 
     def __init__(self) -> None:
         self.boots: dict[str, str] = {}
@@ -232,6 +232,7 @@ class FakeAgents:
         self.erasures: list[control.KeyErasure] = []
         self.admissions: dict[str, control.CacheAdmission] = {}
         self.down: set[str] = set()
+        self.late: dict[str, int] = {}
         self.calls: list[str] = []
         self.wanted: list[str] = []
         self.used: dict[str, int] = {}
@@ -245,6 +246,9 @@ class FakeAgents:
     def _node(self, node: AgentTarget) -> dict[str, list[Any]]:
         if node.name in self.down:
             raise AgentUnreachable(node.name, "UNAVAILABLE", "down")
+        if self.late.get(node.name):
+            self.late[node.name] -= 1
+            raise AgentUnreachable(node.name, "DEADLINE_EXCEEDED", "late")
         return self.caches.setdefault(node.name, {})
 
     async def get_state(

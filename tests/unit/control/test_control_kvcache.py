@@ -278,6 +278,38 @@ async def test_a_node_that_does_not_answer_is_named_and_the_others_serve() -> No
     assert conditions(await settle(bench))["Ready"] == ("True", "BaselineServed")
 
 
+@pytest.mark.parametrize(
+    ("late", "ready"), [(0, "True"), (1, "True"), (2, "False")], ids=["in-time", "late-once", "late-twice"]
+)
+async def test_a_node_that_has_proved_itself_is_asked_twice_before_it_is_called_unreachable(
+    late: int, ready: str
+) -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    await settle(bench, reconciler)
+    bench.agents.late["b"] = late
+    await reconciler.reconcile(KEY)
+    bench.api.catch_up()
+    assert conditions(bench.api.objects[KEY])["Ready"][0] == ready
+    assert bench.agents.late["b"] == 0
+    # One that goes on being silent holds nobody up for longer than one deadline.
+    bench.agents.late["b"] = 1
+    await reconciler.reconcile(KEY)
+    bench.api.catch_up()
+    assert conditions(bench.api.objects[KEY])["Ready"][0] == ("False" if late == 2 else "True")
+    bench.agents.late["b"] = 0
+    assert conditions(await settle(bench, reconciler))["Ready"] == ("True", "BaselineServed")
+
+
+async def test_a_node_that_never_proved_itself_is_asked_once() -> None:
+    bench = bench_with()
+    bench.agents.late["b"] = 1
+    await KVCacheReconciler(bench.deps).reconcile(KEY)
+    assert bench.agents.late["b"] == 0
+    bench.api.catch_up()
+    assert conditions(bench.api.objects[KEY])["Ready"] == ("False", "BaselineNotProved")
+
+
 async def test_a_node_that_lost_its_disk_during_a_rollout_gets_the_baseline_under_a_burned_fence() -> None:
     """The current number belongs to the rollout's grant on that node."""
     bench = bench_with()
