@@ -171,7 +171,7 @@ def resolve(
             scope=g.scope,
             min_samples=_first(g.min_samples, min_samples, metrics.DEFAULT_MIN_SAMPLES),
             design_effect=g.design_effect if g.design_effect is not None else design_effect,
-            required=(not g.stages or stage in g.stages) and (g.external is None or g.external.waited_for),
+            required=_waits(g, metric, stage) and (g.external is None or g.external.waited_for),
             probe_set_digest=g.probe_set_digest,
             probe_set_size=g.probe_set_size,
             external=g.external,
@@ -180,6 +180,13 @@ def resolve(
         if metric.kind is Kind.RATIO and g.quantile is not None:
             out.append(median_guard(spec))
     return tuple(out)
+
+
+def _waits(gate: GateDeclaration, metric: Metric, stage: Stage) -> bool:
+    """Whether that stage waits for its Pass. Where it names only stages in which its metric is not counted,
+    all others do, or none would."""
+    named = metric.stages & set(gate.stages)
+    return not named or stage in named
 
 
 def median_guard(gate: GateSpec) -> GateSpec:

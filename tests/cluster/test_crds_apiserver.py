@@ -156,6 +156,7 @@ def test_what_is_immutable_stays(
 OLDER = (
     "agentpool-name-with-dot",
     "kvrollout-canary-over-full",
+    "kvrollout-gate-external-shadow",
     "kvrollout-gate-named-median",
     "kvrollout-gate-named-stall",
     "kvrollout-gate-named-tail",

@@ -212,6 +212,12 @@ _GATE_STAGES_EXIST = (
 )
 
 
+_EXTERNAL_IS_WAITED_FOR = (
+    "!has(self.gates) || self.gates.all(g, g.metric != 'external' || !has(g.stages) || g.stages.size() == 0 "
+    "|| g.stages.exists(n, n != 'Shadow' && self.stages.exists(s, s.name == n)))"
+)
+
+
 _SAME_LADDER_AND_GATES = (
     "oldSelf.value().stages == self.stages && has(oldSelf.value().gates) == has(self.gates) && "
     "(!has(self.gates) || oldSelf.value().gates == self.gates)"
@@ -262,6 +268,11 @@ class KVRolloutSpec(Struct):
         _of_ladder_and_gates(
             _GATE_STAGES_EXIST,
             "spec.gates[].stages must name a stage that spec.stages has, or no step would wait for the gate",
+        ),
+        _of_ladder_and_gates(
+            _EXTERNAL_IS_WAITED_FOR,
+            "spec.gates[].stages must name Canary, Ramp or Full for external, and one that spec.stages has: "
+            "it is not counted in Shadow, and no step would wait for it",
         ),
         _of_ladder_and_gates(
             _free_name(Metric.TPOT_RATIO, "'tail', 'tail-median'"),

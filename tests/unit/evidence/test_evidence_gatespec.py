@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kvtier_evidence import metrics
 from kvtier_evidence.assignment import assign, is_candidate, sampled, step_sampled
 from kvtier_evidence.design import BlockSums
+from kvtier_evidence.external import Form
 from kvtier_evidence.gates import ONE, Pair
-from kvtier_evidence.gatespec import GateDeclaration, planned_cells, resolve, with_defaults
+from kvtier_evidence.gatespec import ExternalTerms, GateDeclaration, planned_cells, resolve, with_defaults
 from kvtier_evidence.grid import MAX_BINS, Histogram
 from kvtier_evidence.limits import LimitError
 from kvtier_evidence.metrics import METRICS, Kind, Scope, Stage
@@ -207,6 +208,18 @@ def test_where_a_gate_must_pass_and_what_it_inherits() -> None:
     spec = resolve([own], Stage.SHADOW, exact=False, min_samples=30, design_effect=Decimal(2))[0]
     assert (spec.min_samples, spec.design_effect) == (7, 1)
     assert resolve([g], Stage.SHADOW, exact=False)[0].min_samples == 500
+
+
+@pytest.mark.parametrize("metric", [metrics.EXTERNAL, metrics.EXPOSED_STALL_FRACTION])
+def test_a_gate_that_names_only_stages_in_which_it_is_not_counted_is_waited_for(metric: str) -> None:
+    """Else no step would wait for it, and nobody would know."""
+    counts = ExternalTerms(Form.COUNTER_PAIR, can_fail=True) if metric == metrics.EXTERNAL else None
+    gate = GateDeclaration("mine", metric, Decimal("0.01"), stages=(Stage.SHADOW,), external=counts)
+    for named, waits in (((Stage.SHADOW,), 3), ((Stage.SHADOW, Stage.RAMP), 1), ((), 3)):
+        declared = [replace(gate, stages=named)]
+        all_stages = [one for stage in Stage for one in resolve(declared, stage, exact=False)]
+        found = [one for one in all_stages if one.name == "mine"]
+        assert (len(found), sum(one.required for one in found)) == (3, waits)
 
 
 def test_planned_cells_count_budgeted_gates_over_all_steps() -> None:
