@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 from kvtier_crds.manifest import ManifestError, RuntimeManifest
 from kvtier_crds.models.common import short_digest
@@ -23,7 +22,6 @@ from kvtier_operator.feasible import (
     key_secret,
     unsupported,
 )
-from kvtier_operator.fleet import parse_time
 from kvtier_operator.ports import (
     CACHE_FINALIZER,
     Deps,
@@ -41,6 +39,7 @@ from kvtier_operator.ports import (
     remove_op,
 )
 from kvtier_operator.reconcile.kvcache_nodes import Baseline, CacheNodes, NodeResult, cache_ref
+from kvtier_operator.reconcile.kvcache_orphans import OrphanedApprovals
 from kvtier_operator.reconcile.kvcache_plan import (
     OWNED,
     Findings,
@@ -61,15 +60,16 @@ from kvtier_operator.revisions import (
     undamaged,
 )
 from kvtier_operator.rollout.beats import AFTER_BEAT_SECONDS, PoolBeats, next_beat
-from kvtier_operator.rollout.moves import MAX_TICK
+from kvtier_operator.rollout.moves import MAX_TICK, lease_wait
 
 _log = logging.getLogger(__name__)
 
 INITIAL_FENCE = 1
 QUIET_SECONDS = 60.0
 RETRY_SECONDS = 3.0
+AGAIN_SECONDS = 0.05
 LEDGER_SECONDS = 60.0
-REMOVAL_GRACE = timedelta(seconds=66)
+REMOVAL_GRACE = 66.0
 FINISHED_PHASES = ("Completed", "RolledBack", "Invalid")
 EVENT_CONDITIONS = ("Ready", "Feasible", "SpecApplied", "BaselineVerified", "Degraded")
 
@@ -89,12 +89,15 @@ class KVCacheReconciler:
     def __init__(self, deps: Deps) -> None:
         self._deps = deps
         self._nodes = CacheNodes(deps)
+        self._orphans = OrphanedApprovals(deps)
         self._beats = PoolBeats(deps.store)
         self._ledger_written: dict[str, float] = {}
         # By cache, its baseline's digest and bytes.
         self._revisions: dict[str, tuple[str, bytes]] = {}
         self._labelled: dict[str, str] = {}
         self._removal_fence: dict[str, int] = {}
+        # Of a cache that is deleted, when this process first saw that, on the monotonic clock.
+        self._leaving: dict[str, float] = {}
         self._overtaken: dict[str, int] = {}
 
     async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
@@ -105,6 +108,8 @@ class KVCacheReconciler:
             return await self._delete(key, cache)
         if CACHE_FINALIZER not in (cache["metadata"].get("finalizers") or []):
             await self._add_finalizer(key, cache)
+        if await self._orphans.end(key, cache):
+            return Requeue(AGAIN_SECONDS, "its number is its own again")
         resolved = resolve(cache, self._deps.store)
         views = self._views(cache)
         feasible = self._feasible(cache, resolved, views)
@@ -372,11 +377,13 @@ class KVCacheReconciler:
 
     async def _delete(self, key: ObjectKey, cache: JsonObject) -> ReconcileOutcome:
         """A higher fence first, so that nothing of an earlier time is accepted; then every agent forgets the
-        cache; then the finalizer. A node that cannot be asked is waited for as long as a lease may last."""
+        cache; then the finalizer. A node that cannot be asked is waited for as long as a lease may last, by
+        what this process has waited: the deletion's time is of another machine's clock."""
         finalizers = cache["metadata"].get("finalizers") or []
         uid = _uid(cache)
         if CACHE_FINALIZER not in finalizers:
             return Done()
+        since = self._leaving.setdefault(uid, self._deps.clock.monotonic())
         left: dict[str, str] = {}
         erased: dict[str, int] = {}
         crypto_erase = bool((cache["spec"].get("deletion") or {}).get("cryptoErase"))
@@ -390,8 +397,7 @@ class KVCacheReconciler:
             left, erased = await self._nodes.remove(
                 self._views(cache), cache_ref(cache), fence, receipts=crypto_erase
             )
-        since = parse_time(cache["metadata"]["deletionTimestamp"])
-        if left and since is not None and self._deps.clock.now() - since < self._removal_grace(cache):
+        if left and self._deps.clock.monotonic() - since < self._removal_grace(cache):
             return Requeue(RETRY_SECONDS, f"not removed on {len(left)} nodes")
         if left:
             names = ", ".join(f"{name} ({reason})" for name, reason in sorted(left.items())[:6])
@@ -421,7 +427,9 @@ class KVCacheReconciler:
         except NotFound:
             _log.debug("gone already", extra={"object": str(key)})
         self._nodes.forget(uid)
+        self._orphans.forget(uid)
         self._removal_fence.pop(uid, None)
+        self._leaving.pop(uid, None)
         self._ledger_written.pop(uid, None)
         self._labelled.pop(uid, None)
         self._revisions.pop(uid, None)
@@ -431,14 +439,14 @@ class KVCacheReconciler:
     def _rollouts(self, cache: JsonObject) -> list[JsonObject]:
         return self._deps.store.rollouts_of(_namespace(cache), cache["metadata"]["name"])
 
-    def _removal_grace(self, cache: JsonObject) -> timedelta:
+    def _removal_grace(self, cache: JsonObject) -> float:
         """As long as a lease may last: by the longest TTL that a rollout of this cache declares."""
         ttls = [
             parse_duration(text, "spec.leaseTTL")
             for rollout in self._rollouts(cache)
             if (text := rollout["spec"].get("leaseTTL"))
         ]
-        return max(REMOVAL_GRACE, timedelta(seconds=1.1 * max(ttls, default=0.0)))
+        return max([REMOVAL_GRACE, *(lease_wait(ttl) for ttl in ttls)])
 
 
 def _adopted(revision: Revision, fence: int) -> _Adopted:

@@ -43,11 +43,14 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class FakeClock:
+    """ahead: by how much the wall clock was set, which no other clock notices."""
+
     def __init__(self) -> None:
         self.elapsed = 0.0
+        self.ahead = 0.0
 
     def now(self) -> datetime:
-        return START + timedelta(seconds=self.elapsed)
+        return START + timedelta(seconds=self.elapsed + self.ahead)
 
     def monotonic(self) -> float:
         return self.elapsed

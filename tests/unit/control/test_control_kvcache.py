@@ -31,6 +31,7 @@ from kvtier_operator.reconcile.kvcache import (
     KVCacheReconciler,
 )
 from kvtier_operator.reconcile.kvcache_nodes import PROOF_SECONDS
+from kvtier_operator.reconcile.kvcache_orphans import ORPHAN_SECONDS
 from kvtier_operator.reconcile.kvcache_refs import resolve
 from kvtier_operator.revisions import Role, revision_manifest
 from kvtier_operator.rollout.beats import PoolBeats, next_beat
@@ -381,7 +382,7 @@ async def test_deletion_does_not_wait_for_ever_for_a_node_that_is_gone() -> None
     bench.api.mark_deleted(KEY, bench.clock.now())
     bench.agents.down.add("b")
     await reconciler.reconcile(KEY)
-    bench.clock.advance(REMOVAL_GRACE.total_seconds() + 1)
+    bench.clock.advance(REMOVAL_GRACE + 1)
     for node in ("a", "b"):
         bench.renew(node)
     await reconciler.reconcile(KEY)
@@ -389,6 +390,38 @@ async def test_deletion_does_not_wait_for_ever_for_a_node_that_is_gone() -> None
     reason, message = bench.api.events[-1]
     assert reason == "RemovedWithoutNodes"
     assert "b (UNAVAILABLE)" in message
+
+
+async def test_a_clock_that_is_set_forth_ends_no_wait_for_a_node_that_is_gone() -> None:
+    """It may serve a candidate until its lease has ended, whatever the operator's node takes the time for."""
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    await settle(bench, reconciler)
+    bench.api.mark_deleted(KEY, bench.clock.now())
+    bench.agents.down.add("b")
+    bench.clock.ahead = 3600.0
+    await reconciler.reconcile(KEY)
+    bench.clock.advance(REMOVAL_GRACE - 1)
+    await reconciler.reconcile(KEY)
+    assert KEY in bench.api.objects
+    bench.clock.advance(2)
+    await reconciler.reconcile(KEY)
+    assert KEY not in bench.api.objects
+
+
+async def test_a_next_operator_waits_for_a_node_that_is_gone_from_its_own_start() -> None:
+    """What another has renewed a moment before it ended nobody knows."""
+    bench = bench_with()
+    await settle(bench, KVCacheReconciler(bench.deps))
+    bench.api.mark_deleted(KEY, bench.clock.now())
+    bench.agents.down.add("b")
+    bench.clock.advance(REMOVAL_GRACE + 1)
+    second = KVCacheReconciler(bench.deps)
+    await second.reconcile(KEY)
+    assert KEY in bench.api.objects
+    bench.clock.advance(REMOVAL_GRACE + 1)
+    await second.reconcile(KEY)
+    assert KEY not in bench.api.objects
 
 
 async def test_an_edit_of_admission_reaches_every_agent_under_a_fence_of_its_own() -> None:
@@ -487,6 +520,49 @@ async def test_a_rollouts_fence_is_not_spent_on_an_edit_of_admission() -> None:
     assert conditions(cache)["Degraded"] == ("False", "AllWell")
 
 
+def approved_by(uid: str) -> JsonObject:
+    return {"digest": "sha256:" + "c" * 64, "rollout": "go", "evidence": f"{uid}/1/sha256:{'e' * 64}"}
+
+
+async def test_an_approval_whose_rollout_is_gone_ends_when_no_lease_of_it_can_run() -> None:
+    """A finalizer that was removed by hand leaves one behind, and with it a number that nobody may use."""
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    cache["status"]["approved"] = approved_by("uid-that-was")
+    cache["spec"]["admission"] = {"queue": 9}
+    bench.api.add(kv_rollout(phase="Invalid"))
+    bench.api.catch_up()
+    fence = cache["status"]["fence"]
+    await settle(bench, reconciler)
+    bench.clock.ahead = 7 * 24 * 3600.0
+    bench.clock.advance(ORPHAN_SECONDS - 1)
+    cache = await settle(bench, reconciler)
+    assert cache["status"]["approved"] and cache["status"]["fence"] == fence
+    bench.clock.ahead = 0.0
+    bench.clock.advance(2)
+    for node in ("a", "b"):
+        bench.renew(node)
+    cache = await settle(bench, reconciler)
+    assert "approved" not in cache["status"] and cache["status"]["fence"] > fence
+    assert {said.queue for said in bench.agents.admissions.values()} == {9}
+    assert "ApprovalEnded" in [reason for reason, _ in bench.api.events]
+
+
+async def test_an_approval_whose_rollout_is_there_stands_however_old() -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    bench.api.add(kv_rollout(phase="Completed"))
+    owner = next(obj for key, obj in bench.api.objects.items() if key.kind is Kind.KV_ROLLOUT)
+    cache["status"]["approved"] = approved_by(owner["metadata"]["uid"])
+    bench.api.catch_up()
+    for _ in range(3):
+        await settle(bench, reconciler)
+        bench.clock.advance(ORPHAN_SECONDS)
+    assert bench.api.objects[KEY]["status"]["approved"]
+
+
 async def test_a_crypto_erasure_ends_with_every_nodes_receipt_also_after_an_answer_that_was_lost() -> None:
     spec = {"deletion": {"policy": "delete", "cryptoErase": True}, "keySecretRef": {"name": "chat-keys"}}
     pool = agent_pool()
@@ -514,7 +590,7 @@ async def test_deletion_waits_as_long_as_a_lease_of_the_cache_may_last() -> None
     bench.api.add(rollout)
     bench.api.mark_deleted(KEY, bench.clock.now())
     bench.agents.down.add("b")
-    for waited, there in ((REMOVAL_GRACE.total_seconds() + 1, True), (300, False)):
+    for waited, there in ((0, True), (REMOVAL_GRACE + 1, True), (300, False)):
         bench.clock.advance(waited)
         for node in ("a", "b"):
             bench.renew(node)

@@ -117,7 +117,7 @@ async def test_a_deadline_shorter_than_a_lease_is_refused_before_anything_is_wri
 
 def test_finalizers_and_leases_are_those_of_the_operator() -> None:
     assert FINALIZERS == {ROLLOUTS: ports.ROLLOUT_FINALIZER, CACHES: ports.CACHE_FINALIZER}
-    assert lease_wait(spec.DEFAULT_LEASE_TTL) == kvcache.REMOVAL_GRACE.total_seconds()
+    assert lease_wait(spec.DEFAULT_LEASE_TTL) == kvcache.REMOVAL_GRACE
     for ttl in (1.0, 9.0, 10.0, 60.0, spec.MAX_LEASE_TTL):
         assert lease_wait(ttl) == pytest.approx(ttl + max(ttl * (moves.LEASE_GRACE - 1), moves.MIN_GRACE))
 
