@@ -33,6 +33,8 @@ from kvtier_operator.watch.triggers import affected
 _log = logging.getLogger(__name__)
 
 ORPHAN_RETRY_SECONDS = 15.0
+ORPHANS_SECONDS = 600.0
+"""So late hears an agent of a deletion that could not be reached then, though its Lease went on."""
 CLOCK_SLACK_SECONDS = 0.5
 
 
@@ -88,6 +90,7 @@ class KVNodeReconciler:
         self._deps = deps
         self._liveness: dict[str, Liveness] = {}
         self._boots: dict[str, str] = {}
+        self._asked: dict[str, float] = {}
 
     async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
         deps = self._deps
@@ -95,6 +98,7 @@ class KVNodeReconciler:
         if node is None:
             self._liveness.pop(key.name, None)
             self._boots.pop(key.name, None)
+            self._asked.pop(key.name, None)
             # All that are left, not only this one's: a deletion that was missed is made up for.
             deps.agents.retain({node["metadata"]["name"] for node in deps.store.list_all(Kind.KV_NODE)})
             return Done()
@@ -113,10 +117,16 @@ class KVNodeReconciler:
             self._liveness[key.name] = decided.liveness
             for other in affected(key, node, node, deps.store) - {key}:
                 deps.wake(other)
-        if decided.liveness is Liveness.LIVE and decided.rebooted:
+        if decided.liveness is Liveness.LOST:
+            # A cache may be deleted while it is away, also where it comes back in the same life.
+            self._asked.pop(key.name, None)
+        now = deps.clock.monotonic()
+        asked = self._asked.get(key.name)
+        due = decided.rebooted or asked is None or now - asked >= ORPHANS_SECONDS
+        if decided.liveness is Liveness.LIVE and due:
             if not await self._remove_orphans(view):
                 return Requeue(ORPHAN_RETRY_SECONDS, "agent not asked for orphans yet")
-            self._boots[key.name] = view.target.boot_id
+            self._boots[key.name], self._asked[key.name] = view.target.boot_id, now
         if decided.look_again_seconds is None:
             return Done()
         return Requeue(decided.look_again_seconds, "until the Lease would end")
@@ -153,9 +163,13 @@ class KVNodeReconciler:
         return True
 
     async def _exists(self, cache: common.CacheRef) -> bool:
-        """Asks the server, not the read cache: removing is not undone."""
+        """That it is gone only the server can say, not the read cache: removing is not undone."""
+        key = ObjectKey(Kind.KV_CACHE, cache.namespace, cache.name)
+        seen = self._deps.store.get(key)
+        if seen is not None and seen["metadata"]["uid"] == cache.uid:
+            return True
         try:
-            found = await self._deps.api.get(ObjectKey(Kind.KV_CACHE, cache.namespace, cache.name))
+            found = await self._deps.api.get(key)
         except NotFound:
             return False
         return bool(found["metadata"]["uid"] == cache.uid)
