@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from operator import attrgetter
@@ -28,7 +29,7 @@ from kvtier_operator.ports import (
 )
 from kvtier_operator.revisions import Role
 from kvtier_operator.rollout import effects
-from kvtier_operator.rollout.evaluation import current_look
+from kvtier_operator.rollout.evaluation import current_look, summary_verdict
 from kvtier_operator.rollout.feed import EvidenceFeed, LookSource
 from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run
 from kvtier_operator.rollout.inputs import GateVerdict, Notice, Plan, Rpc
@@ -46,6 +47,9 @@ from kvtier_operator.telemetry import trace_context
 MAX_PASSES = 10
 QUIET_WRITE_SECONDS = 10.0
 AUDIT_WRITE_SECONDS = 600.0
+VERDICT_SECONDS = 60.0
+"""For so long an approved candidate's verdict has to be another before its status says so: a look that one
+slow answer has left incomplete tells nothing."""
 AGAIN_SECONDS = 0.05
 
 
@@ -250,8 +254,7 @@ class KVRolloutReconciler:
     def _due_to_write(self, facts: Facts, plan: Plan, kept: Kept) -> bool:
         if plan.urgent:
             return True
-        quiet = AUDIT_WRITE_SECONDS if plan.state.phase is Phase.COMPLETED else QUIET_WRITE_SECONDS
-        if self._deps.clock.monotonic() - kept.written_at < quiet:
+        if self._deps.clock.monotonic() - kept.written_at < self._quiet_seconds(facts, plan, kept):
             return False
         read, wanted = _without_looks(facts.state), _without_looks(plan.state)
         same, known = wanted == read, kept.moved
@@ -264,6 +267,20 @@ class KVRolloutReconciler:
         # where they say the same, as mostly.
         kept.moved = facts.state, facts.state if same else plan.state, moves
         return moves
+
+    def _quiet_seconds(self, facts: Facts, plan: Plan, kept: Kept) -> float:
+        """How long after the last write one waits that tells of no more than moved numbers. Those of an
+        approved candidate move all day; that its verdict is another is told once it has stayed so."""
+        if plan.state.phase is not Phase.COMPLETED:
+            return QUIET_WRITE_SECONDS
+        if current_look(facts.state, facts.inputs) is None:
+            return AUDIT_WRITE_SECONDS
+        if summary_verdict(plan.state.gates) == summary_verdict(facts.state.gates):
+            kept.other_verdict = None
+            return AUDIT_WRITE_SECONDS
+        now = self._deps.clock.monotonic()
+        kept.other_verdict = now if kept.other_verdict is None else kept.other_verdict
+        return QUIET_WRITE_SECONDS if now - kept.other_verdict >= VERDICT_SECONDS else math.inf
 
     async def _write_if_due(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> bool:
         self._note_look(facts, plan.state, kept)

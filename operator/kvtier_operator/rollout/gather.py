@@ -96,6 +96,8 @@ class Kept:
     moved: tuple[RolloutState, RolloutState, bool] | None = None
     """Of two states, whether what they say differs in more than times and texts."""
     schedule: Schedule | None = None
+    other_verdict: float | None = None
+    """Since when, on the monotonic clock, looks at an approved candidate have another than its status."""
     compiled: tuple[object, Compiled] | None = None
     running: tuple[str, RuntimeManifest] | None = None
     parsed: tuple[object, Parsed] | None = None

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier_operator.ports import ApiError, EventType, JsonObject, Kind, ObjectKey, PatchOp
+from kvtier_operator.reconcile.kvrollout import AUDIT_WRITE_SECONDS, VERDICT_SECONDS
 from kvtier_operator.revisions import read_revision
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.readings import Reading
@@ -16,6 +17,12 @@ from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World
+
+QUICK = [
+    {"name": "Shadow", "minDuration": "1s"},
+    {"name": "Canary", "trafficFraction": "5%", "minDuration": "1s"},
+    {"name": "Full", "soak": "1s", "holdback": "2%"},
+]
 
 
 def slimmed(world: World) -> bool:
@@ -256,3 +263,45 @@ async def test_what_is_written_before_an_agent_knows_the_candidate() -> None:
     kept = [obj for key, obj in world.api.objects.items() if key.kind is Kind.CONTROLLER_REVISION]
     named = {world.status[manifest]["digest"] for manifest in ("baseline", "candidate")}
     assert {read_revision(obj).digest for obj in kept} == named
+
+
+async def approved_and_told_insufficient() -> World:
+    """An approved rollout whose status was written as a look was incomplete, for another reason: an agent
+    that did not answer answers again."""
+    world = World(stages=QUICK)
+    await world.until("Completed")
+    await world.run(30)
+    world.sims["node-1"].cut_off = True
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.run(3)
+    world.sims["node-1"].cut_off = False
+    await world.run(3)
+    assert world.status["verdict"] == "Insufficient"
+    assert world.condition("Degraded")["status"] == "False"
+    return world
+
+
+async def test_an_approved_candidates_verdict_is_told_within_a_minute_and_not_after_ten() -> None:
+    world = await approved_and_told_insufficient()
+    before = world.api.writes
+    world.feed.default = Verdict.PASS
+    await world.run(VERDICT_SECONDS - 5)
+    assert world.api.writes == before
+    await world.run(15)
+    assert world.status["verdict"] == "Pass"
+    await world.run(AUDIT_WRITE_SECONDS + 60)
+    assert world.api.writes == before + 1, "and then nobody has more to say"
+
+
+async def test_a_look_at_an_approved_candidate_that_is_incomplete_for_a_moment_is_not_written() -> None:
+    """However long nothing was written: ten minutes later it would have to be taken back."""
+    world = World(stages=QUICK)
+    await world.until("Completed")
+    await world.run(AUDIT_WRITE_SECONDS + 30)
+    before = world.api.writes
+    for _ in range(4):
+        world.feed.default = Verdict.INSUFFICIENT
+        await world.run(VERDICT_SECONDS / 2)
+        world.feed.default = Verdict.PASS
+        await world.run(10)
+    assert world.api.writes == before
