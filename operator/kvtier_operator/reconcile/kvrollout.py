@@ -31,11 +31,11 @@ from kvtier_operator.revisions import Role
 from kvtier_operator.rollout import effects
 from kvtier_operator.rollout.evaluation import current_look, summary_verdict
 from kvtier_operator.rollout.feed import EvidenceFeed, LookSource
-from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run
+from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run, longest_lease
 from kvtier_operator.rollout.inputs import GateVerdict, Notice, Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
-from kvtier_operator.rollout.moves import tick_seconds
+from kvtier_operator.rollout.moves import lease_wait, tick_seconds
 from kvtier_operator.rollout.pairs import Pair, Pairs
 from kvtier_operator.rollout.probing import LOOK_SECONDS, ProbeJobs
 from kvtier_operator.rollout.readings import reference
@@ -123,6 +123,8 @@ class KVRolloutReconciler:
             facts = await self._gatherer.gather(pair, kept, run)
         except StatusUnreadable as error:
             await self._tell_unreadable(rollout, kept, error)
+            if "deletionTimestamp" in rollout["metadata"]:
+                return await self._let_go_unread(pair, kept)
             raise
         plan = next_plan(facts.state, facts.inputs)
         if run.aged and plan.transition is not None and not _returns(facts.state, plan):
@@ -164,9 +166,9 @@ class KVRolloutReconciler:
         return all(_mark(rpc, plan.state) in run.tried for rpc in plan.rpcs)
 
     async def _settle(self, facts: Facts, plan: Plan, kept: Kept, run: Run) -> ReconcileOutcome | None:
-        if plan.extend is not None:
+        if plan.extend is not None and facts.spec is not None:
             await effects.extend_approval(
-                self._deps.api, facts.subject, facts.state, plan.extend.grant_expires
+                self._deps.api, facts.subject, facts.state, facts.spec, plan.extend.grant_expires
             )
         wrote = await self._write_if_due(facts, plan, kept, run)
         if plan.extend is not None or plan.withdraw:
@@ -218,6 +220,22 @@ class KVRolloutReconciler:
             f"nothing is granted, renewed or revoked for it until its status is mended: {error}"[:1000],
         )
         kept.unreadable = version
+
+    async def _let_go_unread(self, pair: Pair, kept: Kept) -> ReconcileOutcome:
+        """A deletion ends although nobody can say what agents hold: nothing is renewed for a status that
+        cannot be read, so that after the longest of its leases it is nothing."""
+        subject = effects.Subject(pair.key, pair.rollout, pair.cache_key, pair.cache)
+        if ROLLOUT_FINALIZER in (pair.rollout["metadata"].get("finalizers") or []):
+            now = self._deps.clock.monotonic()
+            kept.leaving_unread = now if kept.leaving_unread is None else kept.leaving_unread
+            left = kept.leaving_unread + lease_wait(longest_lease(pair.rollout)) - now
+            if left > 0:
+                return Requeue(left, "its leases may last")
+            said = "deleted with a status that cannot be read: every lease has ended, and nothing is proved"
+            await self._deps.api.event(pair.rollout, EventType.WARNING, "ReleasedUnproved", said)
+            await effects.drop_finalizer(self._deps.api, subject)
+        self._forget(subject.uid)
+        return Done()
 
     # --- writing -----------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier_operator.ports import JsonObject
 from kvtier_operator.rollout.inputs import Approved, CacheView
+from kvtier_operator.rollout.spec import blast_radius
 from kvtier_operator.rollout.state import ManifestRef
 from kvtier_operator.rollout.status import parse_stamp
 
@@ -22,6 +23,9 @@ def cache_view(cache: JsonObject | None) -> CacheView | None:
             rollout_uid=str(approved.get("evidence") or "").partition("/")[0],
             digest=approved["digest"],
             grant_expires=parse_stamp(approved.get("grantExpires")),
+            radius=blast_radius(approved.get("blastRadius") or {}),
+            holdback=str(approved.get("holdback") or ""),
+            evidence=str(approved.get("evidence") or ""),
         )
         if approved
         else None,

@@ -186,6 +186,8 @@ def _degraded(state: RolloutState, inputs: Inputs) -> Finding:
         unusable, why = probe_fault(inputs.spec.probes)
         if unusable is not Blocker.NONE:
             return "True", str(unusable), why
+        if inputs.unread_probes:
+            return "True", "ProbePlanUnreadable", inputs.unread_probes
         if inputs.probe_trouble is not None:
             return "True", *inputs.probe_trouble
     return "False", "AsExpected", ""

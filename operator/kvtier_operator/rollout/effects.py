@@ -24,7 +24,7 @@ from kvtier_operator.ports import (
     remove_op,
 )
 from kvtier_operator.revisions import Role, read_revision, revision_manifest, revision_name, selector_for
-from kvtier_operator.rollout.grants import plain
+from kvtier_operator.rollout.grants import evidence_of, plain
 from kvtier_operator.rollout.inputs import FenceMove
 from kvtier_operator.rollout.shares import budget_rows
 from kvtier_operator.rollout.spec import RolloutSpec
@@ -108,18 +108,20 @@ def approval(subject: Subject, state: RolloutState, spec: RolloutSpec, expires: 
         "revision": state.candidate.revision,
         "rollout": subject.key.name,
         "holdback": plain(Decimal(spec.holdback)),
-        "evidence": f"{subject.uid}/{state.attempt}/{spec.gates_digest}",
+        "evidence": evidence_of(subject.uid, state, spec),
         "grantExpires": format_stamp(expires),
     }
     return {**body, "blastRadius": limits} if limits else body
 
 
-async def extend_approval(api: KubeApi, subject: Subject, state: RolloutState, expires: float) -> None:
-    """Moves the end of the long grant; no fence, since no permission changes."""
+async def extend_approval(
+    api: KubeApi, subject: Subject, state: RolloutState, spec: RolloutSpec, expires: float
+) -> None:
+    """Moves the end of the long grant, and says what is approved now; no fence: no permission changes."""
     ops = [
         expect_op("/status/fence", state.fence),
         expect_op("/status/approved/rollout", subject.key.name),
-        add_op("/status/approved/grantExpires", format_stamp(expires)),
+        add_op("/status/approved", approval(subject, state, spec, expires)),
     ]
     await api.compare_and_swap(subject.cache_key, ops)
 

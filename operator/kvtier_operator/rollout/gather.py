@@ -27,7 +27,7 @@ from kvtier_operator.rollout.candidate import (
 from kvtier_operator.rollout.effects import Subject
 from kvtier_operator.rollout.evaluation import next_due
 from kvtier_operator.rollout.feed import MIN_RATE_SECONDS, LookSource
-from kvtier_operator.rollout.gateset import ProbeSet, probe_names
+from kvtier_operator.rollout.gateset import ProbeSet
 from kvtier_operator.rollout.holders import gone
 from kvtier_operator.rollout.inputs import (
     AgentView,
@@ -37,6 +37,7 @@ from kvtier_operator.rollout.inputs import (
     Look,
     Notice,
 )
+from kvtier_operator.rollout.moments import measured, waits
 from kvtier_operator.rollout.moves import is_mine, lease_wait, tick_seconds
 from kvtier_operator.rollout.observe import (
     RECENT_SECONDS,
@@ -47,18 +48,18 @@ from kvtier_operator.rollout.observe import (
     unasked,
 )
 from kvtier_operator.rollout.pairs import Pair
-from kvtier_operator.rollout.probereads import SHARED_SECONDS, ProbeReads
+from kvtier_operator.rollout.probereads import SHARED_SECONDS
 from kvtier_operator.rollout.probing import Probing
 from kvtier_operator.rollout.readings import reading_of, unopened
 from kvtier_operator.rollout.rivals import busy_with, rivals, rivals_now, superseded_by
 from kvtier_operator.rollout.shares import spent_shares
 from kvtier_operator.rollout.spec import (
+    DEFAULT_DEADLINE,
     DEFAULT_LEASE_TTL,
     MAX_LEASE_TTL,
-    Parsed,
     RolloutSpec,
-    read_spec,
 )
+from kvtier_operator.rollout.specreads import SpecRead, SpecReads, asks_to_end
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import from_status, read_holders
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass, Phase, Stage
@@ -100,11 +101,14 @@ class Kept:
     """Since when, on the monotonic clock, looks at an approved candidate have another than its status."""
     compiled: tuple[object, Compiled] | None = None
     running: tuple[str, RuntimeManifest] | None = None
-    parsed: tuple[object, Parsed] | None = None
+    read: SpecRead | None = None
     written_at: float = 0.0
     last_look: Look | None = None
     rate: float = 0.0
     unreadable: str = ""
+    leaving_unread: float | None = None
+    """Since when this process waits, on the monotonic clock, for the leases of a deleted rollout whose status
+    cannot be read."""
     waits: dict[float, float] = field(default_factory=dict)
     unrenewed: dict[str, float] = field(default_factory=dict)
     """Silent agents out of service, whom nobody renews: since when, on the monotonic clock."""
@@ -130,7 +134,7 @@ class Gatherer:
         self._deps = deps
         self._feed = feed
         self._observer = Observer(deps.agents)
-        self._probes = ProbeReads(deps.api, deps.clock)
+        self._specs = SpecReads(deps)
         self._beats = PoolBeats(deps.store)
 
     async def gather(self, pair: Pair, kept: Kept, run: Run) -> Facts:
@@ -141,16 +145,16 @@ class Gatherer:
         # Written down; from here on the status remembers them, and for how long.
         kept.memory.held -= {one.node for one in state.vanished}
         subject = Subject(key, rollout, pair.cache_key, cache)
-        members = self._members(cache)
+        members = self._members(cache, state)
         compiled = await self._compile(key, cache, rollout, kept, beginning=state.stage is Stage.OFF)
         ref = compiled.view.ref or state.candidate
         exact = None if ref is None else ref.kind is CandidateClass.EXACT
-        parsed = await self._spec(key, rollout, kept, exact, run, state)
-        spec = parsed.spec
+        read = await self._spec(key, rollout, kept, exact, run, state)
+        parsed, spec = read.parsed, read.parsed.spec
         pool = await self._pool(members, cache, subject.uid, state, spec, kept, run)
         now, steady = self._deps.clock.now().timestamp(), self._deps.clock.monotonic()
-        kept.waits = {since: kept.waits.get(since, steady) for since in _waits(state)}
-        kept.firsts = {at: kept.firsts.get(at, (now, steady)) for at in _measured(state)}
+        kept.waits = {since: kept.waits.get(since, steady) for since in waits(state)}
+        kept.firsts = {at: kept.firsts.get(at, (now, steady)) for at in measured(state)}
         if run.look is None:
             run.look = await self._look(subject, state, spec, pool, now)
             kept.last_look = run.look or kept.last_look
@@ -163,6 +167,7 @@ class Gatherer:
             spec_error=parsed.error,
             intent=parsed.intent,
             spec_blocker=parsed.blocker,
+            unread_probes=read.unread,
             deleting="deletionTimestamp" in rollout["metadata"],
             cache=self._cache_view(cache),
             busy_with="",
@@ -191,20 +196,29 @@ class Gatherer:
         exact: bool | None,
         run: Run,
         state: RolloutState,
-    ) -> Parsed:
-        before = kept.parsed[1].spec if kept.parsed is not None else None
-        max_age = max(SHARED_SECONDS, self._max_age(state, before) / 2)
-        raw = rollout.get("spec") or {}
-        probes: dict[str, ProbeSet] = {}
-        for name in probe_names(raw.get("gates") or []):
-            if name not in run.probes:
-                where = ObjectKey(Kind.CONFIG_MAP, key.namespace, name)
-                run.probes[name] = await self._probes.get(where, rollout["metadata"]["uid"], max_age)
-            probes[name] = run.probes[name]
-        version = rollout["metadata"].get("generation"), tuple(sorted(probes.items())), exact
-        if kept.parsed is None or kept.parsed[0] != version:
-            kept.parsed = version, read_spec(raw, probes, exact)
-        return kept.parsed[1]
+    ) -> SpecRead:
+        before = kept.read.parsed.spec if kept.read is not None else None
+        kept.read = await self._specs.read(
+            key,
+            rollout,
+            kept.read,
+            run.probes,
+            exact=exact,
+            max_age=max(SHARED_SECONDS, self._max_age(state, before) / 2),
+            walks=state.holds_candidate
+            and not asks_to_end(rollout, state)
+            and not self._overdue(rollout, state, kept),
+        )
+        return kept.read
+
+    def _overdue(self, rollout: JsonObject, state: RolloutState, kept: Kept) -> bool:
+        """Whether it returns whatever evidence says."""
+        written, length = state.started_at, _duration(rollout, "progressDeadline", DEFAULT_DEADLINE)
+        if state.phase is Phase.COMPLETED:
+            written, length = state.grant_expires, 0.0
+        now, steady = self._deps.clock.now().timestamp(), self._deps.clock.monotonic()
+        wall, then = kept.firsts.get(written, (now, steady))
+        return wall + steady - then >= written + length
 
     def _cache_view(self, cache: JsonObject | None) -> CacheView | None:
         """With where its pool's beats lie."""
@@ -214,10 +228,18 @@ class Gatherer:
         pool = str((cache["spec"].get("poolRef") or {}).get("name", ""))
         return replace(view, beat=self._beats.share(cache["metadata"]["namespace"], pool))
 
-    def _members(self, cache: JsonObject | None) -> list[NodeView]:
+    def _members(self, cache: JsonObject | None, state: RolloutState) -> list[NodeView]:
+        """In a return, of a pool that is deleted only those that live: nobody starts the others again, so
+        they have left it as if their Nodes were deleted, and their proof would be waited for without end."""
         if cache is None:
             return []
-        return self._deps.fleet.members(cache["metadata"]["namespace"], cache["spec"]["poolRef"]["name"])
+        namespace, pool = cache["metadata"]["namespace"], cache["spec"]["poolRef"]["name"]
+        members = self._deps.fleet.members(namespace, pool)
+        if state.phase is not Phase.ROLLING_BACK or self._deps.store.get(
+            ObjectKey(Kind.AGENT_POOL, namespace, pool)
+        ):
+            return members
+        return [member for member in members if member.live]
 
     async def _compile(
         self,
@@ -439,29 +461,6 @@ def _waits_off(state: RolloutState) -> bool:
     return state.phase is Phase.PENDING and state.blocker is not Blocker.NONE and state.revoking is None
 
 
-def _waits(state: RolloutState) -> tuple[float, ...]:
-    """Since when leases are waited for, as it was written down."""
-    found = [one.since for one in state.vanished]
-    found += [state.rollback.started_at] if state.rollback is not None else []
-    found += [state.revoking.since] if state.revoking is not None else []
-    return tuple(found)
-
-
-def _measured(state: RolloutState) -> tuple[float, ...]:
-    """Times by which a step, an attempt, a grant, patience or what is kept of a finished one ends."""
-    opened = () if state.window is None else (state.window.opened_at,)
-    lost = (one.since for one in state.lost)
-    at = (
-        *opened,
-        *lost,
-        state.started_at,
-        state.pending_since,
-        state.grant_expires,
-        state.finished_at,
-    )
-    return tuple(one for one in at if one)
-
-
 def _known_rate(kept: Kept, state: RolloutState) -> float:
     """Requests a second. A window that is too young to tell leaves what the one before has told, or each step
     would begin as if nobody knew."""
@@ -476,6 +475,14 @@ def _known_rate(kept: Kept, state: RolloutState) -> float:
 
 def _owner(uid: str, rollouts: Iterable[JsonObject]) -> JsonObject | None:
     return next((one for one in rollouts if one["metadata"]["uid"] == uid), None)
+
+
+def longest_lease(rollout: JsonObject) -> float:
+    """Seconds, of any lease that agents may hold by it, also where its status cannot be read: one that names
+    an older rollout's may name any."""
+    status = rollout.get("status")
+    older = not isinstance(status, dict) or "revoking" in status or "rollback" in status
+    return MAX_LEASE_TTL if older else _duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL)
 
 
 def _duration(rollout: JsonObject, name: str, default: float) -> float:

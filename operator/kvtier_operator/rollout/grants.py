@@ -112,6 +112,11 @@ def revoke_request(
     )
 
 
+def evidence_of(rollout_uid: str, state: RolloutState, spec: RolloutSpec) -> str:
+    """By what an approval was judged, as its KVCache names it; it begins with whose it is."""
+    return f"{rollout_uid}/{state.attempt}/{spec.gates_digest}"
+
+
 def plain(value: Decimal) -> str:
     """A decimal without exponent or trailing zeros."""
     text = f"{value.normalize():f}"

@@ -19,6 +19,7 @@ from kvtier_operator.rollout.evaluation import (
     next_due,
     record_look,
 )
+from kvtier_operator.rollout.grants import evidence_of, plain
 from kvtier_operator.rollout.inputs import (
     AgentView,
     ApproveCandidate,
@@ -206,14 +207,18 @@ def _deadlines(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[
 
 
 def _expired(state: RolloutState, inputs: Inputs) -> list[str]:
-    """Agents that returned to the baseline by themselves since this fence was granted."""
+    """Agents that returned to the baseline by themselves in the open window, under whichever of its numbers;
+    of an approval that goes on, since the newest was granted."""
+    first = state.fence
+    if state.window is not None and state.phase is not Phase.COMPLETED:
+        first = min(first, state.window.opening_fence)
     return [
         agent.node
         for agent in inputs.agents
         if agent.reachable
         and agent.granted_fence == 0
         and agent.returned_reason == "LeaseExpired"
-        and agent.returned_fence == state.fence
+        and first <= agent.returned_fence <= state.fence
     ]
 
 
@@ -251,11 +256,21 @@ def _resume(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | No
 
 def _reopen(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     """Stages, gates, radius or lease were edited: finished stages stay, the open one starts again. After
-    Completed the audit does, under the new numbers."""
+    Completed the audit does, under the new numbers. No stage has compared for whom a wider radius brings it
+    then: that is a person's word."""
     if state.phase is Phase.COMPLETED and state.window is not None:
         window = replace(state.window, spec_hash=spec.window_hash, opened_at=inputs.now)
-        target = replace(state, window=window)
-        return advance(state, inputs, target, new_window=True)
+        approved = inputs.cache.approved if inputs.cache is not None else None
+        wider = approved is not None and spec.blast_radius.reaches_beyond(approved.radius)
+        target = replace(state, window=window, overridden=state.overridden or wider)
+        said = "approved by hand for a wider blast radius, in which no stage has compared it"
+        return advance(
+            state,
+            inputs,
+            target,
+            notice=Notice(True, "RadiusWidened", said) if wider else None,
+            new_window=True,
+        )
     step = current_step(state, spec)
     return enter_step(
         state,
@@ -301,10 +316,10 @@ def suspended(inputs: Inputs) -> bool:
 
 
 def _ready(state: RolloutState, inputs: Inputs) -> bool:
-    """Every agent of the radius holds the candidate under this fence and can say that it runs it, and none
-    that held it is silent."""
+    """Every agent of the radius holds the candidate under this fence and can say that it runs it, none that
+    held it is silent, and what it is judged by can be read."""
     chosen = [agent for agent in inputs.agents if agent.selected]
-    if not chosen or state.lost:
+    if not chosen or state.lost or inputs.unread_probes:
         return False
     return all(agent.reachable and holds(agent, state) and agent.running_candidate != "" for agent in chosen)
 
@@ -377,10 +392,13 @@ def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
         and not revoked(agent, state.fence)
     ]
     extend = None
-    left = state.grant_expires - inputs.now_for(state.grant_expires)
-    if state.phase is Phase.COMPLETED and left < APPROVAL_SECONDS * 2 / 3:
-        extend = ExtendApproval(inputs.now + APPROVAL_SECONDS)
-        state = replace(state, grant_expires=extend.grant_expires)
+    if state.phase is Phase.COMPLETED:
+        left = state.grant_expires - inputs.now_for(state.grant_expires)
+        if left < APPROVAL_SECONDS * 2 / 3:
+            extend = ExtendApproval(inputs.now + APPROVAL_SECONDS)
+            state = replace(state, grant_expires=extend.grant_expires)
+        elif _says_otherwise(state, inputs, spec):
+            extend = ExtendApproval(state.grant_expires)
     due = next_due(state, spec, inputs.now) if state.schedule else inputs.now + tick_seconds(spec)
     return Plan(
         state,
@@ -389,3 +407,12 @@ def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
         urgent=extend is not None,
         requeue_after=max(0.05, due - inputs.now),
     )
+
+
+def _says_otherwise(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> bool:
+    """Whether the KVCache says of this approval what the spec has said before it was edited."""
+    approved = inputs.cache.approved if inputs.cache is not None else None
+    if approved is None or not approved.evidence:
+        return False
+    told = approved.radius, approved.holdback, approved.evidence
+    return told != (spec.blast_radius, plain(spec.holdback), evidence_of(inputs.uid, state, spec))

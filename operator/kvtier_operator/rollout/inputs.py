@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvtier_evidence.carry import Carry
-from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, Intent, RolloutSpec
+from kvtier_operator.rollout.spec import DEFAULT_LEASE_TTL, BlastRadius, Intent, RolloutSpec
 from kvtier_operator.rollout.state import CandidateRef, DesignEffect, ManifestRef, RolloutState
 from kvtier_operator.rollout.vocabulary import Blocker, Cause, Verdict
 
@@ -24,6 +24,9 @@ class Approved:
     rollout_uid: str
     digest: str
     grant_expires: float
+    radius: BlastRadius = field(default_factory=BlastRadius)
+    holdback: str = ""
+    evidence: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,8 @@ class Inputs:
     second in the blast radius, 0 when not known. quiet_since: when this process became leader; it knows
     nothing of renewals sent before that. waited: how long this process has waited for leases since a time
     that was written down, in seconds that nobody can set. nows: see `now_for`. probe_trouble: reason and
-    sentence of a probe Job that makes no evidence. intent: also of a spec that cannot be run.
+    sentence of a probe Job that makes no evidence. unread_probes: a probe set that could not be read, so that
+    the spec is what it was when it could. intent: also of a spec that cannot be run.
     spec_blocker: what kind of error `spec_error` is."""
 
     now: float
@@ -174,6 +178,7 @@ class Inputs:
     probe_trouble: tuple[str, str] | None = None
     intent: Intent | None = None
     spec_blocker: Blocker = Blocker.SPEC_INVALID
+    unread_probes: str = ""
 
     def now_for(self, written: float) -> float:
         """What time it is, to hold beside one that was written down: `now`, but for what the wall clock was
@@ -215,7 +220,8 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class ExtendApproval:
-    """Moves `grantExpires` of the approved candidate; no fence, since no permission changes."""
+    """Moves `grantExpires` of the approved candidate, and says what of it is approved now; no fence, since no
+    permission changes."""
 
     grant_expires: float
 

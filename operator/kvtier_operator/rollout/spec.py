@@ -88,6 +88,20 @@ class BlastRadius:
     request_classes: tuple[str, ...] = ()
     max_nodes: int = 0
 
+    def reaches_beyond(self, other: BlastRadius) -> bool:
+        """Whether it holds requests that the other does not. Nodes say nothing of requests."""
+        pairs = (self.tenants, other.tenants), (self.request_classes, other.request_classes)
+        return any(old and (not new or not set(new) <= set(old)) for new, old in pairs)
+
+
+def blast_radius(raw: Mapping[str, Any]) -> BlastRadius:
+    """Of a KVRollout's spec, or of what a KVCache says is approved."""
+    return BlastRadius(
+        tuple(raw.get("tenants") or ()),
+        tuple(raw.get("requestClasses") or ()),
+        int(raw.get("maxNodes") or 0),
+    )
+
 
 class Terms:
     """Stages and gates, and what each step is judged by. One object for all rollouts that say the same, as
@@ -279,11 +293,7 @@ def _parse(spec: Mapping[str, Any], probes: Mapping[str, ProbeSet], compiled: bo
         gates_digest=sys.intern(digest),
         design_effect=terms.design_effect,
         exact=exact,
-        blast_radius=BlastRadius(
-            tuple(radius.get("tenants") or ()),
-            tuple(radius.get("requestClasses") or ()),
-            int(radius.get("maxNodes") or 0),
-        ),
+        blast_radius=blast_radius(radius),
         holdback=terms.holdback,
         settle=settle,
         warmup=warmup,

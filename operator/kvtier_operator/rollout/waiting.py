@@ -59,6 +59,8 @@ def find_blocker(state: RolloutState, inputs: Inputs) -> tuple[Blocker, str]:
     unusable, why = probe_fault(spec.probes)
     if unusable is not Blocker.NONE:
         return unusable, why
+    if inputs.unread_probes:
+        return Blocker.PROBE_PLAN_INVALID, inputs.unread_probes
     few = too_few_prompts(spec, max(state.shares, candidate.prior_shares) + 1)
     if few:
         return Blocker.PROBE_SET_SMALL, f"{few}; scope ProbeSet judges a finite set by itself"

@@ -78,6 +78,8 @@ def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
         repeated = intent.seq == last.seq and last.verb == intent.verb
         if not repeated and f"replay of {intent.seq}:" not in last.message:
             told = Told(str(intent.verb), False, intent.attempt, intent.expected_stage, 0)
+    # Of a step: in its window, whatever number was taken in between. An approval goes on under each.
+    since = window.opening_fence if window is not None and str(state.phase) != "Completed" else state.fence
     exact = state.candidate is not None and state.candidate.kind is CandidateClass.EXACT
     adopted = exact and now.baseline.digest == digest and state.stage is Stage.FULL
     going = str(state.phase) in ("Progressing", "Paused")
@@ -101,7 +103,8 @@ def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
         expired=any(
             view.reachable
             and view.granted_fence == 0
-            and (view.returned_reason, view.returned_fence) == ("LeaseExpired", state.fence)
+            and view.returned_reason == "LeaseExpired"
+            and since <= view.returned_fence <= state.fence
             for view in views
         ),
         resumes=window.resumes if window else 0,

@@ -601,7 +601,7 @@ class World:
 
     def _load(self) -> None:
         for obj in copied(examples()):
-            if obj["kind"] in ("TierClass", "KVCache", "KVSelector"):
+            if obj["kind"] in ("TierClass", "AgentPool", "KVCache", "KVSelector"):
                 self.api.put(obj)
             if obj["kind"] == "KVRollout" and obj["metadata"]["name"] == "quest-on-chat":
                 self._template = obj

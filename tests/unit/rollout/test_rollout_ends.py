@@ -1,0 +1,283 @@
+"""States in which somebody would wait without end, or be told of an end that has not come: what is deleted,
+cannot be read, or was removed by hand, in every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtier_operator.ports import ApiError, Done, JsonObject, Kind, ObjectKey, Requeue
+from kvtier_operator.rollout.gather import longest_lease
+from kvtier_operator.rollout.spec import MAX_LEASE_TTL
+from kvtier_operator.rollout.vocabulary import Verdict
+from tests.unit.rollout.rollout_world import World, held
+
+STAGES = [("Progressing", stage) for stage in ("Shadow", "Canary", "Ramp", "Full")] + [("Completed", "Full")]
+LADDER = [
+    {"name": "Shadow", "minDuration": "3s"},
+    {"name": "Canary", "trafficFraction": "5%", "minDuration": "3s"},
+    {"name": "Ramp", "steps": ["10%"], "stepDuration": "3s"},
+    {"name": "Full", "soak": "3s", "holdback": "2%"},
+]
+GOLDEN = ObjectKey(Kind.CONFIG_MAP, "serving", "golden")
+in_every_stage = pytest.mark.parametrize(("phase", "stage"), STAGES, ids=lambda value: value)
+
+
+# --- deleted -----------------------------------------------------------------------------------------------
+
+
+@in_every_stage
+@pytest.mark.parametrize("silent", [False, True], ids=["all-answer", "one-is-silent"])
+async def test_a_rollout_that_is_deleted_revokes_first_and_then_goes(
+    phase: str, stage: str, silent: bool
+) -> None:
+    world = World(stages=LADDER)
+    await world.until(phase, stage)
+    world.sims["node-1"].cut_off = silent
+    world.api.ask_to_delete(world.rollout)
+    begun = world.clock.seconds
+    while world.rollout in world.api.objects and world.clock.seconds < begun + 60:
+        await world.run(1)
+    assert held(world) == [], "nobody holds it once the object is gone"
+    assert world.clock.seconds - begun <= (14 if silent else 3)
+    assert "approved" not in world.cache_status
+
+
+@in_every_stage
+async def test_a_cache_that_is_deleted_ends_its_rollout(phase: str, stage: str) -> None:
+    world = World(stages=LADDER)
+    await world.until(phase, stage)
+    world.api.objects[world.cache_key]["metadata"]["finalizers"] = ["kvtier.dev/cache"]
+    world.api.ask_to_delete(world.cache_key)
+    await world.run(3)
+    assert world.where[:2] == ("RollingBack", "ExactBaseline"), "while agents may hold it"
+    await world.run(12)
+    assert world.says("RolledBack") and held(world) == []
+    assert world.status["rollback"]["cause"] == "ObjectDeleted"
+
+
+@pytest.mark.parametrize("left", [0, 1], ids=["all-agents-are-gone", "one-agent-answers-still"])
+async def test_a_return_on_a_pool_that_is_deleted_ends(left: int) -> None:
+    """Its KVNodes stay as long as their Nodes do, and nobody starts their agents again."""
+    world = World()
+    await world.until("Progressing", "Canary")
+    del world.api.objects[ObjectKey(Kind.AGENT_POOL, "serving", "default")]
+    for name in sorted(world.sims)[left:]:
+        world.sims[name].alive = False
+    world.intent("Abort", 1)
+    begun = world.clock.seconds
+    await world.until("RolledBack", limit=60)
+    assert world.clock.seconds - begun >= 10, "a lease is waited for"
+    assert world.condition("CandidateRevoked")["status"] == "True"
+    said = world.condition("BaselineRestored")
+    assert (said["status"], said["reason"]) == (("True", "Proved") if left else ("False", "NothingProved"))
+    world.intent("Retry", 2, stage="ExactBaseline")
+    await world.run(3)
+    assert world.where[:2] == (("Progressing", "Shadow") if left else ("Pending", "Off"))
+
+
+async def test_a_return_waits_for_a_dead_agent_while_its_pool_is_there() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.sims["node-1"].alive = False
+    world.intent("Abort", 1)
+    await world.run(120)
+    assert world.says("RollingBack")
+
+
+# --- a status that cannot be read --------------------------------------------------------------------------
+
+
+def break_status(world: World, **more: Any) -> None:
+    obj = world.api.objects[world.rollout]
+    obj["status"] |= {"carry": {"cells": [{"gate": "output"}]}, **more}
+    obj["metadata"]["resourceVersion"] = "900"
+
+
+async def test_a_deletion_ends_though_the_status_cannot_be_read_when_its_leases_have_ended() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    await world.run(3)
+    break_status(world)
+    world.api.ask_to_delete(world.rollout)
+    for waited in (0.0, 10.9):
+        world.clock.seconds += waited
+        outcome = await world.operator.reconcile(world.rollout)
+        assert isinstance(outcome, Requeue) and 0 < outcome.after_seconds <= 11 - waited + 1e-6
+        assert world.rollout in world.api.objects
+    world.clock.seconds += 0.2
+    assert isinstance(await world.operator.reconcile(world.rollout), Done)
+    assert world.rollout not in world.api.objects and held(world) == []
+    told = [reason for reason, _ in world.api.events]
+    assert told.count("StatusUnreadable") == told.count("ReleasedUnproved") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "seconds"),
+    [
+        pytest.param({"phase": "Hovering"}, 30.0, id="its-own-lease"),
+        pytest.param({"revoking": {"rollout": "older"}}, MAX_LEASE_TTL, id="an-older-lease-of-any-length"),
+        pytest.param({"rollback": {"leaseTTL": "?"}}, MAX_LEASE_TTL, id="a-lease-that-cannot-be-read"),
+        pytest.param("?", MAX_LEASE_TTL, id="nothing-can-be-read"),
+    ],
+)
+def test_the_longest_lease_of_a_status_that_cannot_be_read(status: Any, seconds: float) -> None:
+    assert longest_lease({"spec": {"leaseTTL": "30s"}, "status": status}) == seconds
+
+
+# --- probe sets that cannot be read ------------------------------------------------------------------------
+
+
+def shut(world: World) -> Callable[[], None]:
+    """The API server refuses ConfigMaps, until what is returned is called."""
+    get = world.api.get
+
+    async def refused(key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
+        if key.kind is Kind.CONFIG_MAP:
+            raise ApiError(403, "Forbidden", "configmaps is forbidden")
+        return await get(key, known=known)
+
+    world.api.get = refused  # type: ignore[method-assign]
+
+    def open_again() -> None:
+        world.api.get = get  # type: ignore[method-assign]
+
+    return open_again
+
+
+async def test_a_probe_set_that_cannot_be_read_holds_the_step_and_hides_no_harm() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    window = world.status["window"]
+    open_again = shut(world)
+    await world.run(60)
+    assert world.where[:2] == ("Progressing", "Canary") and world.status["window"] == window
+    said = world.condition("Degraded")
+    assert (said["status"], said["reason"]) == ("True", "ProbePlanUnreadable")
+    assert said["message"] == "ConfigMap golden cannot be read: 403 Forbidden"
+    open_again()
+    await world.until("Progressing", "Ramp", limit=10)
+    shut(world)
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack", limit=10)
+
+
+@pytest.mark.parametrize("how", ["abort", "deletion", "deadline"])
+@pytest.mark.parametrize("restarted", [False, True], ids=["the-same-operator", "the-next-operator"])
+async def test_a_probe_set_that_cannot_be_read_keeps_nobody_from_ending(how: str, restarted: bool) -> None:
+    world = World(progressDeadline="10m")
+    await world.until("Progressing", "Canary")
+    shut(world)
+    if restarted:
+        world.restart()
+        with pytest.raises(ApiError):
+            await world.pass_()
+    if how == "abort":
+        world.intent("Abort", 1)
+    elif how == "deletion":
+        world.api.ask_to_delete(world.rollout)
+    else:
+        world.clock.seconds += 600
+    await world.run(20)
+    assert held(world) == []
+    if how == "deletion":
+        assert world.rollout not in world.api.objects
+    else:
+        cause = {"abort": "IntentAbort", "deadline": "DeadlineExceeded"}[how]
+        assert (world.where[0], world.status["rollback"]["cause"]) == ("RolledBack", cause)
+
+
+async def test_an_approval_ends_with_its_grant_though_its_probe_set_cannot_be_read() -> None:
+    world = World(stages=LADDER)
+    await world.until("Completed")
+    shut(world)
+    world.restart()
+    with pytest.raises(ApiError):
+        await world.pass_()
+    world.clock.seconds += 25 * 3600
+    await world.run(20)
+    assert world.says("RolledBack") and "approved" not in world.cache_status
+
+
+async def test_a_rollout_begins_when_its_probe_set_can_be_read() -> None:
+    world = World()
+    open_again = shut(world)
+    await world.run(3)
+    assert world.where[:2] == ("Pending", "Off")
+    said = world.condition("Feasible")
+    assert (said["reason"], said["message"]) == (
+        "ProbePlanInvalid",
+        "ConfigMap golden: cannot be read: 403 Forbidden",
+    )
+    open_again()
+    await world.until("Progressing", "Shadow", limit=30)
+
+
+# --- leases that ended -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["Resume", "RollBack"])
+async def test_a_lease_that_ended_under_an_earlier_number_of_the_window_has_ended(policy: str) -> None:
+    """Who took another number meanwhile, here a pause, neither hides it nor grants it again for nothing."""
+    world = World(onLeaseExpired=policy)
+    await world.until("Progressing", "Canary")
+    await world.run(2)
+    window = world.status["window"]["openingFence"]
+    world.sims["node-1"].cut_off = True
+    await world.run(9)
+    world.intent("Pause", 1)
+    await world.run(1)
+    assert world.status["fence"] > window and world.says("Paused")
+    world.clock.seconds += 0.5
+    world.sims["node-1"].cut_off = False
+    await world.run(2)
+    if policy == "RollBack":
+        assert world.status["rollback"]["cause"] == "LeaseExpired"
+    else:
+        assert world.says("Paused", "Canary")
+        assert world.status["resumes"] == 1 and world.status["window"]["openingFence"] > window
+        await world.run(30)
+        assert world.status["resumes"] == 1, "once"
+
+
+# --- what is approved --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("edit", "wider"),
+    [
+        pytest.param({"tenants": ["beta", "gamma"]}, True, id="another-tenant"),
+        pytest.param({}, True, id="everybody"),
+        pytest.param({"tenants": ["beta"], "requestClasses": ["chat"]}, False, id="fewer"),
+        pytest.param({"tenants": ["beta"], "maxNodes": 9}, False, id="nodes-say-nothing-of-requests"),
+    ],
+)
+async def test_a_cache_says_what_of_a_candidate_is_approved_now(edit: JsonObject, wider: bool) -> None:
+    world = World(stages=LADDER, blastRadius={"tenants": ["beta"]})
+    await world.until("Completed")
+    world.edit(blastRadius=edit, stages=[*LADDER[:3], {"name": "Full", "soak": "3s", "holdback": "4%"}])
+    await world.run(5)
+    approved = world.cache_status["approved"]
+    assert (approved.get("blastRadius", {}), approved["holdback"]) == (edit, "0.04")
+    assert world.says("Completed") and len(held(world)) == 2
+    assert bool(world.status.get("overridden")) is wider
+    assert ("RadiusWidened" in [reason for reason, _ in world.api.events]) is wider
+    before = world.api.writes
+    await world.run(60)
+    assert world.api.writes == before
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before-it", "right-after-it"])
+@pytest.mark.parametrize("point", [1, 2, 3, 4, 5, 6])
+async def test_a_wider_approval_is_recorded_wherever_the_operator_ends(point: int, after: bool) -> None:
+    world = World(stages=LADDER, blastRadius={"tenants": ["beta"]})
+    await world.until("Completed")
+    await world.run(3)
+    world.edit(blastRadius={})
+    world.faults.count, world.faults.kill_at, world.faults.after = 0, point, after
+    await world.run(10)
+    assert world.faults.count >= point, "the point was reached"
+    assert world.status["overridden"] and "blastRadius" not in world.cache_status["approved"]
+    assert world.says("Completed") and len(held(world)) == 2
