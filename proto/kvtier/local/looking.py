@@ -26,28 +26,27 @@ from kvtier.local.patience import Patience
 _CORES_OF_A_LOOK = 4
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _PAUSES = 8
-Look = Callable[[int], None]
-"""Takes the address of the words of a look."""
+Look = Callable[[int], int]
+"""Takes the address of the words of a look; bytes of the message, -1 for none, or -1 - errno."""
 
 
 class _Word(IntEnum):
     """Of a look: a descriptor, the address and bytes of a buffer, nanoseconds to look, and between two looks
-    before the core was taken; then what was found: bytes of the message, -1 for none, or -1 - errno;
-    nanoseconds that were looked, 1 where the core was taken, and the clock at the end."""
+    before the core was taken; then how it went: nanoseconds that were looked, 1 where the core was taken, and
+    the clock at the end."""
 
     FD = 0
     ADDRESS = 1
     SIZE = 2
     LIMIT = 3
     TAKEN_AFTER = 4
-    CAME = 5
-    LOOKED = 6
-    TAKEN = 7
-    NOW = 8
+    LOOKED = 5
+    TAKEN = 6
+    NOW = 7
 
 
 # Plain numbers: a name of an enumeration costs as much as the word, and there is a look for each message.
-_LIMIT, _FOUND = int(_Word.LIMIT), slice(int(_Word.CAME), int(_Word.NOW) + 1)
+_LIMIT, _WENT = int(_Word.LIMIT), slice(int(_Word.LOOKED), int(_Word.NOW) + 1)
 
 _CODE = """
 declare i64 @recv(i32, ptr, i64, i32)
@@ -67,7 +66,7 @@ define private i64 @now() {{
   ret i64 %sum
 }}
 
-define void @look(ptr %words) {{
+define i64 @look(ptr %words) {{
 entry:
 {places}
   %wide = load i64, ptr %at_fd
@@ -110,11 +109,10 @@ wait:
 over:
   %found = phi i64 [ %got, %turn ], [ %failed, %none ], [ -1, %goes_on ]
   %taken = zext i1 %late to i64
-  store i64 %found, ptr %at_came
   store i64 %looked, ptr %at_looked
   store i64 %taken, ptr %at_taken
   store i64 %clock, ptr %at_now
-  ret void
+  ret i64 %found
 }}
 """
 
@@ -158,42 +156,49 @@ class Receiver:
         words[_Word.ADDRESS], words[_Word.SIZE] = ctypes.addressof(self._held), len(buffer)
         words[_Word.TAKEN_AFTER] = patience.bounds.taken
         self._at = ctypes.addressof(words)
+        # Whether a look has seen a message of which the patience was not told yet.
+        self._seen = False
 
     def receive(self) -> int:
         """Bytes of the next message, of which as many as there is room for are in the buffer. Raises as
         `recv_into` does; the socket's own timeout begins when it sleeps."""
-        if self._compiled is None:
+        compiled, patience = self._compiled, self._patience
+        if compiled is None:
             return self._connection.recv_into(self._buffer, 0, socket.MSG_TRUNC)
+        if self._seen:
+            # Only now: somebody waits for the answer to a message that has come, and nobody for this.
+            self._seen = False
+            self._tell(came=True)
         began = time.monotonic_ns()
         if self._seats.take():
+            came = -1
             try:
-                came, taken = self._look(self._compiled, began)
+                limit = patience.look(began)
+                if limit:
+                    self._words[_LIMIT] = limit
+                    came = compiled(self._at)
             finally:
                 self._seats.give_back()
             if came >= 0:
+                self._seen = True
                 return came
+            taken = limit > 0 and self._tell(came=False)
+            if came < -1:
+                raise OSError(-1 - came, os.strerror(-1 - came))
             if taken:
                 return self._connection.recv_into(self._buffer, 0, socket.MSG_TRUNC)
         size = self._connection.recv_into(self._buffer, 0, socket.MSG_TRUNC)
-        self._patience.missed(time.monotonic_ns() - began)
+        patience.missed(time.monotonic_ns() - began)
         return size
 
-    def _look(self, compiled: Look, began: int) -> tuple[int, int]:
-        """Bytes of the message or -1, and whether the core was taken; OSError."""
-        patience, words = self._patience, self._words
-        limit = patience.look(began)
-        if not limit:
-            return -1, 0
-        words[_LIMIT] = limit
-        compiled(self._at)
-        came, looked, taken, now = words[_FOUND]
+    def _tell(self, *, came: bool) -> bool:
+        """Tells the patience of the last look; whether the core was taken in it."""
+        looked, taken, now = self._words[_WENT]
         if taken:
-            patience.taken(looked, now)
-        elif came >= 0:
-            patience.came(looked)
-        if came < -1:
-            raise OSError(-1 - came, os.strerror(-1 - came))
-        return came, taken
+            self._patience.taken(looked, now)
+        elif came:
+            self._patience.came(looked)
+        return taken > 0
 
 
 def cores() -> float:
@@ -235,7 +240,7 @@ def compiled() -> Look | None:
     machine = binding.Target.from_default_triple().create_target_machine(opt=2)
     engine = binding.create_mcjit_compiler(binding.parse_assembly(text), machine)
     engine.finalize_object()
-    function = ctypes.CFUNCTYPE(None, ctypes.c_int64)(engine.get_function_address("look"))
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(engine.get_function_address("look"))
     # It never goes: a thread may stand in it when the process ends.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
     return function

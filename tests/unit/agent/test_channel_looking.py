@@ -11,12 +11,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtier.local import looking
-from kvtier.local.looking import Look, Receiver, Seats, compiled, cores
+from kvtier.local.looking import Look, Receiver, Seats, _Word, compiled, cores
 from kvtier.local.patience import Bounds, Patience
 from tests.unit.agent.local_channel_rig import channel_rig
 
@@ -63,9 +64,10 @@ def pair(look: Look | None, bounds: Bounds = PATIENT, seats: int = 1) -> Iterato
 def finding(came: int, looked: int = 0, taken: int = 0) -> Look:
     """A look that finds that."""
 
-    def look(address: int) -> None:
-        words = (ctypes.c_int64 * 9).from_address(address)
-        words[5:9] = came, looked, taken, time.monotonic_ns()
+    def look(address: int) -> int:
+        words = (ctypes.c_int64 * 8).from_address(address)
+        words[5:8] = looked, taken, time.monotonic_ns()
+        return came
 
     return look
 
@@ -148,19 +150,35 @@ def test_a_look_sees_what_comes_while_other_threads_run(ends: str) -> None:
         come(one)
         thread.join(30)
         assert received == [size]
-        assert one.patience.seen > 0 == one.patience.wasted
+        words = one.receiver._words
+        assert words[_Word.LOOKED] > 0 == words[_Word.TAKEN]
         assert one.seats.take()
 
 
+def test_what_a_look_has_seen_is_told_when_the_next_wait_begins() -> None:
+    """Whoever has received a message has somebody waiting."""
+    with pair(finding(17, 400_000)) as one:
+        assert one.receiver.receive() == 17
+        assert one.patience.seen == 0
+        one.seats.take()
+        one.theirs.send(b"next")
+        assert one.receiver.receive() == 4
+        assert (one.patience.seen, one.patience.wasted) == (400_000, 0)
+        one.theirs.send(b"last")
+        assert one.receiver.receive() == 4
+        assert one.patience.seen == 400_000
+
+
 def test_a_look_sleeps_for_nothing() -> None:
-    found: list[tuple[int, int]] = []
-    with pair(native, Bounds(most=1_000_000, taken=60 * SECOND)) as one:
-        look, began = one.receiver._look, time.monotonic_ns()
+    found: list[int] = []
+    with pair(native) as one:
+        words = one.receiver._words
+        words[_Word.LIMIT], words[_Word.TAKEN_AFTER] = 1_000_000, 60 * SECOND
         # The socket has no timeout: a look that slept would not end.
-        thread = threading.Thread(target=lambda: found.append(look(native, began)), daemon=True)
+        thread = threading.Thread(target=lambda: found.append(native(one.receiver._at)), daemon=True)
         thread.start()
         thread.join(30)
-        assert found == [(-1, 0)]
+        assert found == [-1]
 
 
 def test_a_look_for_nothing_ends_in_time_and_another_one_needs_credit() -> None:
@@ -184,14 +202,22 @@ def test_a_core_that_was_taken_is_left_alone_for_a_while() -> None:
 
 
 def test_a_message_that_was_seen_on_a_core_that_was_taken_is_received() -> None:
-    with pair(finding(17, 400_000, 1)) as one:
+    rests = replace(PATIENT, rest=60 * SECOND, longest_rest=60 * SECOND)
+    with pair(finding(17, 400_000, 1), rests) as one:
         assert one.receiver.receive() == 17
-        assert one.patience.seen == 0 < one.patience.wasted
+        one.theirs.send(b"next")
+        assert one.receiver.receive() == 4
+        assert (one.patience.seen, one.patience.wasted) == (0, 400_000)
 
 
 def test_only_so_many_look_at_a_time() -> None:
     looks: list[int] = []
-    with pair(looks.append) as one:
+
+    def look(address: int) -> int:
+        looks.append(address)
+        return -1
+
+    with pair(look) as one:
         assert one.seats.take() and not one.seats.take()
         one.theirs.send(b"one")
         assert one.receiver.receive() == 3
@@ -199,7 +225,7 @@ def test_only_so_many_look_at_a_time() -> None:
 
 
 def test_an_interrupt_while_it_looks_gives_the_seat_back_and_leaves_the_message() -> None:
-    def interrupted(address: int) -> None:
+    def interrupted(address: int) -> int:
         raise KeyboardInterrupt
 
     with pair(interrupted) as one:
