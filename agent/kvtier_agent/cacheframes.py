@@ -123,12 +123,26 @@ class CacheFrames:
         session = work.session
         session.begin_frame()
         try:
+            if session.assignment.epoch == 0 and session.window is None:
+                return self._plainly(session, work.frame)
             one = self._prepare(session, work.frame, work.queries)
             if one.candidates:
                 return self._attend_now(one, evidence)
             return self._settled(one, self._computed(one), evidence)
         finally:
             session.end_frame()
+
+    def _plainly(self, session: Session, frame: FrameInput) -> FrameAnswer | CoreError:
+        """A frame of a session that was opened without a candidate and is no unit of evidence: nothing is
+        planned, compared or told. A token asks for one in each layer. SESSION_UNKNOWN, as `_prepare`."""
+        session.check_open()
+        first_query = _first_query(session, frame)
+        try:
+            result = self._runner.here(self._runner.engine.step, frame, EXACT_MODE)
+        except CoreError as error:
+            return error
+        self._advance(session, frame, first_query)
+        return FrameAnswer(result, _BASELINE, session.fallback, None)
 
     def _settle_all(
         self, batch: _Batch, results: Sequence[FrameResult | CoreError], evidence: FrameEvidence
@@ -166,7 +180,7 @@ class CacheFrames:
     def _prepare(self, session: Session, frame: FrameInput, queries: int) -> PreparedFrame:
         """How the frame is computed now. SESSION_UNKNOWN where the session was ended as it came."""
         session.check_open()
-        first_query = frame.first_query_position if frame.step != session.step else session.step_first_query
+        first_query = _first_query(session, frame)
         decode = queries == 1 and _decodes(session, frame, first_query)
         assignment = session.assignment
         if assignment.epoch == 0:
@@ -240,13 +254,10 @@ class CacheFrames:
     def _settle(self, one: PreparedFrame, result: FrameResult, evidence: FrameEvidence) -> FrameAnswer:
         """What the session has done by this answer, and what is told of it."""
         session, frame = one.session, one.frame
-        if session.first_step is None:
-            session.first_step = frame.step
-        session.step, session.step_first_query = frame.step, one.first_query
+        self._advance(session, frame, one.first_query)
         if one.first_decode:
             session.first_decode_step = frame.step
-        session.last_used_ns = self._clock()
-        self._progress(session, frame, result.receipt.stall_seconds if one.decode else 0.0, evidence)
+        self._tell(session, frame, result.receipt.stall_seconds if one.decode else 0.0, evidence)
         if one.mode is EXACT_MODE and session.window is None:
             return FrameAnswer(result, _BASELINE, session.fallback, None)
         served = _CANDIDATE if result.from_candidate else _BASELINE
@@ -260,10 +271,13 @@ class CacheFrames:
             _count(session.window, result.refused, evidence)
         return FrameAnswer(result, served, fallback, self._compared(session, frame, result, evidence))
 
-    def _progress(
-        self, session: Session, frame: FrameInput, stall_seconds: float, evidence: FrameEvidence
-    ) -> None:
-        """Each forward pass that was answered in its last layer made one token, as seen from here."""
+    def _advance(self, session: Session, frame: FrameInput, first_query: int) -> None:
+        """Notes how far an answered frame brought its session. Each forward pass that was answered in its
+        last layer made one token, as seen from here."""
+        if session.first_step is None:
+            session.first_step = frame.step
+        session.step, session.step_first_query = frame.step, first_query
+        session.last_used_ns = self._clock()
         if frame.layer == self._last_layer:
             now = (session.last_used_ns - session.opened_ns) / 1e9
             seen = session.progress
@@ -271,6 +285,11 @@ class CacheFrames:
             # The blocks of a prefill are one pass: the first token comes with the last of them.
             session.progress = Progress(tokens, now if tokens == 1 else seen.first_token_seconds, now)
             session.last_answered_step = frame.step
+
+    def _tell(
+        self, session: Session, frame: FrameInput, stall_seconds: float, evidence: FrameEvidence
+    ) -> None:
+        """What an answer says of its session, of one that is a unit of evidence."""
         window = session.window
         if window is None or not session.counted or session.assignment.sampled:
             return
@@ -377,6 +396,11 @@ def _count(window: WindowKey | None, error: CoreError, evidence: FrameEvidence) 
     counter = _COUNTER_OF.get(error.reason)
     if window is not None and counter is not None:
         evidence.zero_tolerance(window, counter)
+
+
+def _first_query(session: Session, frame: FrameInput) -> int:
+    """The position of the first query of the frame's step."""
+    return frame.first_query_position if frame.step != session.step else session.step_first_query
 
 
 def _decodes(session: Session, frame: FrameInput, first_query: int) -> bool:

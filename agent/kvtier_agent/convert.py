@@ -310,10 +310,8 @@ def _selection(facts: SelectionFacts | None) -> attention_pb2.SelectionReceipt |
     return attention_pb2.SelectionReceipt(**{name: getattr(facts, name) for name in _SELECTION})
 
 
-def _other_fields(selection: SelectionFacts | None) -> bytes:
+def _other_fields(selection: SelectionFacts) -> bytes:
     """A serialized Receipt of what the local channel's record has no place for."""
-    if selection is None:
-        return b""
     return attention_pb2.Receipt(selection=_selection(selection)).SerializeToString()
 
 
@@ -348,7 +346,7 @@ def packed_answer(
         tuple(receipt.plan),
         answer.fallback,
         receipt.plan_kind,
-        _other_fields(receipt.selection),
+        b"" if receipt.selection is None else _other_fields(receipt.selection),
     )
 
 

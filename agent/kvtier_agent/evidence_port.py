@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvtier_evidence.delta import Delta
 from kvtier_evidence.window import WindowKey
@@ -47,8 +47,7 @@ class Outcome:
     probe: ProbeResult | None = None
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Forward passes answered so far, each of which makes one token; seconds since the session was opened."""
 
     tokens: int

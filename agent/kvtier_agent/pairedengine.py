@@ -33,7 +33,7 @@ from kvtier_agent.engine_port import (
     SessionTerms,
     TierReport,
 )
-from kvtier_agent.pairedframes import FALLS_BACK, PairedFrames, asks_own, simple
+from kvtier_agent.pairedframes import FALLS_BACK, PairedFrames, plain
 from kvtier_agent.rowevidence import EngineGives
 from kvtier_agent.seats import Seat, Slot, carry, unseat
 from kvtier_agent.sessionprefixes import SessionPrefixes
@@ -284,6 +284,8 @@ class PairedEngine:
         seat = self._seat_of(frame.session_id)
         with seat.lock:
             seat.check(frame.generation)
+            if plain(seat, self.running, mode):
+                return seat.home.engine.step(seat.frame(frame, seat.at), mode)
             return self._frames.step(seat, frame, mode)
 
     def step_many(self, frames: Sequence[tuple[FrameInput, FrameMode]]) -> Sequence[FrameResult | CoreError]:
@@ -298,7 +300,7 @@ class PairedEngine:
                     if seat is None:
                         raise CoreError(Reason.SESSION_UNKNOWN, f"no session {frame.session_id} here")
                     seat.check(frame.generation)
-                    if simple(seat, running) and not asks_own(mode):
+                    if plain(seat, running, mode):
                         together.append((index, (seat.frame(frame, seat.at), mode)))
                     else:
                         results[index] = self._frames.step(seat, frame, mode)

@@ -45,10 +45,8 @@ class PairedFrames:
         self._house = house
 
     def step(self, seat: Seat, frame: FrameInput, mode: FrameMode) -> FrameResult:
-        """The seat's lock is held."""
-        asks = asks_own(mode)
-        if not asks and simple(seat, self._house.running):
-            return seat.home.engine.step(seat.frame(frame, seat.at), mode)
+        """Of a frame that is not `plain`; the seat's lock is held."""
+        asks = _asks_own(mode)
         candidate = mode.candidate
         own = candidate is not None and candidate.own
         if candidate is not None and own:
@@ -108,12 +106,13 @@ class PairedFrames:
         return result
 
 
-def simple(seat: Seat, running: Slot) -> bool:
-    """Whether the baseline's engine answers it, and no other is concerned."""
-    return seat.home is running and seat.mirror is None and seat.refusal is None
+def plain(seat: Seat, running: Slot, mode: FrameMode) -> bool:
+    """Whether the baseline's engine answers the frame, and no other is concerned."""
+    alone = seat.home is running and seat.mirror is None and seat.refusal is None
+    return alone and (mode.candidate is None or not _asks_own(mode))
 
 
-def asks_own(mode: FrameMode) -> bool:
+def _asks_own(mode: FrameMode) -> bool:
     """Whether an answer of a candidate's own engine is wanted, which the baseline's never has."""
     return mode.candidate is not None and mode.candidate.own and (mode.publish_candidate or mode.compare)
 

@@ -270,7 +270,7 @@ def observe(
         desk.observe(session, step, answer, started_ns)
     elif refused is not None:
         code = refused.reason.name
-    desk.metrics.frame_seconds[arm.value, code].observe(time.monotonic() - received_at)
+    desk.metrics.frame_seconds[arm, code].observe(time.monotonic() - received_at)
 
 
 def _go_on(answer: FrameAnswer) -> None:

@@ -44,6 +44,7 @@ class LoneFrames:
         self._attend, self._open = host.frames.attend_one_now, host.sessions
         self._rows = attachment.row_floats
         self._floats = 2 * attachment.row_floats + attachment.query_floats
+        self._size = FLOAT_BYTES * self._floats
         # The message's beginning, attachment, extra bytes, rows, queries, generation and tags.
         self._is = (
             LONE_MESSAGE_IS,
@@ -62,7 +63,8 @@ class LoneFrames:
         self._assignment = attachment.session.assignment
         engine = host.runner.engine
         made = engine.room() if self._assignment.epoch == 0 and isinstance(engine, MakesRooms) else None
-        self._refills, self._room = made is not None, made or self._arrays()
+        self._refills = made is not None
+        self._use(made or self._arrays())
         self._frame: FrameInput | None = None
         self._answer: FrameAnswer | None = None
         self._refused: CoreError | None = None
@@ -70,6 +72,10 @@ class LoneFrames:
     def _arrays(self) -> FrameRoom:
         floats, row = np.empty(self._floats, np.float32), self._rows
         return FrameRoom(floats, floats[:row], floats[row : 2 * row], floats[2 * row :])
+
+    def _use(self, room: FrameRoom) -> None:
+        """For the next frame."""
+        self._room, self._memory = room, room.floats.data.cast("B")
 
     def begin(self, message: bytearray, now: float, clock_offset: int) -> float | None:
         """Takes a message of this kind, and the frame's place on the agent; seconds that it may take. None:
@@ -98,12 +104,11 @@ class LoneFrames:
         ) = _unpack(message)
         if (start, index, extra, rows, queries, generation, session_tag, boot_tag) != self._is:
             return None
-        layers, floats, rings, desk = self._attachment.layers, self._floats, self._rings, self._desk
-        at = offset // FLOAT_BYTES
+        rings, desk = self._rings, self._desk
         if (
             flags > 1
-            or not rings.has(offset, FLOAT_BYTES * floats)
-            or not 0 <= layer < layers
+            or not rings.has(offset, self._size)
+            or not 0 <= layer < self._attachment.layers
             or (step < 0 or first_row < 0 or first_query < 0)
             or (committed < 0 or deadline_ms < 0 or epoch < 0)
             or self._open.get(self._name) is not self._session
@@ -122,7 +127,7 @@ class LoneFrames:
             return None
         # First of all: from here on the engine's process cannot change what is checked.
         room = self._room
-        room.floats[:] = rings.floats[at : at + floats]
+        rings.copy_to(self._memory, offset)
         self._frame = FrameInput(
             self._name,
             generation,
@@ -178,5 +183,5 @@ class LoneFrames:
         answer, refused = self._answer, self._refused
         self._answer = None
         if not self._refills:
-            self._room = self._arrays()
+            self._use(self._arrays())
         observe(self._desk, self._session, self.step, answer, refused, started_ns, self.received_at)

@@ -42,6 +42,7 @@ class Rings:
             self._staging.close()
             raise CoreError(Reason.NO_STAGING, f"no ring for answers: {error.strerror}") from None
         self.floats: NDArray[np.float32] = np.frombuffer(self._staging, dtype="<f4")
+        self._bytes = memoryview(self._staging)
 
     def has(self, offset: int, size: int) -> bool:
         """Whether a frame's tensors may lie there."""
@@ -60,6 +61,10 @@ class Rings:
         """A copy that nobody else can write."""
         return self.floats[start // FLOAT_BYTES : end // FLOAT_BYTES].copy()
 
+    def copy_to(self, memory: memoryview, start: int) -> None:
+        """Fills that memory of bytes with what lies from `start` on, as `has` said that it may."""
+        memory[:] = self._bytes[start : start + len(memory)]
+
     def write(self, start: int, out: bytes) -> None:
         self._answers[start : start + len(out)] = out
 
@@ -71,5 +76,6 @@ class Rings:
         self.answers = -1
         # Views of a mapping keep it from being closed.
         self.floats = np.empty(0, np.float32)
+        self._bytes.release()
         self._staging.close()
         self._answers.close()

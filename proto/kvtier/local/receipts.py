@@ -66,13 +66,24 @@ class ReceiptFacts:
     extra: bytes = b""
 
 
+class _Digests(dict[str, bytes | None]):
+    """Digests by their text, as `_raw`: nearly all are asked for again and again, a support's by all layers
+    of a step."""
+
+    def __missing__(self, text: str) -> bytes | None:
+        if len(self) >= _CACHED_NAMES:
+            self.clear()
+        found = self[text] = _raw(text)
+        return found
+
+
 class AnswerPacker:
     """Packs answers; remembers the names that it packed last, since they hardly ever change."""
 
     def __init__(self) -> None:
         # With what packs the tiers' bytes.
         self._names: dict[tuple[object, ...], tuple[bytes, Callable[..., bytes]]] = {}
-        self._digests: dict[str, bytes | None] = {}
+        self._digests = _Digests()
 
     def answer(self, sequence: int, step: int, layer: int, out_bytes: int, receipt: ReceiptFacts) -> bytes:
         """One record with its receipt; the output lies in the ring."""
@@ -135,15 +146,8 @@ class AnswerPacker:
     ) -> bytes:
         """As `answer`, without an object in between, since it is made for every layer of every token."""
         flags = _SIMULATED if simulated else 0
-        # The same ones again and again; a support's for all layers of a step.
         known = self._digests
-        try:
-            manifest, support = known[manifest_digest], known[support_digest]
-            producer = known[producer_digest]
-        except KeyError:
-            manifest = self._digest(manifest_digest)
-            support = self._digest(support_digest)
-            producer = self._digest(producer_digest)
+        manifest, support, producer = known[manifest_digest], known[support_digest], known[producer_digest]
         if manifest is None or support is None or producer is None:
             texts = attention_pb2.Receipt()
             if manifest is None:
@@ -190,14 +194,6 @@ class AnswerPacker:
             producer,
         )
         return record + tail
-
-    def _digest(self, text: str) -> bytes | None:
-        try:
-            return self._digests[text]
-        except KeyError:
-            if len(self._digests) >= _CACHED_NAMES:
-                self._digests.clear()
-            return self._digests.setdefault(text, _raw(text))
 
     def _packed_names(
         self, key: tuple[tuple[str, ...], tuple[str, ...], str, str]
@@ -388,4 +384,4 @@ def _raw(digest: str) -> bytes | None:
     except ValueError:
         return None
     # fromhex is lenient about case and blanks; what comes back must be the same text.
-    return raw if len(raw) == 32 and digest[7:].islower() | digest[7:].isdigit() else None
+    return raw if raw.hex() == digest[7:] else None
