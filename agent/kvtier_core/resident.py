@@ -368,28 +368,29 @@ class ResidentDecode:
         read = dict(kept.whole_bytes)
         partial = ((visible - 1) % self._size + 1) * self._row_bytes
         read[kept.open_tier] = read.get(kept.open_tier, 0) + partial
+        # By place, in the order of its fields: by name so many cost three times as much.
         receipt = StepReceipt(
-            exactness=ExactnessClass.EXACT,
-            arm=PublishArm.EXACT,
-            manifest_digest=self._baseline,
-            support_digest=full_support_digest(visible),
-            frontier=visible,
-            rows_attended=visible,
-            selected_rows=0,
-            bytes_by_tier=read,
-            plan=kept.labels,
-            simulated=kept.simulated,
-            stall_seconds=0.0 if found is None else found.stall_seconds,
-            producer_digest=self._digest_of(producer),
-            estimated_omitted_mass=math.nan,
-            fallback="",
-            plan_kind=kept.plan_kind.value,
-            snapshot_generation=session.snapshot_generation,
-            position_epoch=session.position_epoch,
-            hidden_seconds=0.0 if found is None else found.hidden_seconds,
-            peak_buffer_bytes=0 if found is None else found.peak_buffer_bytes,
-            promised_bytes=0 if found is None else found.promised_bytes,
+            ExactnessClass.EXACT,
+            PublishArm.EXACT,
+            self._baseline,
+            full_support_digest(visible),
+            visible,  # the frontier
+            visible,  # rows attended
+            0,  # and selected
+            read,
+            kept.labels,
+            kept.simulated,
+            0.0 if found is None else found.stall_seconds,
+            self._digest_of(producer),
+            math.nan,  # omitted mass
+            "",  # no fallback
+            session.snapshot_generation,
+            session.position_epoch,
+            kept.plan_kind.value,
         )
+        if found is not None:
+            receipt.hidden_seconds = found.hidden_seconds
+            receipt.peak_buffer_bytes, receipt.promised_bytes = found.peak_buffer_bytes, found.promised_bytes
         check_step(receipt, visible=visible, baseline_digest=self._baseline, histories=1)
         # From here on nothing can fail.
         if request.step != session.step:

@@ -7,8 +7,8 @@ those of `outputs.attend`. It must not know where chunks live.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import memmove
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +22,14 @@ from kvtier_kernels.ops.chunk_attention.runs import ChunkRun
 
 if TYPE_CHECKING:
     from kvtier_kernels.compiled.machine import Library
+
+
+# Keeps the interpreter's lock: to let it go and take it again costs more than a row's copy.
+_copy = ctypes.cast(
+    ctypes.memmove, ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+)
+# Plain numbers, for the same reason.
+_QUERY, _OUT = int(DecodeWord.QUERY), int(DecodeWord.OUT)
 
 
 class DecodeRoom:
@@ -69,8 +77,8 @@ class OpenRows:
         key, value = key + at * key_step, value + at * value_step
         from_key, from_value, size = k.data_ptr(), v.data_ptr(), self._row
         for key_head, value_head in self._heads:
-            memmove(key + key_head, from_key, size)
-            memmove(value + value_head, from_value, size)
+            _copy(key + key_head, from_key, size)
+            _copy(value + value_head, from_value, size)
             from_key += size
             from_value += size
 
@@ -79,7 +87,7 @@ class KeptDecode:
     """Of full chunks in ascending order and the open one behind them. Calls that share a room must not
     overlap."""
 
-    __slots__ = ("_address", "_call", "_jobs", "_kept", "_seen", "_words", "write")
+    __slots__ = ("_address", "_call", "_kept", "_visible", "_words", "write")
 
     def __init__(
         self, compiled: Library, room: DecodeRoom, runs: Sequence[ChunkRun], open_run: ChunkRun, scale: float
@@ -88,11 +96,13 @@ class KeptDecode:
         jobs = np.concatenate([*(run.jobs for run in runs), open_run.jobs])
         jobs[:, Job.FIRST] = np.arange(len(jobs))
         only, factor = np.zeros(len(jobs), np.int64), np.array([scale], np.float32)
-        self._jobs, self._seen = jobs, jobs[:, Job.VISIBLE].copy()
-        attend = attend_words(room, Work(jobs, only, only, self._seen))
+        seen = jobs[:, Job.VISIBLE].copy()
+        attend = attend_words(room, Work(jobs, only, only, seen))
         words = np.empty(len(DecodeWord), np.int64)
         words[DecodeWord.ATTEND], words[DecodeWord.SCALE] = attend.ctypes.data, factor.ctypes.data
-        self._words, self._address = words, int(words.ctypes.data)
+        # As plain memory: an array takes three times as long for a number.
+        self._words, self._address = words.data, int(words.ctypes.data)
+        self._visible = jobs[-1, Job.VISIBLE :].data, seen[-1:].data
         self._call = compiled.decode
         # What the addresses stand for.
         self._kept = room, tuple(runs), open_run, only, factor, attend
@@ -103,9 +113,10 @@ class KeptDecode:
         and all of the others."""
         q = q.contiguous()
         out = torch.empty_like(q)
-        self._jobs[-1, Job.VISIBLE] = self._seen[-1] = visible
+        job, seen = self._visible
+        job[0] = seen[0] = visible
         words = self._words
-        words[DecodeWord.QUERY], words[DecodeWord.OUT] = q.data_ptr(), out.data_ptr()
+        words[_QUERY], words[_OUT] = q.data_ptr(), out.data_ptr()
         self._call(self._address)
         return out
 
