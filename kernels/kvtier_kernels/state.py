@@ -31,16 +31,18 @@ class FrameMismatch(ValueError):
 
 
 class LogitFrame(NamedTuple):
-    """What a logit means. States merge only when all three agree.
+    """What a logit means. States merge only when all of it agrees.
 
     scale: factor on q.k. key_shift_id: 0 for raw keys, else names the vector subtracted from each
     key (softmax ignores the shift, ``l`` and ``m`` do not). rope_epoch: grows when rows are
-    re-positioned.
+    re-positioned. softcap: logits s became softcap tanh(s / softcap), where it is not None. Which rows
+    were attended, a window of them for one, is not part of it.
     """
 
     scale: float
     key_shift_id: int = 0
     rope_epoch: int = 0
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

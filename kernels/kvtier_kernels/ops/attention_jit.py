@@ -39,6 +39,21 @@ def fold_tile(s, v, m, l, u):
 
 
 @triton.jit
+def tanh_tile(x):
+    """tanh(x) of float32; NaN of NaN. Below 5/8 a polynomial (Cephes' tanhf), since 1 - exp(-2 |x|) loses
+    what is small; beyond it (1 - e) / (1 + e) with x's sign."""
+    size = tl.abs(x)
+    e = tl.exp2(size * -2.8853900817779268)
+    square = x * x
+    y = square * -5.70498872745e-3 + 2.06390887954e-2
+    y = y * square - 5.37397155531e-2
+    y = y * square + 1.33314422036e-1
+    y = y * square - 3.33332819422e-1
+    large = (1.0 - e) / (1.0 + e)
+    return tl.where(size < 0.625, y * square * x + x, tl.where(x < 0, -large, large))
+
+
+@triton.jit
 def join_states(ma, la, ua, mb, lb, ub):
     """merge of two states with natural m, elementwise; u one dimension more than m and l, if any."""
     m = tl.maximum(ma, mb)

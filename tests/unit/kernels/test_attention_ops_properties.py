@@ -1,4 +1,4 @@
-"""Properties of sparse and segment decode on the CPU, over drawn lists, partitions and shifts."""
+"""Properties of the decode operations on the CPU, over drawn windows, lists, partitions and shifts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtier_kernels.ops.merge_states import merge_states_torch
 from kvtier_kernels.registry import entry
 from kvtier_kernels.state import AttentionState, LogitFrame
 
-SPARSE, SEGMENT = entry("sparse_paged_decode"), entry("segment_decode")
+PAGED, SPARSE, SEGMENT = (entry(name) for name in ("paged_decode", "sparse_paged_decode", "segment_decode"))
 PAGE, WIDTH = 16, 6
 
 
@@ -46,6 +46,25 @@ def stacked(parts: list[AttentionState]) -> AttentionState:
     return merge_states_torch(
         m, l, u, None, frame=LogitFrame(parts[0].frame.scale), estimated=any(p.estimated for p in parts)
     )
+
+
+@given(
+    seed=st.integers(0, 99),
+    rows=st.integers(0, WIDTH * PAGE),
+    window=st.none() | st.integers(0, WIDTH * PAGE + 1),
+    softcap=st.none() | st.floats(0.5, 100),
+    split=st.sampled_from([PAGE, 2 * PAGE, 256]),
+    backend=st.sampled_from(["torch", "plain"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_drawn_windows_and_caps_equal_the_reference(
+    seed: int, rows: int, window: int | None, softcap: float | None, split: int, backend: str
+) -> None:
+    inputs = pool(seed) | {"seq_lens": torch.tensor([rows], dtype=torch.int32)}
+    options = {"window": window, "softcap": softcap}
+    got = PAGED.outputs(PAGED.implementations[backend]()(**inputs, **options, split_tokens=split))
+    want = PAGED.outputs(PAGED.reference(**inputs, **options))
+    assert not findings(PAGED.comparisons, inputs, got, want)
 
 
 @given(

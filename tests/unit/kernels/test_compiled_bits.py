@@ -187,6 +187,19 @@ def test_exp_is_within_two_units_in_the_last_place() -> None:
     assert got[5:].isnan().all()
 
 
+def test_tanh_is_within_two_units_in_the_last_place() -> None:
+    """From where x itself is all of it to where it is 1, and about the place where the formula changes."""
+    near = torch.tensor(0.625).view(torch.int32) + torch.arange(-1000, 1000, dtype=torch.int32)
+    x = torch.cat((torch.linspace(0, 12, 300_001), torch.logspace(-30, 1, 100_001), near.view(torch.float32)))
+    want = torch.tanh(x.double())
+    unit = 2.0 ** (torch.floor(torch.log2(want.clamp_min(2.0**-126))) - 23)
+    got = numerics.tanh_plain(x)
+    assert float(((got.double() - want).abs() / unit).max()) < 2
+    assert torch.equal(numerics.tanh_plain(-x), -got)
+    assert numerics.tanh_plain(torch.tensor([torch.inf, -torch.inf, 1e30, 0.0])).tolist() == [1, -1, 1, 0]
+    assert numerics.tanh_plain(torch.tensor([torch.nan])).isnan().all()
+
+
 def test_nothing_may_be_contracted_or_reordered() -> None:
     module = ir.Module("m")
     emit_attend(module)

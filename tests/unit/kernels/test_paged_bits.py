@@ -38,21 +38,53 @@ def inputs(hq: int, hk: int, d: int, dtype: torch.dtype = torch.float32) -> tupl
     return (torch.randn(3, hq, d, generator=g) * 2).to(dtype), k, v
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, table: list[int], n: int) -> AttentionState:
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, table: list[int], n: int, window: int | None = None
+) -> AttentionState:
+    first = 0 if window is None else n - min(n, window)
     rows = [x[table].flatten(0, 1)[:n].float() for x in (k, v)]
     states = [
         chunk_state(
             q.float(),
-            rows[0][lo : lo + SPLIT],
-            rows[1][lo : lo + SPLIT],
+            rows[0][max(lo, first) : lo + SPLIT],
+            rows[1][max(lo, first) : lo + SPLIT],
             scale=SCALE,
             q_pos0=n - 1,
-            row_pos0=lo,
+            row_pos0=max(lo, first),
             frame=LogitFrame(SCALE),
         )
-        for lo in range(0, n, SPLIT)
+        for lo in range(first // SPLIT * SPLIT, n, SPLIT)
     ]
     return merge_ascending(states)
+
+
+@pytest.mark.parametrize("library", ["compiled", "plain"])
+@pytest.mark.parametrize("helpers", [0, 2])
+@pytest.mark.parametrize("window", [1, 15, SPLIT, SPLIT + 3, 500, PAGES * PAGE - 1, PAGES * PAGE])
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "half"])
+def test_a_window_has_the_bits_of_its_rows_one_chunk_at_a_time(
+    half: bool, window: int, helpers: int, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever helps, and wherever in a block of 16 rows it begins; pages before it are not there."""
+    q, k, v = inputs(9, 3, 64, torch.float16 if half else torch.float32)
+    table, lengths = TABLES["scattered"], [PAGES * PAGE, 40 * PAGE + 3, 7]
+    tables = torch.tensor([table] * 3, dtype=torch.int32)
+    for b, n in enumerate(lengths):
+        tables[b, : max(0, n - window) // PAGE] = -1
+    with monkeypatch.context() as patched, contextlib.ExitStack() as stack:
+        if library == "plain":
+            for module in (paged, torch_impl, state, crews):
+                patched.setattr(module, "library", lambda: None)
+        crew = stack.enter_context(Crew(helpers)) if helpers else None
+        lens = torch.tensor(lengths, dtype=torch.int32)
+        got = paged_decode_torch(
+            q, k, v, tables, lens, scale=SCALE, split_tokens=SPLIT, window=window, crew=crew
+        )
+    for b, n in enumerate(lengths):
+        want = expected(q[b : b + 1], k, v, table, n, window)
+        for name in ("m", "l", "u"):
+            a, e = getattr(got, name)[b : b + 1].contiguous(), getattr(want, name).contiguous()
+            assert torch.equal(a.view(torch.int32), e.view(torch.int32)), (b, name)
 
 
 @pytest.mark.parametrize("library", ["compiled", "plain"])
@@ -156,6 +188,12 @@ def test_an_id_that_is_no_page_is_refused_before_anything_is_read(
     lens = torch.tensor([100, 6 * PAGE + 1, 5], dtype=torch.int32)
     with pytest.raises(ShapeError, match="page ids"):
         paged_decode_torch(q, k, v, table, lens, scale=SCALE, split_tokens=SPLIT)
-    # Behind a request's last page anything may stand.
+    # Before a window and behind a request's last page anything may stand.
+    outside = lens[1] - (place + 1) * PAGE
+    if outside > 0:
+        options = {"scale": SCALE, "split_tokens": SPLIT}
+        with pytest.raises(ShapeError, match="page ids"):
+            paged_decode_torch(q, k, v, table, lens, window=int(outside) + 1, **options)
+        paged_decode_torch(q, k, v, table, lens, window=int(outside), **options)
     lens[1] = place * PAGE
     paged_decode_torch(q, k, v, table, lens, scale=SCALE, split_tokens=SPLIT)

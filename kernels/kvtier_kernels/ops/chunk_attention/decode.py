@@ -19,7 +19,7 @@ from kvtier_kernels.compiled import library
 from kvtier_kernels.ops.chunk_attention.jobs import grouped, one_each
 from kvtier_kernels.ops.chunk_attention.plain import ROW_PAD, States, state_plain
 from kvtier_kernels.ops.chunk_attention.runs import ChunkRun, chunk_runs
-from kvtier_kernels.ops.chunk_attention.torch_impl import ShapeError
+from kvtier_kernels.ops.chunk_attention.torch_impl import ShapeError, check_uncapped
 from kvtier_kernels.state import AttentionState, LogitFrame, fold, identity
 
 _LINE_BYTES = 64
@@ -52,6 +52,7 @@ def decode_states(
     plain = q.dtype is torch.float32 and q.is_cpu
     if not count or q.dim() != 3 or q.shape[0] != 1 or not plain:
         raise ShapeError(f"want q float32 [1,Hq,d] and a chunk, got {q.dtype} {tuple(q.shape)} and {count}")
+    check_uncapped(frame)
     heads, rows, d = keys[0].shape
     hq = q.shape[1]
     if hq % heads or not reads_in_place(rows, d):

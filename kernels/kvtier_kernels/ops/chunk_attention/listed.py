@@ -20,7 +20,7 @@ from kvtier_kernels.compiled import library
 from kvtier_kernels.compiled.layout import AHEAD, LANES, Job
 from kvtier_kernels.ops.chunk_attention.jobs import Integers, readable
 from kvtier_kernels.ops.chunk_attention.plain import state_plain
-from kvtier_kernels.ops.chunk_attention.torch_impl import ShapeError
+from kvtier_kernels.ops.chunk_attention.torch_impl import ShapeError, check_uncapped
 from kvtier_kernels.state import AttentionState, LogitFrame, States, fold, identity
 
 Floats = NDArray[np.float32]
@@ -62,6 +62,7 @@ def listed_states(
         )
     if not (q.dtype == k.dtype == v.dtype == torch.float32 and q.is_cpu and k.is_cpu and v.is_cpu):
         raise ShapeError(f"want float32 in the CPU's memory, got {q.dtype}, {k.dtype}, {v.dtype}")
+    check_uncapped(frame)
     hq, d = q.shape[1:]
     heads, count = k.shape[1], len(lists)
     if not heads or hq % heads or count not in (1, heads, hq):

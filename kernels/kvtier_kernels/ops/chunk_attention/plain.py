@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvtier_kernels.numerics import LANES, exp_plain, sum_plain
+from kvtier_kernels.numerics import LANES, exp_plain, sum_plain, tanh_plain
 
 QUERY_PAD = 4
 ROW_PAD = 64
@@ -25,11 +25,19 @@ _LOWEST = torch.finfo(torch.float32).min
 States = tuple[Tensor, Tensor, Tensor]
 
 
-def state_plain(scaled: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | None = None) -> States:
+def state_plain(
+    scaled: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> States:
     """(m, l [Nq, Hq], u [Nq, Hq, d]) of queries [Nq, Hq, d] times their scale over rows [R, Hk, d].
 
     seen: int64 [Nq], how many rows each query sees, from the first; ascending. What it does not see cannot
-    reach it, whatever it holds. bias: float32 [R], added to the logits of each row."""
+    reach it, whatever it holds. softcap: logits s become softcap tanh(s / softcap), each of these operations
+    rounded. bias: float32 [R], added to the logits of each row after that."""
     nq, hq, d = scaled.shape
     heads = k.shape[1]
     group = hq // heads
@@ -40,6 +48,8 @@ def state_plain(scaled: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor
         q = pad(q, (0, 0, 0, spare))
     keys, values = _rows(k, visible), _rows(v, visible)
     s = _logits(q, keys)
+    if softcap is not None:
+        s = tanh_plain(s / softcap).mul_(softcap)
     if bias is not None:
         s += pad(bias[:visible], (0, keys.shape[1] - visible))
     hidden = torch.arange(keys.shape[1]) >= seen.repeat_interleave(group).unsqueeze(1)
@@ -48,7 +58,7 @@ def state_plain(scaled: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor
     p = exp_plain(s - m.clamp_min(_LOWEST).unsqueeze(-1))
     u = _weighted(p, values)
     if int(seen[0]) != visible and not bool(torch.isfinite(u).all()):
-        one = [state_plain(scaled[i : i + 1], k, v, seen[i : i + 1], bias) for i in range(nq)]
+        one = [state_plain(scaled[i : i + 1], k, v, seen[i : i + 1], bias, softcap) for i in range(nq)]
         m, l, u = (torch.cat(part) for part in zip(*one, strict=True))
         return m, l, u
     l = sum_plain(p)

@@ -57,6 +57,7 @@ def chunk_state(
         frame = LogitFrame(scale)
     elif frame.scale != scale:
         raise ShapeError(f"frame says scale {frame.scale}, the call says {scale}")
+    check_uncapped(frame)
     nq, hq, d = q.shape
     seen = _seen(row_pos0, k.shape[0], q_pos0, nq)
     if nq == 0 or not seen[-1]:
@@ -72,6 +73,12 @@ def chunk_state(
         none = identity((first, hq), d, frame)
         m, l, u = (torch.cat(pair) for pair in ((none.m, m), (none.l, l), (none.u, u)))
     return AttentionState(m=m, l=l, u=u, frame=frame)
+
+
+def check_uncapped(frame: LogitFrame) -> None:
+    """Who does not cap logits says so of no state. Raises ShapeError."""
+    if frame.softcap is not None:
+        raise ShapeError(f"logits are not capped here, and the frame says softcap {frame.softcap}")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

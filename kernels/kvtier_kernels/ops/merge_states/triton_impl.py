@@ -15,7 +15,7 @@ from torch import Tensor
 from kvtier_kernels.ops.attention_jit import empty_state, join_states
 from kvtier_kernels.ops.chunk_attention import ShapeError
 from kvtier_kernels.ops.merge_states.torch_impl import Finalized, check_one, check_pair, check_states
-from kvtier_kernels.state import AttentionState, LogitFrame
+from kvtier_kernels.state import AttentionState, LogitFrame, States
 
 
 @triton.jit
@@ -101,10 +101,17 @@ def merge_states_triton(
 ) -> AttentionState:
     """See the package. d a power of two; u's last dimension contiguous. Raises ShapeError."""
     check_states(m, l, u, counts)
+    batch, _, heads = m.shape
+    out = empty_state(u, (batch, heads), u.shape[3])
+    merge_into(m, l, u, counts, out)
+    return AttentionState(*out, frame=frame, estimated=estimated)
+
+
+def merge_into(m: Tensor, l: Tensor, u: Tensor, counts: Tensor | None, out: States) -> None:
+    """`merge_states_triton` of checked states into the memory of m, l [B,H], u [B,H,d], contiguous."""
     _check_dim(u)
     batch, states, heads = m.shape
-    d = u.shape[3]
-    m_out, l_out, u_out = empty_state(u, (batch, heads), d)
+    m_out, l_out, u_out = out
     if m_out.numel():
         merge_kernel[(batch, heads)](
             m,
@@ -119,10 +126,9 @@ def merge_states_triton(
             *l.stride(),
             *u.stride()[:3],
             HAS_COUNTS=counts is not None,
-            D=d,
+            D=u.shape[3],
             num_warps=1,
         )
-    return AttentionState(m=m_out, l=l_out, u=u_out, frame=frame, estimated=estimated)
 
 
 def merge_state_triton_(

@@ -1,4 +1,5 @@
-"""Paged decode by plain tensor operations: what machines without compiled kernels run, with the same bits.
+"""Paged decode by plain tensor operations, with the bits of the compiled kernels: what runs where nothing is
+compiled, and what caps logits anywhere.
 
 It must not know who filled the pages.
 """
@@ -8,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtier_kernels.ops.chunk_attention.decode import no_rows
 from kvtier_kernels.ops.chunk_attention.plain import state_plain
-from kvtier_kernels.ops.paged_decode.torch_impl import check_inputs
-from kvtier_kernels.state import AttentionState, LogitFrame, fold_plain
+from kvtier_kernels.ops.paged_decode.arguments import check_inputs, frame_of, gathered, room, spans
+from kvtier_kernels.state import AttentionState, States, fold_plain
 
 
 @torch.no_grad()
@@ -24,18 +24,18 @@ def paged_decode_plain(
     *,
     scale: float,
     split_tokens: int = 256,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: States | None = None,
 ) -> AttentionState:
     """See the package. Inputs of any float dtype; rows are widened to float32 after the gather."""
-    check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
-    batch, hq, d = q.shape
-    page = k_cache.shape[1]
-    totals = no_rows(batch, hq, d)
+    check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens, window, softcap)
+    m, l, u = room(out, q)
+    m.fill_(-torch.inf), l.zero_(), u.zero_()
     scaled = q.float() * scale
     for b, n in enumerate(seq_lens.tolist()):
-        own = totals[0][b], totals[1][b], totals[2][b]
-        for lo in range(0, n, split_tokens):
-            hi = min(n, lo + split_tokens)
-            pages = page_table[b, lo // page : -(-hi // page)].long()
-            k, v = (x[pages].flatten(0, 1)[: hi - lo].float() for x in (k_cache, v_cache))
-            fold_plain(own, state_plain(scaled[b : b + 1], k, v, torch.tensor([hi - lo])))
-    return AttentionState(*totals, frame=LogitFrame(scale))
+        for lo, hi in spans(n, split_tokens, window):
+            k, v = (gathered(x, page_table[b], lo, hi) for x in (k_cache, v_cache))
+            seen = torch.tensor([hi - lo])
+            fold_plain((m[b], l[b], u[b]), state_plain(scaled[b : b + 1], k, v, seen, softcap=softcap))
+    return AttentionState(m, l, u, frame=frame_of(scale, softcap))

@@ -13,9 +13,17 @@ from torch import Tensor
 
 
 def paged_decode_ref(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, *, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, l [B,Hq], u [B,Hq,d]) in float64. A request of length 0 gives (-inf, 0, 0)."""
+    """(m, l [B,Hq], u [B,Hq,d]) in float64. A request without rows gives (-inf, 0, 0)."""
     batch, hq, d = q.shape
     page, hk = k_cache.shape[1], k_cache.shape[2]
     m = torch.full((batch, hq), -math.inf, dtype=torch.float64)
@@ -23,14 +31,17 @@ def paged_decode_ref(
     u = torch.zeros(batch, hq, d, dtype=torch.float64)
     for b in range(batch):
         n = int(seq_lens[b])
-        if n == 0:
+        seen = [t for t in range(n) if window is None or n - 1 - t < window]
+        if not seen:
             continue
-        where = [(int(page_table[b, t // page]), t % page) for t in range(n)]
+        where = [(int(page_table[b, t // page]), t % page) for t in seen]
         k = torch.stack([k_cache[p, t] for p, t in where]).double()
         v = torch.stack([v_cache[p, t] for p, t in where]).double()
         for h in range(hq):
             head = h * hk // hq
             s = (k[:, head] @ q[b, h].double()) * scale
+            if softcap is not None:
+                s = softcap * torch.tanh(s / softcap)
             m[b, h] = s.max()
             if m[b, h] == -math.inf:
                 continue

@@ -1,4 +1,4 @@
-"""The registry entry of paged decode: its inputs, hostile ones included, its costs and its compilations."""
+"""The registry entry of paged decode: what must not change its answers, its costs and its compilations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvtier_kernels.compare import state_comparisons, state_outputs
+from kvtier_kernels.ops.paged_decode.cases import PAGE, SPLIT, case_of, cases, make_inputs, outside
 from kvtier_kernels.ops.paged_decode.plain_impl import paged_decode_plain
 from kvtier_kernels.ops.paged_decode.ref import paged_decode_ref
 from kvtier_kernels.ops.paged_decode.torch_impl import paged_decode_torch
@@ -24,110 +25,7 @@ from kvtier_kernels.spec import (
     Refusal,
     Stability,
 )
-from kvtier_kernels.testing.inputs import far_rows, one_of, strided, wrapping_ids
-
-_PAGE = 16
-_SPLIT = 256
-_FAR_STRIDE = 2**20
-
-
-def _case(
-    id: str,
-    lens: tuple[int, ...],
-    *traits: str,
-    hq: int = 9,
-    hk: int = 3,
-    d: int = 64,
-    dtype: str = "float32",
-) -> Case:
-    axes = {"Hq": hq, "Hk": hk, "d": d, "P": _PAGE}
-    return Case(id, axes, lens, dtype, frozenset(traits), seed=len(id) + sum(lens) + d)
-
-
-def _cases() -> tuple[Case, ...]:
-    edges = (0, 1, _PAGE - 1, _PAGE, _PAGE + 1)
-    cases = [
-        _case("empty", (0,), Hazard.EMPTY),
-        _case("empty-beside-full", (0, 40, 0), Hazard.EMPTY, Hazard.RAGGED),
-        _case("page-edges", edges, Hazard.RAGGED),
-        _case("split-edges", (_SPLIT - 1, _SPLIT, _SPLIT + 1)),
-        _case("block-edges", (63, 64, 65)),
-        _case("three-splits", (2 * _SPLIT + 77,)),
-        _case("one-token", (1,), Hazard.SINGLE),
-        _case("huge-logits", (70, 300), "huge"),
-        _case("one-logit-minus-inf", (40,), "minus-inf-row"),
-        _case("all-logits-minus-inf", (20, 30), "minus-inf-all"),
-        _case("nan-beyond-the-length", (33, 257), "nan-tail", Hazard.POISON),
-        _case("nan-in-unmapped-pages", (48, 20), "nan-unmapped", Hazard.POISON),
-        _case("inf-v-visible", (40,), "inf-v"),
-        _case("duplicate-keys", (50,), Hazard.DUPLICATE),
-        _case("strided", (100, 31), Hazard.STRIDED),
-        _case("far-pages", (37,), Hazard.FAR, hq=2, hk=1, dtype="float16"),
-        _case("d128-gqa8", (130, 300), hq=8, hk=1, d=128),
-        _case("mha-d128", (40,), hq=4, hk=4, d=128),
-        _case("bf16", (257, 40), dtype="bfloat16"),
-        _case("bf16-d128", (300,), hq=8, hk=2, d=128, dtype="bfloat16"),
-        _case("f16", (257, 40), dtype="float16"),
-        _case("d256", (40,), hq=4, hk=2, d=256),
-    ]
-    cases += [_case(f"gqa{g}", (37, 70), hq=g, hk=1) for g in (1, 2, 5, 7, 16)]
-    return tuple(cases)
-
-
-def make_inputs(case: Case) -> Inputs:
-    """Inputs of a case from its seed. Pages are permuted; page 0 is never mapped. The table is one page
-    wider than any request needs, so its last ids are padding."""
-    g = torch.Generator().manual_seed(case.seed)
-    dtype = getattr(torch, case.dtype)
-    hq, hk, d, page = (case.axes[x] for x in ("Hq", "Hk", "d", "P"))
-    batch = len(case.seq_lens)
-    width = max(1, *(-(-n // page) for n in case.seq_lens)) + 1
-    total = batch * width + 1
-    k = torch.randn(total, page, hk, d, generator=g).to(dtype)
-    v = torch.randn(total, page, hk, d, generator=g).to(dtype)
-    q = (torch.randn(batch, hq, d, generator=g) * 2).to(dtype)
-    table = (torch.randperm(total - 1, generator=g) + 1).to(torch.int32).view(batch, width)
-    lens = torch.tensor(case.seq_lens, dtype=torch.int32)
-    _poison(case, q, k, v, table)
-    if Hazard.FAR in case.traits:
-        ids = wrapping_ids(total, _FAR_STRIDE)
-        k, v, table = (
-            far_rows(k, ids, stride=_FAR_STRIDE),
-            far_rows(v, ids, stride=_FAR_STRIDE),
-            ids[table.long()].int(),
-        )
-    return {
-        "q": q,
-        "k_cache": k,
-        "v_cache": v,
-        "page_table": table,
-        "seq_lens": lens,
-        "scale": 1 / math.sqrt(d),
-    }
-
-
-def _poison(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor) -> None:
-    page = case.axes["P"]
-    if "huge" in case.traits:
-        q *= 1e4
-    if Hazard.DUPLICATE in case.traits:
-        k[:] = k[1, 0]
-    for b, n in enumerate(case.seq_lens):
-        if "minus-inf-row" in case.traits:
-            q[b] = q[b].abs()
-            k[int(table[b, 0]), 3] = -math.inf
-        if "minus-inf-all" in case.traits:
-            q[b] = q[b].abs() + 1
-            k[table[b].long()] = -math.inf
-        if "inf-v" in case.traits:
-            v[int(table[b, 0]), 2, 0, 5] = math.inf
-        if "nan-tail" in case.traits:
-            for x in (k, v):
-                x[int(table[b, n // page]), n % page :] = math.nan
-                x[table[b, n // page + 1 :].long()] = math.nan
-    if "nan-unmapped" in case.traits:
-        k[0] = math.nan
-        v[0] = math.inf
+from kvtier_kernels.testing.inputs import one_of, strided
 
 
 def _without_poison(inputs: Inputs) -> Inputs:
@@ -152,13 +50,40 @@ def _other_padding(inputs: Inputs) -> Inputs:
     return inputs | {"page_table": table}
 
 
+def _pages_outside(inputs: Inputs) -> Inputs:
+    """Pages outside of the window are there, whatever they hold."""
+    table = inputs["page_table"].clone()
+    outside(table, inputs["seq_lens"].tolist(), inputs["window"], 0)
+    return inputs | {"page_table": table}
+
+
+def _no_window(inputs: Inputs) -> Inputs:
+    return inputs | {"window": None}
+
+
 INVARIANCES = (
     Invariance(
-        "no-poison", ("nan-beyond-the-length", "nan-in-unmapped-pages"), _without_poison, Hazard.POISON
+        "no-poison",
+        (
+            "nan-beyond-the-length",
+            "nan-in-unmapped-pages",
+            "window-poison",
+            "softcap-poison",
+            "softcap-window",
+        ),
+        _without_poison,
+        Hazard.POISON,
     ),
-    Invariance("where-pages-lie", ("three-splits",), _straight_pages),
+    Invariance("where-pages-lie", ("three-splits", "window-ragged", "softcap-window"), _straight_pages),
     Invariance("padding-of-the-table", ("split-edges",), _other_padding, Hazard.PADDED),
-    Invariance("strides", ("strided",), lambda x: strided(x, ("q", "k_cache", "v_cache")), Hazard.STRIDED),
+    Invariance("pages-outside-of-the-window", ("window-absent-pages",), _pages_outside, Hazard.PADDED),
+    Invariance("no-window-is-the-longest", ("window-longer",), _no_window),
+    Invariance(
+        "strides",
+        ("strided", "window-strided"),
+        lambda x: strided(x, ("q", "k_cache", "v_cache")),
+        Hazard.STRIDED,
+    ),
 )
 
 
@@ -167,8 +92,15 @@ def _refusal(id: str, change: dict[str, Any], match: str, *backends: str) -> Ref
 
 
 def _wide_cache(extra: int) -> dict[str, Any]:
-    cache = torch.zeros(3, _PAGE, 3, 64 + extra)[..., :64]
+    cache = torch.zeros(3, PAGE, 3, 64 + extra)[..., :64]
     return {"k_cache": cache, "v_cache": cache}
+
+
+def _out(
+    batch: int, hq: int, d: int, kept: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, ...]:
+    m, l = (torch.zeros(batch, hq, dtype=dtype) for _ in range(2))
+    return m, l, torch.zeros(batch, hq, d, dtype=dtype)[..., :kept]
 
 
 REFUSALS = (
@@ -180,6 +112,21 @@ REFUSALS = (
     _refusal("split-of-nothing", {"split_tokens": 0}, "whole pages"),
     _refusal("split-inside-a-page", {"split_tokens": 24}, "whole pages"),
     _refusal("heads", {"q": torch.zeros(1, 8, 64)}, "heads"),
+    _refusal("window-below-0", {"window": -1}, "window is None or an int, 0 rows or more, not -1"),
+    _refusal("window-of-half-a-row", {"window": 1.5}, r"window is None .* not 1\.5"),
+    _refusal("window-true", {"window": True}, "window is None .* not True"),
+    *(
+        _refusal(f"softcap-{x}", {"softcap": x}, rf"softcap is None or a number from .* above 0, not {x}")
+        for x in (0.0, -30.0, math.inf, math.nan, True)
+    ),
+    _refusal(
+        "page-past-the-cache-in-the-window",
+        {"page_table": torch.full((1, 2), 99, dtype=torch.int32), "window": 1},
+        "page ids",
+    ),
+    _refusal("out-of-one-request", {"out": _out(2, 9, 64)}, r"out's m is float32 \[1, 9\]"),
+    _refusal("out-not-contiguous", {"out": _out(1, 9, 128, 64)}, "out's u is .* contiguous"),
+    _refusal("out-of-half-precision", {"out": _out(1, 9, 64, dtype=torch.float16)}, "out's m is float32"),
     _refusal("odd-stride", _wide_cache(1), "multiples of 16", "triton"),
     _refusal("half-stride", _wide_cache(8), "multiples of 16", "triton"),
     _refusal("gqa17", {"q": torch.zeros(1, 51, 64)}, "share a KV head", "triton"),
@@ -196,34 +143,51 @@ REFUSALS = (
 )
 
 
+def _rows(inputs: Mapping[str, Any]) -> int:
+    """Rows that are read, over all requests: those of the window, where there is one."""
+    lens, window = inputs["seq_lens"], inputs.get("window")
+    return int((lens if window is None else lens.clamp(max=window)).sum())
+
+
 def bytes_moved(inputs: Mapping[str, Any]) -> int:
     """Bytes of K and V of every row read once, plus q in and the state out (float32 m, l, u)."""
     q, k = inputs["q"], inputs["k_cache"]
     batch, hq, d = q.shape
-    rows = int(inputs["seq_lens"].sum())
-    kv = 2 * rows * k.shape[2] * d * k.element_size()
+    kv = 2 * _rows(inputs) * k.shape[2] * d * k.element_size()
     return int(kv + q.numel() * q.element_size() + batch * hq * (d + 2) * 4)
 
 
 def flops(inputs: Mapping[str, Any]) -> int:
-    """4 d multiply-adds counted as two each per query head and row (QK and PV); softmax not counted."""
+    """4 d multiply-adds counted as two each per query head and row (QK and PV); softmax and cap are not
+    counted."""
     q = inputs["q"]
-    return int(4 * int(inputs["seq_lens"].sum()) * q.shape[1] * q.shape[2])
+    return int(4 * _rows(inputs) * q.shape[1] * q.shape[2])
 
 
 def _bench() -> tuple[Case, ...]:
     """SmolLM2's geometry, and one KV head of a 70B-like model's group."""
     shapes = (("smollm2", 9, 3, 64), ("gqa8", 64, 8, 128))
-    return tuple(
-        Case(f"{name}-{n}", {"Hq": hq, "Hk": hk, "d": d, "P": _PAGE}, (n,), seed=n)
+    whole = (
+        Case(f"{name}-{n}", {"Hq": hq, "Hk": hk, "d": d, "P": PAGE}, (n,), seed=n)
         for name, hq, hk, d in shapes
         for n in (512, 2048)
+    )
+    return (
+        *whole,
+        case_of("smollm2-2048-window-512", (2048,), window=512),
+        case_of("smollm2-2048-window-500", (2048,), window=500),
+        case_of("smollm2-2048-softcap", (2048,), cap=50),
     )
 
 
 def _bench_gpu() -> tuple[Case, ...]:
-    axes = {"Hq": 64, "Hk": 8, "d": 128, "P": _PAGE}
-    return tuple(Case(f"gqa8-{n // 1024}k", axes, (n,), "bfloat16", seed=n) for n in (32768, 131072))
+    axes = {"Hq": 64, "Hk": 8, "d": 128, "P": PAGE}
+    window = {"W": 4096}
+    return (
+        *(Case(f"gqa8-{n // 1024}k", axes, (n,), "bfloat16", seed=n) for n in (32768, 131072)),
+        Case("gqa8-32k-window-4k", axes | window, (32768,), "bfloat16", seed=1),
+        Case("gqa8-32k-softcap", axes | {"C": 50}, (32768,), "bfloat16", seed=2),
+    )
 
 
 def _triton() -> Implementation:
@@ -244,7 +208,8 @@ _TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _STRIDES = ("qb", "qh", "kp", "kt", "kh", "vp", "vt", "vh")
 
 
-def _split_variant(id: str, dtype: str, hq: int, hk: int, d: int) -> AotVariant:
+def _split_variant(id: str, dtype: str, hq: int, hk: int, d: int, *options: str) -> AotVariant:
+    """options: those of "window" and "cap" that are given; the other is no argument of what is compiled."""
     t = _TYPES[dtype]
     signature = {
         "q_ptr": f"*{t}",
@@ -255,8 +220,14 @@ def _split_variant(id: str, dtype: str, hq: int, hk: int, d: int) -> AotVariant:
     }
     signature |= {"m_ptr": "*fp32", "l_ptr": "*fp32", "u_ptr": "*fp32", "qk_scale": "fp32"}
     signature |= {f"stride_{s}": "i32" for s in _STRIDES} | {"stride_tb": "i32"}
-    constants = {"HK": hk, "G": hq // hk, "PAGE": _PAGE, "D": d, "SPLIT": _SPLIT, "BM": 16, "BN": 64}
+    constants: dict[str, Any] = {"HK": hk, "G": hq // hk, "PAGE": PAGE, "D": d, "SPLIT": SPLIT}
+    constants |= {"BM": 16, "BN": 64}
     aligned = frozenset(x for x in signature if x not in ("qk_scale", "stride_tb"))
+    for name, kind in (("window", "i32"), ("cap", "fp32")):
+        if name in options:
+            signature[name] = kind
+        else:
+            constants[name] = None
     return AotVariant(id, "split_kernel", signature, constants, aligned, 4, 5, ("cp.async",))
 
 
@@ -282,9 +253,11 @@ def paged_decode_spec() -> KernelSpec:
             "N": "pages of the pool",
             "P": "tokens a page",
             "X": "pages a table row",
+            "W": "rows of the window, in which the last row is",
+            "C": "the cap of logits",
         },
         dtypes=("float32", "float16", "bfloat16"),
-        cases=_cases(),
+        cases=cases(),
         make_inputs=make_inputs,
         reference=paged_decode_ref,
         implementations=implementations,
@@ -300,8 +273,14 @@ def paged_decode_spec() -> KernelSpec:
         ),
         invariances=INVARIANCES,
         refusals=REFUSALS,
-        # 430 rows, one KV head of 128, 8 query heads, 2 requests, float32.
-        costs=(Cost("d128-gqa8", 2 * 430 * 128 * 4 + 2 * 8 * 128 * 4 + 2 * 8 * 130 * 4, 4 * 430 * 8 * 128),),
+        # 430 rows, one KV head of 128, 8 query heads, 2 requests, float32. 90 of 300 rows and all of 20, the
+        # same heads, bfloat16.
+        costs=(
+            Cost("d128-gqa8", 2 * 430 * 128 * 4 + 2 * 8 * 128 * 4 + 2 * 8 * 130 * 4, 4 * 430 * 8 * 128),
+            Cost(
+                "window-bf16-d128", 2 * 110 * 128 * 2 + 2 * 8 * 128 * 2 + 2 * 8 * 130 * 4, 4 * 110 * 8 * 128
+            ),
+        ),
         bench=_bench(),
         bench_gpu=_bench_gpu(),
         aot_module="kvtier_kernels.ops.paged_decode.triton_impl",
@@ -310,5 +289,10 @@ def paged_decode_spec() -> KernelSpec:
             _split_variant("split-bf16-g3-d64", "bfloat16", 9, 3, 64),
             _split_variant("split-f32-g3-d64", "float32", 9, 3, 64),
             _split_variant("split-f16-g8-d128", "float16", 64, 8, 128),
+            _split_variant("window-bf16-g8-d128", "bfloat16", 8, 1, 128, "window"),
+            _split_variant("window-f32-g3-d64", "float32", 9, 3, 64, "window"),
+            _split_variant("softcap-bf16-g8-d128", "bfloat16", 8, 1, 128, "cap"),
+            _split_variant("window-softcap-bf16-g8-d128", "bfloat16", 8, 1, 128, "window", "cap"),
+            _split_variant("window-softcap-f16-g3-d64", "float16", 9, 3, 64, "window", "cap"),
         ),
     )

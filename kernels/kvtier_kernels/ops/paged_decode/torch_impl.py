@@ -1,8 +1,9 @@
 """Paged decode on the CPU: one state per aligned chunk, merged ascending, each row read once, where it is.
 
 It gives the bits of the chunk path, whatever the page table. Pages that cannot be read in place (of half
-precision, or not whole blocks of 16 tokens) are gathered a chunk at a time. It must not know who filled the
-pages.
+precision, or not whole blocks of 16 tokens) are gathered a chunk at a time, as is the one chunk that a
+window cuts, whose first row may be any of its page. The compiled kernels do not cap logits: with a cap all is
+done by plain operations. It must not know who filled the pages.
 """
 
 from __future__ import annotations
@@ -16,63 +17,23 @@ from torch import Tensor
 from kvtier_kernels.compiled import library
 from kvtier_kernels.compiled.crew import Crew, Listed
 from kvtier_kernels.compiled.layout import AHEAD, LANES, Job, PageWord
-from kvtier_kernels.ops.chunk_attention import ShapeError, chunk_state
-from kvtier_kernels.ops.chunk_attention.jobs import Integers, readable
+from kvtier_kernels.ops.chunk_attention import chunk_state
+from kvtier_kernels.ops.chunk_attention.jobs import Integers, jobs_of, readable, tables
+from kvtier_kernels.ops.paged_decode.arguments import (
+    check_inputs,
+    check_shapes,
+    gathered,
+    oldest_row,
+    room,
+    spans,
+    wrong_lengths,
+    wrong_pages,
+)
+from kvtier_kernels.ops.paged_decode.plain_impl import paged_decode_plain
 from kvtier_kernels.state import AttentionState, LogitFrame, States, fold
 
 if TYPE_CHECKING:
     from kvtier_kernels.compiled.machine import Library
-
-
-def _check_shapes(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, split_tokens: int
-) -> None:
-    if q.dim() != 3 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
-        raise ShapeError(
-            f"want q [B,Hq,d], caches [N,P,Hk,d], got {tuple(q.shape)}, {tuple(k_cache.shape)}, "
-            f"{tuple(v_cache.shape)}"
-        )
-    batch, hq, d = q.shape
-    _, page, hk, kd = k_cache.shape
-    if kd != d or hk == 0 or hq % hk:
-        raise ShapeError(f"q has {hq} heads of {d}, the cache {hk} of {kd}")
-    if page_table.shape[0] != batch or seq_lens.shape != (batch,):
-        raise ShapeError(f"{batch} requests, page_table {tuple(page_table.shape)}, {tuple(seq_lens.shape)}")
-    if page_table.dtype != torch.int32 or seq_lens.dtype != torch.int32:
-        raise ShapeError(f"page_table and seq_lens are int32, got {page_table.dtype}, {seq_lens.dtype}")
-    if split_tokens < 1 or split_tokens % page:
-        raise ShapeError(f"a split of {split_tokens} tokens is not whole pages of {page}")
-
-
-def check_inputs(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, split_tokens: int
-) -> None:
-    """Shapes, dtypes, lengths and page ids of every implementation. Raises ShapeError.
-
-    Lengths and ids on a GPU are not looked at: that would wait for the device on every call.
-    """
-    _check_shapes(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
-    batch, page = q.shape[0], k_cache.shape[1]
-    if (
-        batch
-        and seq_lens.device.type == "cpu"
-        and (int(seq_lens.min()) < 0 or int(seq_lens.max()) > page_table.shape[1] * page)
-    ):
-        raise _wrong_lengths(page_table.shape[1] * page)
-    if batch and seq_lens.device.type == page_table.device.type == "cpu":
-        # Pages are read by their addresses, and one that is none would be foreign memory.
-        mapped = torch.arange(page_table.shape[1]) * page < seq_lens.unsqueeze(1)
-        ids = page_table[mapped]
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= k_cache.shape[0]):
-            raise _wrong_pages(k_cache.shape[0])
-
-
-def _wrong_lengths(most: int) -> ShapeError:
-    return ShapeError(f"seq_lens must lie in [0, {most}]")
-
-
-def _wrong_pages(pool: int) -> ShapeError:
-    return ShapeError(f"page ids of rows must lie in [0, {pool})")
 
 
 @torch.no_grad()
@@ -85,41 +46,56 @@ def paged_decode_torch(
     *,
     scale: float,
     split_tokens: int = 256,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: States | None = None,
     crew: Crew | None = None,
 ) -> AttentionState:
     """See the package. Inputs of any float dtype; rows are widened to float32 after the gather.
 
     crew: threads that attend chunks of a request beside the caller's, where it is free; the bits are the
-    same, and whoever does not come in time is not waited for."""
-    _check_shapes(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
-    batch, hq, d = q.shape
+    same, and whoever does not come in time is not waited for. It is not asked where logits are capped."""
+    if softcap is not None:
+        return paged_decode_plain(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            scale=scale,
+            split_tokens=split_tokens,
+            window=window,
+            softcap=softcap,
+            out=out,
+        )
+    check_shapes(q, k_cache, v_cache, page_table, seq_lens, split_tokens, window, None)
+    hq, d = q.shape[1:]
     page = k_cache.shape[1]
     compiled = library()
-    m, l = (torch.empty((batch, hq), dtype=torch.float32) for _ in range(2))
-    u = torch.empty((batch, hq, d), dtype=torch.float32)
-    totals = m, l, u
+    totals = m, l, u = room(out, q)
     if (
         compiled is None
         or page % LANES
         or not (readable(k_cache) and readable(v_cache) and q.is_cpu)
         or not (page_table.is_cpu and seq_lens.is_cpu)
     ):
-        check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
+        check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens, window)
         scaled = q.float() * scale
         for b, n in enumerate(seq_lens.tolist()):
             into = _no_rows(totals, b)
-            if n:
-                pages = page_table[b, : -(-n // page)].long()
-                _gathered(scaled[b : b + 1], (k_cache, v_cache), pages, (n, split_tokens), into)
-        return AttentionState(*totals, frame=LogitFrame(scale))
+            for lo, hi in spans(n, split_tokens, window):
+                keys, values = (gathered(x, page_table[b], lo, hi) for x in (k_cache, v_cache))
+                state = chunk_state(scaled[b : b + 1], keys, values, scale=1.0, q_pos0=n - 1, row_pos0=lo)
+                fold(into, (state.m, state.l, state.u))
+        return AttentionState(m, l, u, frame=LogitFrame(scale))
     lengths, most = seq_lens.tolist(), page_table.shape[1] * page
     if lengths and (min(lengths) < 0 or max(lengths) > most):
-        raise _wrong_lengths(most)
+        raise wrong_lengths(most)
     if page_table.stride(1) != 1:
         page_table = page_table.contiguous()
-    # Nothing is read before all ids are known to be pages.
+    # Nothing is written before all ids are known to be pages.
     requests = [
-        _Chunks(compiled, k_cache, v_cache, page_table, b, n, split_tokens) if n else None
+        _chunks(compiled, (k_cache, v_cache), (page_table, b), n, split_tokens, window)
         for b, n in enumerate(lengths)
     ]
     heads = k_cache.shape[2]
@@ -138,7 +114,7 @@ def paged_decode_torch(
             query = (given[b] * scale).view(1, heads, hq // heads, d)
             totals_of = into[0][None], into[1][None], into[2][None]
             compiled.attend(query, chunks.jobs, only, only, chunks.seen, totals_of)
-    return AttentionState(*totals, frame=LogitFrame(scale))
+    return AttentionState(m, l, u, frame=LogitFrame(scale))
 
 
 def _no_rows(totals: States, request: int) -> States:
@@ -147,13 +123,39 @@ def _no_rows(totals: States, request: int) -> States:
     return m.fill_(-torch.inf), l.zero_(), u.zero_()
 
 
+def _chunks(
+    compiled: Library,
+    caches: tuple[Tensor, Tensor],
+    request: tuple[Tensor, int],
+    n: int,
+    split: int,
+    window: int | None,
+) -> _Chunks | None:
+    """Of one request of n rows, those that its query sees some row of; None: it sees none. request: a line of
+    the page table, whose last dimension is contiguous. ShapeError for an id that is no page."""
+    oldest = oldest_row(n, window)
+    if oldest == n:
+        return None
+    (table, b), page = request, caches[0].shape[1]
+    first = oldest // split * split
+    if first == oldest:
+        ids = table.data_ptr() + 4 * (b * table.stride(0) + first // page)
+        return _Chunks(compiled, *caches, ids, n - first, split)
+    own = table[b, first // page : -(-n // page)].clone()
+    # The chunk's pages before the window need not be there: whatever stands for them is not read.
+    before = (oldest - first) // page
+    own[:before] = own[before]
+    chunks = _Chunks(compiled, *caches, own.data_ptr(), n - first, split)
+    end = min(split, n - first)
+    chunks.begin_with(*(gathered(x, own, oldest - first, end).contiguous() for x in caches))
+    return chunks
+
+
 class _Chunks:
     """Chunks of one request of n rows, read where its pages lie."""
 
-    def __init__(
-        self, compiled: Library, k: Tensor, v: Tensor, page_table: Tensor, request: int, n: int, split: int
-    ) -> None:
-        """ShapeError for an id that is no page."""
+    def __init__(self, compiled: Library, k: Tensor, v: Tensor, ids: int, n: int, split: int) -> None:
+        """ids: the address of the pages' int32 ids. ShapeError for an id that is no page."""
         pool, page, _, _ = k.shape
         count, blocks = -(-n // split), split // LANES
         jobs_from = 2 * count * blocks + AHEAD
@@ -166,7 +168,7 @@ class _Chunks:
         self.listed = Listed(count, min(n, split), at + 8 * jobs_from, at + 8 * seen_from)
         # In the order of PageWord.
         memory[words_from:] = (
-            page_table.data_ptr() + 4 * request * page_table.stride(0),
+            ids,
             -(-n // page),
             pool,
             page // LANES,
@@ -185,7 +187,17 @@ class _Chunks:
         )
         compiled.pages(at + 8 * words_from)
         if memory[words_from + PageWord.WRONG]:
-            raise _wrong_pages(pool)
+            raise wrong_pages(pool)
+
+    def begin_with(self, keys: Tensor, values: Tensor) -> None:
+        """The first chunk's rows are these instead, [R,Hk,d] and contiguous, at most as many."""
+        rows = len(keys)
+        strides = (4 * keys.stride(0), 4 * keys.stride(1), 4 * values.stride(0), 4 * values.stride(1))
+        at = np.array([keys.data_ptr()]), np.array([values.data_ptr()])
+        table = tables(*at, strides[0], strides[2], rows)
+        self.jobs[0] = jobs_of(table, 1, -(-rows // LANES), strides, rows)[0]
+        self.seen[0] = rows
+        self._copied = keys, values, table
 
     @property
     def jobs(self) -> Integers:
@@ -194,17 +206,3 @@ class _Chunks:
     @property
     def seen(self) -> Integers:
         return self._memory[self._seen_from : self._seen_from + self.count]
-
-
-def _gathered(
-    q: Tensor, caches: tuple[Tensor, Tensor], pages: Tensor, lengths: tuple[int, int], totals: States
-) -> None:
-    """One request of n rows, in chunks of `split`, from copies: q [1, Hq, d] times the scale."""
-    n, split = lengths
-    page = caches[0].shape[1]
-    for lo in range(0, n, split):
-        hi = min(n, lo + split)
-        chosen = pages[lo // page : -(-hi // page)]
-        k, v = (x[chosen].flatten(0, 1)[: hi - lo].float() for x in caches)
-        state = chunk_state(q, k, v, scale=1.0, q_pos0=n - 1, row_pos0=lo)
-        fold(totals, (state.m, state.l, state.u))

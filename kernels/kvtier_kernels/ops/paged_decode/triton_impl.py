@@ -5,7 +5,9 @@ It exists for Hopper; here it is compiled ahead of time and run in the interpret
 semantics and its resources, never its speed. It must not know who filled the pages.
 
 Maths, per program over the rows of one chunk (logits in base 2 inside, natural at the boundary):
-s = (q . k) scale log2(e), folded into (m, l, u) tile by tile (`attention_jit.fold_tile`).
+s = (q . k) scale log2(e), or cap log2(e) tanh((q . k) scale / cap), folded into (m, l, u) tile by tile
+(`attention_jit.fold_tile`). With a window a request's programs begin with the chunk of its oldest row, and
+only rows of the window are read. An option that is None is not compiled.
 Hazards: page ids times strides overflow int32, so page ids are widened first; rows beyond the length
 are masked to 0 on load, since 0 * NaN is NaN; after a load everything is float32 except dot operands.
 """
@@ -25,11 +27,12 @@ from kvtier_kernels.ops.attention_jit import (
     empty_state,
     fold_tile,
     store_state,
+    tanh_tile,
 )
 from kvtier_kernels.ops.chunk_attention import ShapeError
-from kvtier_kernels.ops.merge_states.triton_impl import merge_states_triton
-from kvtier_kernels.ops.paged_decode.torch_impl import check_inputs
-from kvtier_kernels.state import AttentionState, LogitFrame
+from kvtier_kernels.ops.merge_states.triton_impl import merge_into
+from kvtier_kernels.ops.paged_decode.arguments import check_inputs, frame_of, room
+from kvtier_kernels.state import AttentionState, States
 
 # Latency of the pipeline is (stages - 1) // 2 with the page table's indirection: 5 gives two buffers.
 NUM_STAGES = 5
@@ -55,6 +58,8 @@ def split_kernel(
     stride_vt,
     stride_vh,
     stride_tb,
+    window,
+    cap,
     HK: tl.constexpr,
     G: tl.constexpr,
     PAGE: tl.constexpr,
@@ -63,14 +68,22 @@ def split_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """m, l [B, S, Hq] and u [B, S, Hq, D] of split `program_id(2)`; strides in elements."""
+    """m, l [B, S, Hq] and u [B, S, Hq, D] of split `program_id(2)` from the first one that the request sees;
+    strides in elements. window: rows, or None. cap: softcap log2(e), qk_scale then being scale / softcap, or
+    None."""
     b = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     n = tl.load(lens_ptr + b)
     lo = split * SPLIT
+    if window is not None:
+        oldest = tl.maximum(n - window, 0)
+        lo += oldest // SPLIT * SPLIT
     hi = tl.minimum(n, lo + SPLIT)
+    begin = lo
+    if window is not None:
+        begin = lo + tl.maximum(oldest - lo, 0) // BN * BN
 
     rows = tl.arange(0, BM)
     cols = tl.arange(0, D)
@@ -86,9 +99,11 @@ def split_kernel(
     k_head = k_ptr + kv_head.to(tl.int64) * stride_kh
     v_head = v_ptr + kv_head.to(tl.int64) * stride_vh
     table = table_ptr + b.to(tl.int64) * stride_tb
-    for start in range(lo, hi, BN):
+    for start in range(begin, hi, BN):
         at = start + tokens
         seen = at < hi
+        if window is not None:
+            seen = seen & (at >= oldest)
         page = tl.load(table + at // PAGE, mask=seen, other=0).to(tl.int64)
         slot = (at % PAGE).to(tl.int64)
         k_at = k_head + (page * stride_kp + slot * stride_kt)[None, :] + cols[:, None]
@@ -96,6 +111,8 @@ def split_kernel(
         k = tl.load(k_at, mask=seen[None, :], other=0.0)
         v = tl.load(v_at, mask=seen[:, None], other=0.0)
         s = tl.dot(q, k, input_precision="ieee") * qk_scale
+        if cap is not None:
+            s = tanh_tile(s) * cap
         s = tl.where(seen[None, :], s, float("-inf"))
         m, l, u = fold_tile(s, v, m, l, u)
 
@@ -112,21 +129,30 @@ def paged_decode_triton(
     *,
     scale: float,
     split_tokens: int = 256,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: States | None = None,
 ) -> AttentionState:
     """See the package. q and caches of one dtype: float32, float16 or bfloat16; d a power of two >= 16;
     at most 16 query heads a KV head. Every stride but the last must be a multiple of 16 elements, since
     one odd stride silently costs the asynchronous copies. Raises ShapeError."""
-    check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens)
+    check_inputs(q, k_cache, v_cache, page_table, seq_lens, split_tokens, window, softcap)
     batch, hq, d = q.shape
     _, page, hk, _ = k_cache.shape
     check_layout(hq // hk, q=q, k_cache=k_cache, v_cache=v_cache)
     if page_table.stride(-1) != 1:
         raise ShapeError("page_table's last dimension must be contiguous")
-    splits = max(1, -(-page_table.shape[1] * page // split_tokens))
-    frame = LogitFrame(scale)
+    answer = room(out, q)
+    frame = frame_of(scale, softcap)
+    if not answer[0].numel():
+        return AttentionState(*answer, frame=frame)
+    most = page_table.shape[1] * page
+    splits = max(1, -(-most // split_tokens))
+    if window is not None:
+        # So many splits hold rows of a window, wherever it begins; nothing longer than the table is a number.
+        window = min(window, most)
+        splits = min(splits, max(1, 1 - (1 - window) // split_tokens))
     m, l, u = empty_state(q, (batch, splits, hq), d)
-    if not m.numel():
-        return AttentionState(m=m[:, 0], l=l[:, 0], u=u[:, 0], frame=frame)
     split_kernel[(batch, hk, splits)](
         q,
         k_cache,
@@ -136,11 +162,13 @@ def paged_decode_triton(
         m,
         l,
         u,
-        scale * LOG2_E,
+        scale * LOG2_E if softcap is None else scale / softcap,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         page_table.stride(0),
+        window,
+        None if softcap is None else softcap * LOG2_E,
         HK=hk,
         G=hq // hk,
         PAGE=page,
@@ -151,4 +179,5 @@ def paged_decode_triton(
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )
-    return merge_states_triton(m, l, u, None, frame=frame, estimated=False)
+    merge_into(m, l, u, None, answer)
+    return AttentionState(*answer, frame=frame)
