@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvtier_agent.blockhost import BlockHost
-from kvtier_agent.telemetry import ChildOf
+from kvtier_agent.quickmetrics import ChildOf
 from kvtier_core.blockstore.admitting import UNLIMITED
 from kvtier_core.blockstore.outcomes import PutOutcome, Stored
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TypeVar
 
 from opentelemetry import trace
 from opentelemetry.context import Context, attach, detach
@@ -25,7 +24,8 @@ from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanK
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-C = TypeVar("C")
+from kvtier_agent.quickmetrics import ChildOf, Durations, Totals
+
 AttributeValue = str | int | float | bool
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SHUTDOWN_MILLIS = 2000
@@ -141,19 +141,6 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
     return BatchSpanProcessor(exporter, schedule_delay_millis=500, export_timeout_millis=2000)
 
 
-class ChildOf(dict[tuple[str, ...], C]):
-    """A metric's children by their label values, each looked up once: the library's own look-up locks, checks
-    and converts, which costs more than the observation itself. As bounded as the labels are."""
-
-    def __init__(self, labels: Callable[..., C]) -> None:
-        super().__init__()
-        self._labels = labels
-
-    def __missing__(self, values: tuple[str, ...]) -> C:
-        found = self[values] = self._labels(*values)
-        return found
-
-
 class Metrics:
     """Prometheus metrics of the agent. Units are in the names; labels are bounded."""
 
@@ -166,14 +153,13 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        frame_seconds = Histogram(
+        self.frame_seconds = Durations(
             "kvtier_agent_frame_duration_seconds",
             "From receipt of an attention frame to its answer",
             ["arm", "code"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.frame_seconds = ChildOf(frame_seconds.labels)
+            _SECONDS,
+            registry,
+        ).children
         self.stall_seconds = Counter(
             "kvtier_agent_transfer_stall_seconds",
             "Exposed transfer stall of attention frames",
@@ -190,13 +176,12 @@ class Metrics:
             ["plan", "code"],
             registry=registry,
         )
-        tier_read_bytes = Counter(
+        self.tier_read_bytes = Totals(
             "kvtier_agent_tier_read_bytes",
             "Bytes of rows read by attention frames, by tier class of this node",
             ["tier_class"],
-            registry=registry,
-        )
-        self.tier_read_bytes = ChildOf(tier_read_bytes.labels)
+            registry,
+        ).children
         self.compared_steps = Counter(
             "kvtier_agent_compared_steps", "Steps answered twice for comparison", registry=registry
         )

@@ -14,7 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import Span, StatusCode
 from prometheus_client import CollectorRegistry
 
-from kvtier_agent.telemetry import ChildOf, JsonLogFormatter, Metrics, Telemetry, mark_error
+from kvtier_agent.quickmetrics import ChildOf
+from kvtier_agent.telemetry import JsonLogFormatter, Metrics, Telemetry, mark_error
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
