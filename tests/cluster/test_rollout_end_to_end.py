@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(600)
 NAMESPACE = "kvr"
 POOL = "kvr"
 PLAN = json.dumps({"prompts": [{"digest": "a"}, {"digest": "b"}]})
+UNKNOWN_QUERY = {"name": "slo", "metric": "external", "max": "0.5", "query": "quantiles(errors over requests"}
 PROBES = f"sha256:{hashlib.sha256(PLAN.encode()).hexdigest()}"
 
 
@@ -151,6 +152,9 @@ def rollout(name: str, cache: str, selector_name: str = "quest-64", **spec: Any)
             **spec,
         },
     }
+
+
+GATES = rollout("x", "x")["spec"]["gates"]
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +287,37 @@ def test_deletion_in_canary_revokes_first(world: World) -> None:
     eventually(lambda: len(world.holders(uid)) == 2, 60, what="both agents hold the candidate")
     world.cluster.kubectl("delete", "kvr", "leaving", "-n", NAMESPACE, "--timeout=180s")
     assert world.holders(uid) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "patch", "options"),
+    [
+        pytest.param(
+            "unread",
+            {"status": {"schedule": {"dueAt": "2030-01-01T00:00:00Z", "lateBy": "soon"}}},
+            ["--subresource=status"],
+            id="status",
+        ),
+        pytest.param("unrun", {"spec": {"gates": [*GATES, UNKNOWN_QUERY]}}, [], id="spec"),
+    ],
+)
+def test_what_this_version_cannot_read_is_let_go_when_it_is_deleted_and_revoked_first(
+    world: World, name: str, patch: dict[str, Any], options: list[str]
+) -> None:
+    """Within less than its lease, so agents were asked. The schema takes both, as that of a newer one may."""
+    uid = world.cache(name)
+    stages = rollout("x", "x")["spec"]["stages"]
+    stages[1]["minDuration"] = "10m"
+    apply(world.cluster, rollout(name, name, stages=stages, leaseTTL="5m"))
+    world.reach(name, "Progressing", "Canary")
+    eventually(lambda: len(world.holders(uid)) == 2, 60, what="both agents hold the candidate")
+    edit = ("patch", "kvr", name, "-n", NAMESPACE, "--type=merge", "-p", json.dumps(patch))
+    world.cluster.kubectl(*edit, *options)
+    if options:
+        world.told(name, "StatusUnreadable")
+    world.cluster.kubectl("delete", "kvr", name, "-n", NAMESPACE, "--timeout=120s", timeout=150)
+    assert world.holders(uid) == []
+    world.told(name, "RollingBack")
 
 
 def test_a_finished_rollout_goes_after_its_time(world: World) -> None:

@@ -31,11 +31,11 @@ from kvtier_operator.revisions import Role
 from kvtier_operator.rollout import effects
 from kvtier_operator.rollout.evaluation import current_look, summary_verdict
 from kvtier_operator.rollout.feed import EvidenceFeed, LookSource
-from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run, longest_lease
+from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run
 from kvtier_operator.rollout.inputs import GateVerdict, Notice, Plan, Rpc
 from kvtier_operator.rollout.machine import next_plan
 from kvtier_operator.rollout.messenger import Messenger, Sent
-from kvtier_operator.rollout.moves import lease_wait, tick_seconds
+from kvtier_operator.rollout.moves import tick_seconds
 from kvtier_operator.rollout.pairs import Pair, Pairs
 from kvtier_operator.rollout.probing import LOOK_SECONDS, ProbeJobs
 from kvtier_operator.rollout.readings import reference
@@ -123,9 +123,8 @@ class KVRolloutReconciler:
             facts = await self._gatherer.gather(pair, kept, run)
         except StatusUnreadable as error:
             await self._tell_unreadable(rollout, kept, error)
-            if "deletionTimestamp" in rollout["metadata"]:
-                return await self._let_go_unread(pair, kept)
             raise
+        self._note_unreadable(facts, kept, run)
         plan = next_plan(facts.state, facts.inputs)
         if run.aged and plan.transition is not None and not _returns(facts.state, plan):
             # Nothing goes on by what agents told others a while ago: they may have let go since.
@@ -221,21 +220,18 @@ class KVRolloutReconciler:
         )
         kept.unreadable = version
 
-    async def _let_go_unread(self, pair: Pair, kept: Kept) -> ReconcileOutcome:
-        """A deletion ends although nobody can say what agents hold: nothing is renewed for a status that
-        cannot be read, so that after the longest of its leases it is nothing."""
-        subject = effects.Subject(pair.key, pair.rollout, pair.cache_key, pair.cache)
-        if ROLLOUT_FINALIZER in (pair.rollout["metadata"].get("finalizers") or []):
-            now = self._deps.clock.monotonic()
-            kept.leaving_unread = now if kept.leaving_unread is None else kept.leaving_unread
-            left = kept.leaving_unread + lease_wait(longest_lease(pair.rollout)) - now
-            if left > 0:
-                return Requeue(left, "its leases may last")
-            said = "deleted with a status that cannot be read: every lease has ended, and nothing is proved"
-            await self._deps.api.event(pair.rollout, EventType.WARNING, "ReleasedUnproved", said)
-            await effects.drop_finalizer(self._deps.api, subject)
-        self._forget(subject.uid)
-        return Done()
+    def _note_unreadable(self, facts: Facts, kept: Kept, run: Run) -> None:
+        """Of one that is deleted, told once and after what is done about it: it is let go all the same."""
+        rollout, state = facts.subject.rollout, facts.state
+        version = str(rollout["metadata"].get("resourceVersion"))
+        if not facts.unreadable or kept.unreadable == version:
+            return
+        kept.unreadable = version
+        done = f"no agent can hold its candidate in phase {state.phase}"
+        if state.holds_candidate or state.revoking is not None:
+            done = "its candidate is revoked on every agent before it goes"
+        said = f"deleted with a status that cannot be read; {done}: {facts.unreadable}"
+        run.notices.append((rollout, Notice(True, "StatusUnreadable", said[:1000])))
 
     # --- writing -----------------------------------------------------------------------------------------
 

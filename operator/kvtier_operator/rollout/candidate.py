@@ -61,6 +61,22 @@ class Blocked(Exception):
         self.message = message
 
 
+def shape_fault(candidate: object) -> str:
+    """Why `spec.candidate` has no form that this version can read; empty when it has one. The schema refuses
+    such a form at apply, but not one of a newer version that was stored under it."""
+    if not isinstance(candidate, Mapping):
+        return "spec.candidate is no object"
+    for name in ("selectorRef", "overrides"):
+        if not isinstance(candidate.get(name) or {}, Mapping):
+            return f"spec.candidate.{name} is no object"
+    tiers = (candidate.get("overrides") or {}).get("tiers") or []
+    if not isinstance(tiers, list) or any(
+        not isinstance(tier, Mapping) or "tierClassName" not in tier for tier in tiers
+    ):
+        return "spec.candidate.overrides.tiers is no list of tiers with a tierClassName each"
+    return ""
+
+
 def selector_named(candidate: Mapping[str, Any], cache: JsonObject) -> str:
     """The KVSelector that a candidate of this form may bring; empty for none."""
     holder = cache["spec"] if candidate.get("fromCacheSpec") else candidate

@@ -101,9 +101,12 @@ def _quantile(value: object, where: str) -> Decimal:
         raise LimitError(f"{where}: {error}") from error
 
 
-def probe_names(declared: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """ConfigMaps that the gates refer to."""
-    names = {str((raw.get("probeRef") or {}).get("name", "")) for raw in declared}
+def probe_names(declared: object) -> tuple[str, ...]:
+    """ConfigMaps that the gates refer to. Of gates that cannot be read none: what is wrong with them is said
+    where they are parsed."""
+    rows = declared if isinstance(declared, list) else []
+    references = [raw.get("probeRef") for raw in rows if isinstance(raw, Mapping)]
+    names = {str(one.get("name", "")) for one in references if isinstance(one, Mapping)}
     return tuple(sorted(names - {""}))
 
 

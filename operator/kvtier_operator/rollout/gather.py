@@ -22,6 +22,7 @@ from kvtier_operator.rollout.candidate import (
     Sources,
     compile_candidate,
     selector_named,
+    shape_fault,
     tier_class_names,
 )
 from kvtier_operator.rollout.effects import Subject
@@ -52,6 +53,7 @@ from kvtier_operator.rollout.probereads import SHARED_SECONDS
 from kvtier_operator.rollout.probing import Probing
 from kvtier_operator.rollout.readings import reading_of, unopened
 from kvtier_operator.rollout.rivals import busy_with, rivals, rivals_now, superseded_by
+from kvtier_operator.rollout.salvage import StatusRead, read_status
 from kvtier_operator.rollout.shares import spent_shares
 from kvtier_operator.rollout.spec import (
     DEFAULT_DEADLINE,
@@ -61,7 +63,7 @@ from kvtier_operator.rollout.spec import (
 )
 from kvtier_operator.rollout.specreads import SpecRead, SpecReads, asks_to_end
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
-from kvtier_operator.rollout.status import from_status, read_holders
+from kvtier_operator.rollout.status import read_holders
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass, Phase, Stage
 from kvtier_operator.rollout.waiting import WAIT_SECONDS
 from kvtier_operator.store import cache_of
@@ -93,7 +95,7 @@ class Kept:
     """Per rollout, between calls: caches only. state: what the version of its status says."""
 
     memory: Memory = field(default_factory=Memory)
-    state: tuple[str, RolloutState] | None = None
+    state: tuple[str, StatusRead] | None = None
     moved: tuple[RolloutState, RolloutState, bool] | None = None
     """Of two states, whether what they say differs in more than times and texts."""
     schedule: Schedule | None = None
@@ -106,9 +108,6 @@ class Kept:
     last_look: Look | None = None
     rate: float = 0.0
     unreadable: str = ""
-    leaving_unread: float | None = None
-    """Since when this process waits, on the monotonic clock, for the leases of a deleted rollout whose status
-    cannot be read."""
     waits: dict[float, float] = field(default_factory=dict)
     unrenewed: dict[str, float] = field(default_factory=dict)
     """Silent agents out of service, whom nobody renews: since when, on the monotonic clock."""
@@ -125,6 +124,8 @@ class Facts:
     compiled: Compiled
     pool: Pool
     inputs: Inputs
+    unreadable: str
+    """Why the status cannot be read, of a rollout that is deleted; else empty."""
 
 
 class Gatherer:
@@ -139,7 +140,8 @@ class Gatherer:
 
     async def gather(self, pair: Pair, kept: Kept, run: Run) -> Facts:
         key, rollout, cache = pair.key, pair.rollout, pair.cache
-        state = _state(rollout, kept)
+        told = _told(rollout, kept)
+        state = told.state
         if kept.schedule is not None and state.schedule is not None:
             state = replace(state, schedule=kept.schedule)
         # Written down; from here on the status remembers them, and for how long.
@@ -183,10 +185,11 @@ class Gatherer:
             waited={since: steady - first for since, first in kept.waits.items()},
             nows={at: wall + steady - then for at, (wall, then) in kept.firsts.items()},
             ttl=_duration(rollout, "ttlAfterFinished", 0.0),
-            lease_ttl=_duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL),
+            lease_ttl=_duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL, MAX_LEASE_TTL),
+            older_ttl=told.lease_ttl,
         )
         inputs = await self._with_rivals(inputs, state, rollout)
-        return Facts(subject, state, spec, compiled, pool, inputs)
+        return Facts(subject, state, spec, compiled, pool, inputs, told.unreadable)
 
     async def _spec(
         self,
@@ -213,7 +216,10 @@ class Gatherer:
 
     def _overdue(self, rollout: JsonObject, state: RolloutState, kept: Kept) -> bool:
         """Whether it returns whatever evidence says."""
-        written, length = state.started_at, _duration(rollout, "progressDeadline", DEFAULT_DEADLINE)
+        written, length = (
+            state.started_at,
+            _duration(rollout, "progressDeadline", DEFAULT_DEADLINE),
+        )
         if state.phase is Phase.COMPLETED:
             written, length = state.grant_expires, 0.0
         now, steady = self._deps.clock.now().timestamp(), self._deps.clock.monotonic()
@@ -254,6 +260,9 @@ class Gatherer:
         candidate = (rollout.get("spec") or {}).get("candidate")
         if cache is None or not candidate:
             return Compiled(CandidateView())
+        fault = shape_fault(candidate)
+        if fault:
+            return Compiled(CandidateView(None, Blocker.SPEC_INVALID, fault))
         store = self._deps.store
         name = selector_named(candidate, cache)
         selector = store.get(ObjectKey(Kind.KV_SELECTOR, key.namespace, name)) if name else None
@@ -440,18 +449,20 @@ class Gatherer:
         return replace(
             inputs,
             # The longest legal one when it is not there any more.
-            approved_ttl=_duration(owner, "leaseTTL", DEFAULT_LEASE_TTL) if owner else MAX_LEASE_TTL,
+            approved_ttl=_duration(owner, "leaseTTL", DEFAULT_LEASE_TTL, MAX_LEASE_TTL)
+            if owner
+            else MAX_LEASE_TTL,
             approved_vanished=tuple(dict.fromkeys(vanished)),
             busy_with=busy_with(rollout, others),
             superseded_by=superseded_by(rollout, others, completed=state.phase is Phase.COMPLETED),
         )
 
 
-def _state(rollout: JsonObject, kept: Kept) -> RolloutState:
+def _told(rollout: JsonObject, kept: Kept) -> StatusRead:
     """Parsed once a version."""
     version = str(rollout["metadata"].get("resourceVersion"))
     if kept.state is None or kept.state[0] != version:
-        kept.state = version, from_status(rollout.get("status") or {})
+        kept.state = version, read_status(rollout)
     return kept.state[1]
 
 
@@ -477,18 +488,10 @@ def _owner(uid: str, rollouts: Iterable[JsonObject]) -> JsonObject | None:
     return next((one for one in rollouts if one["metadata"]["uid"] == uid), None)
 
 
-def longest_lease(rollout: JsonObject) -> float:
-    """Seconds, of any lease that agents may hold by it, also where its status cannot be read: one that names
-    an older rollout's may name any."""
-    status = rollout.get("status")
-    older = not isinstance(status, dict) or "revoking" in status or "rollback" in status
-    return MAX_LEASE_TTL if older else _duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL)
-
-
-def _duration(rollout: JsonObject, name: str, default: float) -> float:
+def _duration(rollout: JsonObject, name: str, default: float, unreadable: float | None = None) -> float:
     """Read by itself, since it counts also when the rest of the spec cannot be run."""
     text = (rollout.get("spec") or {}).get(name)
     try:
         return parse_duration(text, f"spec.{name}") if text else default
     except QuantityError:
-        return default
+        return default if unreadable is None else unreadable

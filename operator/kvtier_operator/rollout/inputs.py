@@ -144,7 +144,8 @@ class Inputs:
     seen or made hold the candidate, or written down as such. approved_vanished: such ones of the approved
     rollout that are gone, with a lease that may last. last_look: the newest one, which may be of an earlier
     pass or window. ttl: seconds that a finished rollout is kept. lease_ttl: seconds, also of a spec that
-    cannot be run. approved_ttl: of the rollout whose candidate the cache holds approved. rate: requests a
+    cannot be run. older_ttl: of a longer lease that agents may hold, by a status that could be read in part
+    only. approved_ttl: of the rollout whose candidate the cache holds approved. rate: requests a
     second in the blast radius, 0 when not known. quiet_since: when this process became leader; it knows
     nothing of renewals sent before that. waited: how long this process has waited for leases since a time
     that was written down, in seconds that nobody can set. nows: see `now_for`. probe_trouble: reason and
@@ -173,6 +174,7 @@ class Inputs:
     nows: Mapping[float, float] = field(default_factory=dict)
     ttl: float = 0.0
     lease_ttl: float = DEFAULT_LEASE_TTL
+    older_ttl: float = 0.0
     approved_ttl: float = DEFAULT_LEASE_TTL
     rate: float = 0.0
     probe_trouble: tuple[str, str] | None = None

@@ -104,7 +104,7 @@ def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
         from_step=state.step,
         target_digest=state.baseline.digest if state.baseline else "",
         started_at=inputs.now,
-        lease_ttl=state.revoking.lease_ttl if state.revoking is not None else 0.0,
+        lease_ttl=max(state.revoking.lease_ttl if state.revoking is not None else 0.0, inputs.older_ttl),
     )
     target = replace(
         state,

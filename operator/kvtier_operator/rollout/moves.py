@@ -211,7 +211,7 @@ def roll_back(state: RolloutState, inputs: Inputs, cause: Cause, message: str, g
         started_at=inputs.now,
         total=len(inputs.agents),
         missing=(*vanished, *present)[:MAX_MISSING],
-        lease_ttl=older.lease_ttl if older is not None else 0.0,
+        lease_ttl=max(older.lease_ttl if older is not None else 0.0, inputs.older_ttl),
     )
     target = replace(
         state,

@@ -48,7 +48,7 @@ class SpecReads:
         raw, metadata = rollout.get("spec") or {}, rollout["metadata"]
         generation = metadata.get("generation")
         probes: dict[str, ProbeSet] = {}
-        for name in probe_names(raw.get("gates") or []):
+        for name in probe_names(raw.get("gates")):
             if name not in seen:
                 where = ObjectKey(Kind.CONFIG_MAP, key.namespace, name)
                 try:

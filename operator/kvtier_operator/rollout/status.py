@@ -77,7 +77,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{round(seconds * 1000)}ms" if seconds else ""
 
 
-def _read_milliseconds(text: object) -> float:
+def read_milliseconds(text: object) -> float:
     return float(str(text or "0ms").removesuffix("ms")) / 1000
 
 
@@ -326,8 +326,8 @@ def _read(status: Mapping[str, Any]) -> RolloutState:
         observed_generation=int(status.get("observedGeneration") or 0),
         blocker=blocker,
         blocker_message=message,
-        baseline=_read_reference(status.get("baseline")),
-        candidate=_read_candidate(status.get("candidate")),
+        baseline=read_reference(status.get("baseline")),
+        candidate=read_candidate(status.get("candidate")),
         candidate_hash=candidate_hash,
         window=_read_window(status, schedule, window_hash),
         gates=tuple(_read_gate(row) for row in status.get("gates") or []),
@@ -349,10 +349,10 @@ def _read(status: Mapping[str, Any]) -> RolloutState:
         nodes_granted=int(status.get("nodes") or 0),
         nodes_total=int(status.get("nodesTotal") or 0),
         rollback=_read_rollback(status.get("rollback")),
-        last_intent=_read_intent(status.get("lastIntent")),
+        last_intent=read_intent(status.get("lastIntent")),
         overridden=bool(status.get("overridden")),
         shares=int((status.get("digestBudget") or {}).get("attemptsUsed") or 0),
-        revoking=_read_revoking(status.get("revoking")),
+        revoking=read_revoking(status.get("revoking")),
         pending_since=parse_stamp(schedule.get("pendingSince")),
         started_at=parse_stamp(schedule.get("attemptStartedAt")),
         finished_at=parse_stamp(status.get("finishedAt")),
@@ -381,11 +381,11 @@ def read_holders(status: Mapping[str, Any]) -> Holders:
     return Holders(names, max(len(names), int(row.get("count") or 0)))
 
 
-def _read_reference(row: Mapping[str, Any] | None) -> ManifestRef | None:
+def read_reference(row: Mapping[str, Any] | None) -> ManifestRef | None:
     return ManifestRef(str(row["digest"]), str(row.get("revision") or "")) if row else None
 
 
-def _read_candidate(row: Mapping[str, Any] | None) -> CandidateRef | None:
+def read_candidate(row: Mapping[str, Any] | None) -> CandidateRef | None:
     if not row:
         return None
     budgets = tuple(budgets_in(row).items())
@@ -415,7 +415,7 @@ def _read_window(status: Mapping[str, Any], schedule: Mapping[str, Any], spec_ha
 def _read_schedule(row: Mapping[str, Any]) -> Schedule | None:
     if not row.get("dueAt"):
         return None
-    late = _read_milliseconds(row.get("lateBy"))
+    late = read_milliseconds(row.get("lateBy"))
     return Schedule(parse_stamp(row["dueAt"]), parse_stamp(row.get("ranAt")), late)
 
 
@@ -438,13 +438,13 @@ def _read_gate(row: Mapping[str, Any]) -> GateStatus:
     )
 
 
-def _read_revoking(row: Mapping[str, Any] | None) -> Revocation | None:
+def read_revoking(row: Mapping[str, Any] | None) -> Revocation | None:
     if not row:
         return None
     return Revocation(
         rollout=str(row["rollout"]),
         since=parse_stamp(row.get("startedAt")),
-        lease_ttl=_read_milliseconds(row.get("leaseTTL")),
+        lease_ttl=read_milliseconds(row.get("leaseTTL")),
         nodes=tuple(row.get("nodes") or ()),
         agents=int(row.get("agents") or 0),
     )
@@ -457,7 +457,7 @@ def _read_rollback(row: Mapping[str, Any] | None) -> Rollback | None:
         cause=Cause(row["cause"]),
         message=str(row.get("message") or ""),
         gate=str(row.get("gate") or ""),
-        lease_ttl=_read_milliseconds(row.get("leaseTTL")),
+        lease_ttl=read_milliseconds(row.get("leaseTTL")),
         from_stage=Stage(row.get("fromStage") or Stage.OFF),
         from_step=int(row.get("fromStep") or 0),
         target_digest=str(row.get("targetDigest") or ""),
@@ -471,7 +471,7 @@ def _read_rollback(row: Mapping[str, Any] | None) -> Rollback | None:
     )
 
 
-def _read_intent(row: Mapping[str, Any] | None) -> LastIntent | None:
+def read_intent(row: Mapping[str, Any] | None) -> LastIntent | None:
     if not row:
         return None
     return LastIntent(

@@ -4,13 +4,10 @@ cannot be read, or was removed by hand, in every stage."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from kvtier_operator.ports import ApiError, Done, JsonObject, Kind, ObjectKey, Requeue
-from kvtier_operator.rollout.gather import longest_lease
-from kvtier_operator.rollout.spec import MAX_LEASE_TTL
+from kvtier_operator.ports import ApiError, JsonObject, Kind, ObjectKey
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World, held
 
@@ -85,46 +82,6 @@ async def test_a_return_waits_for_a_dead_agent_while_its_pool_is_there() -> None
     world.intent("Abort", 1)
     await world.run(120)
     assert world.says("RollingBack")
-
-
-# --- a status that cannot be read --------------------------------------------------------------------------
-
-
-def break_status(world: World, **more: Any) -> None:
-    obj = world.api.objects[world.rollout]
-    obj["status"] |= {"carry": {"cells": [{"gate": "output"}]}, **more}
-    obj["metadata"]["resourceVersion"] = "900"
-
-
-async def test_a_deletion_ends_though_the_status_cannot_be_read_when_its_leases_have_ended() -> None:
-    world = World()
-    await world.until("Progressing", "Canary")
-    await world.run(3)
-    break_status(world)
-    world.api.ask_to_delete(world.rollout)
-    for waited in (0.0, 10.9):
-        world.clock.seconds += waited
-        outcome = await world.operator.reconcile(world.rollout)
-        assert isinstance(outcome, Requeue) and 0 < outcome.after_seconds <= 11 - waited + 1e-6
-        assert world.rollout in world.api.objects
-    world.clock.seconds += 0.2
-    assert isinstance(await world.operator.reconcile(world.rollout), Done)
-    assert world.rollout not in world.api.objects and held(world) == []
-    told = [reason for reason, _ in world.api.events]
-    assert told.count("StatusUnreadable") == told.count("ReleasedUnproved") == 1
-
-
-@pytest.mark.parametrize(
-    ("status", "seconds"),
-    [
-        pytest.param({"phase": "Hovering"}, 30.0, id="its-own-lease"),
-        pytest.param({"revoking": {"rollout": "older"}}, MAX_LEASE_TTL, id="an-older-lease-of-any-length"),
-        pytest.param({"rollback": {"leaseTTL": "?"}}, MAX_LEASE_TTL, id="a-lease-that-cannot-be-read"),
-        pytest.param("?", MAX_LEASE_TTL, id="nothing-can-be-read"),
-    ],
-)
-def test_the_longest_lease_of_a_status_that_cannot_be_read(status: Any, seconds: float) -> None:
-    assert longest_lease({"spec": {"leaseTTL": "30s"}, "status": status}) == seconds
 
 
 # --- probe sets that cannot be read ------------------------------------------------------------------------

@@ -41,7 +41,8 @@ async def test_of_a_rollout_in_which_nothing_moves_little_is_kept() -> None:
     assert kept.state is not None and kept.moved is not None and kept.last_look is not None
     read, wanted, moves = kept.moved
     assert read is wanted and not moves
-    assert read.gates is kept.state[1].gates and read.conditions is kept.state[1].conditions
+    assert read.gates is kept.state[1].state.gates
+    assert read.conditions is kept.state[1].state.conditions
     held = values([kept.state[1], read, kept.last_look])
     assert len(held) > 20
     assert [one for one in held if hasattr(one, "__dict__")] == []
