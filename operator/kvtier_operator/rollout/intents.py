@@ -50,6 +50,9 @@ def judge_intent(
     last = state.last_intent
     if last is not None and intent.seq <= last.seq:
         return IntentResult.REPLAYED, f"replay of {intent.seq}: seq must grow past {last.seq}"
+    if not isinstance(intent.verb, Verb):
+        legal = ", ".join(Verb)
+        return IntentResult.NOT_APPLICABLE, f"{intent.verb!r} is no verb of this version; legal are {legal}"
     if created_with:
         return IntentResult.NOT_APPLICABLE, (
             f"spec.intent.attempt {intent.attempt} is of another object: it was in this one before a status "

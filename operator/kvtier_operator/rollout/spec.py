@@ -34,6 +34,8 @@ from kvtier_operator.rollout.vocabulary import (
 DEFAULT_LEASE_TTL = 60.0
 MAX_LEASE_TTL = 3600.0
 """The longest that the schema takes."""
+MAX_WORD = 64
+"""Characters of a verb that nobody knows: as many as the status has room for."""
 DEFAULT_SETTLE = 120.0
 DEFAULT_WARMUP = 60.0
 DEFAULT_DEADLINE = 72 * 3600.0
@@ -73,8 +75,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Intent:
+    """verb: as it is written where this version has no such; it is refused like any other that does not
+    fit."""
+
     seq: int
-    verb: Verb
+    verb: Verb | str
     attempt: int
     expected_stage: str
     expected_step: int
@@ -351,13 +356,18 @@ def parse_intent(spec: Mapping[str, Any]) -> Intent | None:
     try:
         return Intent(
             seq=int(raw["seq"]),
-            verb=Verb(raw["verb"]),
+            verb=_verb(raw["verb"]),
             attempt=int(raw.get("attempt") or 0),
             expected_stage=str(raw.get("expectedStage") or ""),
             expected_step=int(raw.get("expectedStep") or 0),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise SpecError(f"spec.intent cannot be read: {error}") from error
+
+
+def _verb(word: object) -> Verb | str:
+    known = {str(verb): verb for verb in Verb}
+    return known.get(str(word), str(word)[:MAX_WORD])
 
 
 def _ladder(stages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Step, ...], Decimal]:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 
+from kvtier_crds.models.rolloutstatus import KVRolloutStatus
 from kvtier_operator.ports import Kind
 from kvtier_operator.rollout.intents import judge_intent
 from kvtier_operator.rollout.spec import Intent
@@ -28,6 +29,7 @@ SEEN = LastIntent(4, "Pause", IntentResult.ACCEPTED, "", 0.0)
         pytest.param(CANARY, Intent(1, Verb.RETRY, 2, "Canary", 0), "NotApplicable", id="retry-running"),
         pytest.param(CANARY, Intent(1, Verb.ABORT, 2, "Shadow", 3), "Accepted", id="abort-anywhere"),
         pytest.param(CANARY, Intent(1, Verb.ABORT, 1, "", 0), "WrongAttempt", id="abort-of-old-attempt"),
+        pytest.param(CANARY, Intent(1, "Rewind", 2, "Canary", 0), "NotApplicable", id="no-verb"),
     ],
 )
 def test_judgement(state: RolloutState, intent: Intent, expected: str) -> None:
@@ -178,11 +180,40 @@ async def test_a_command_in_the_edit_that_breaks_a_running_spec_is_answered(verb
     assert held(world) == []
 
 
-async def test_an_intent_that_cannot_be_read_is_named() -> None:
+async def test_a_verb_that_nobody_knows_is_refused_once_and_the_rollout_goes_on() -> None:
     """What a schema of a later version let through."""
     world = World()
+    await world.until("Progressing", "Canary")
+    world.edit(intent={"seq": 3, "verb": "Rewind", "attempt": 1})
+    await world.run(3)
+    assert world.where[:2] == ("Progressing", "Canary")
+    assert len(held(world)) == 2
+    answer = world.status["lastIntent"]
+    assert (answer["seq"], answer["verb"], answer["result"]) == (3, "Rewind", "NotApplicable")
+    legal = ", ".join(("Pause", "Resume", "Promote", "Skip", "Abort", "Retry"))
+    assert answer["message"] == f"'Rewind' is no verb of this version; legal are {legal}"
+    world.restart()
+    await world.until("Completed")
+    assert len([text for reason, text in world.api.events if reason == "IntentRefused"]) == 1
+    world.intent("Abort", 4)
+    await world.until("RolledBack")
+    assert world.status["lastIntent"]["result"] == "Accepted"
+
+
+async def test_a_verb_of_any_length_can_be_answered() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.edit(intent={"seq": 1, "verb": "x" * 5000, "attempt": 1})
+    await world.run(3)
+    answer = KVRolloutStatus.model_validate(world.status).last_intent
+    assert answer is not None and answer.seq == 1
+    assert len([text for reason, text in world.api.events if reason == "IntentRefused"]) == 1
+
+
+async def test_an_intent_without_a_number_cannot_be_answered_and_is_named() -> None:
+    world = World()
     await world.run(1)
-    world.edit(intent={"seq": 1, "verb": "Rewind", "attempt": 1})
+    world.edit(intent={"seq": "first", "verb": "Pause", "attempt": 1})
     await world.until("RolledBack", limit=30)
     assert world.status["rollback"]["cause"] == "InputDrift"
     assert "spec.intent" in world.status["rollback"]["message"]
