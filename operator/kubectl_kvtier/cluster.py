@@ -19,7 +19,7 @@ from kubernetes.aio import client as aio_client
 from kubernetes.aio import config as aio_config
 
 from kubectl_kvtier.outcomes import Exit, Failure, Forbidden
-from kubectl_kvtier.ports import Api, Changed, Json, Objects
+from kubectl_kvtier.ports import Api, Changed, Json, Objects, of_metadata
 from kvtier_crds.models.common import GROUP, VERSION
 
 Query = list[tuple[str, str]]
@@ -76,7 +76,7 @@ class ClusterApi:
         while True:
             found = await self.get(plural, name)
             yield found
-            version = found["metadata"]["resourceVersion"]
+            version = of_metadata(found, "resourceVersion")
             async for event in self._watch(plural, name, version):
                 if event.get("type") == "DELETED":
                     raise Failure(Exit.NOT_FOUND, f"{plural} {self._namespace}/{name} was deleted")
@@ -114,8 +114,11 @@ class ClusterApi:
         while True:
             more = [("continue", resume)] if resume else []
             page = await self._request("GET", path, query=[*query, ("limit", str(LIST_PAGE)), *more])
-            found += page["items"]
-            resume = page["metadata"].get("continue") or ""
+            items, metadata = page.get("items"), page.get("metadata")
+            if not isinstance(items, list) or not isinstance(metadata, dict):
+                raise Failure(Exit.FAILED, f"{path}: this is no API server, it answered no list")
+            found += items
+            resume = metadata.get("continue") or ""
             if not resume:
                 return found
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kubectl_kvtier.outcomes import Exit, Failure
-from kubectl_kvtier.ports import Api, Changed, Json
+from kubectl_kvtier.ports import Api, Changed, Json, of_metadata
 from kubectl_kvtier.rollouts import read_rollout, status_of
 from kvtier_crds.models import KVRollout
 from kvtier_crds.models.kvrollout import Verb
@@ -111,9 +111,10 @@ def judged(name: str, seq: int, last: LastIntent) -> str:
 
 
 def _operations(document: dict[str, Any], intent: Json) -> list[Json]:
-    metadata = document["metadata"]
     return [
-        {"op": "test", "path": "/metadata/uid", "value": metadata["uid"]},
-        {"op": "test", "path": "/metadata/resourceVersion", "value": metadata["resourceVersion"]},
+        *(
+            {"op": "test", "path": f"/metadata/{name}", "value": of_metadata(document, name)}
+            for name in ("uid", "resourceVersion")
+        ),
         {"op": "add", "path": "/spec/intent", "value": intent},
     ]

@@ -8,12 +8,28 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+from kubectl_kvtier.outcomes import Exit, Failure
+
 Json = dict[str, Any]
 Objects = list[Json]
 
 
 class Changed(Exception):
     """The object is no longer what the write was meant for."""
+
+
+def of_metadata(document: Json, name: str) -> str:
+    """`metadata.NAME` of an object as a server gave it: its name, uid or resourceVersion, which all that are
+    stored have. Failure FAILED, naming what is missing."""
+    metadata = document.get("metadata")
+    known: Json = metadata if isinstance(metadata, dict) else {}
+    value = known.get(name)
+    if isinstance(value, str) and value:
+        return value
+    whose = " ".join(str(one) for one in (document.get("kind"), known.get("name")) if one)
+    raise Failure(
+        Exit.FAILED, f"{whose or 'an object'} came without metadata.{name}: so no API server stores it"
+    )
 
 
 class Api(Protocol):

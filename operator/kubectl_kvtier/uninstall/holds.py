@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kubectl_kvtier.ports import Json
+from kubectl_kvtier.ports import Json, of_metadata
 from kvtier_crds.quantity import QuantityError, parse_duration
 
 ROLLOUTS, CACHES = "kvrollouts", "kvcaches"
@@ -79,16 +79,20 @@ class Held:
 def read_held(plural: str, document: Json) -> Held:
     """Of an object whatever version has written it: an uninstall must not fail by a field that it does not
     need."""
-    metadata, spec, status = document["metadata"], document.get("spec") or {}, document.get("status") or {}
+    metadata, spec, status = (
+        document.get("metadata") or {},
+        document.get("spec") or {},
+        document.get("status") or {},
+    )
     rollout = plural == ROLLOUTS
     return Held(
         plural=plural,
         namespace=metadata.get("namespace", ""),
-        name=metadata["name"],
-        uid=metadata["uid"],
+        name=of_metadata(document, "name"),
+        uid=of_metadata(document, "uid"),
         deleting="deletionTimestamp" in metadata,
         finalizers=tuple(metadata.get("finalizers") or ()),
-        cache=str((spec.get("cacheRef") or {}).get("name", "")) if rollout else metadata["name"],
+        cache=str((spec.get("cacheRef") or {}).get("name", "")) if rollout else of_metadata(document, "name"),
         lease=_longest_lease(spec, status) if rollout else 0.0,
         approved=str((status.get("approved") or {}).get("rollout", "")) if plural == CACHES else "",
         # What it was approved on begins with the rollout's uid.

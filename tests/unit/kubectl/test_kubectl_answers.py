@@ -96,6 +96,38 @@ def test_an_answer_of_no_is_one_line(
     assert told.out == "" and said in told.err and told.err.count("\n") <= 2
 
 
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        pytest.param(["promote", "quest-on-chat"], "resourceVersion", id="promote"),
+        pytest.param(["abort", "quest-on-chat"], "resourceVersion", id="abort"),
+        pytest.param(["abort", "quest-on-chat"], "uid", id="abort-by-uid"),
+        pytest.param(["status", "quest-on-chat", "-w"], "resourceVersion", id="watch"),
+    ],
+)
+def test_an_object_that_no_server_stores_is_one_line(
+    words: list[str], missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = document()
+    del half["metadata"][missing]
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        listed = "/kvnodes" in handler.path
+        whole(b'{"metadata": {}, "items": []}' if listed else json.dumps(half).encode())(handler)
+
+    with serving(answer, tmp_path) as config:
+        assert main([*words, "--kubeconfig", config]) == Exit.FAILED
+    told = capsys.readouterr().err
+    assert f"KVRollout quest-on-chat came without metadata.{missing}" in told and told.count("\n") == 1
+
+
+def test_a_list_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(whole(b'{"kind": "KVRolloutList"}'), tmp_path) as config:
+        assert main(["status", "--kubeconfig", config]) == Exit.FAILED
+    told = capsys.readouterr().err
+    assert "this is no API server, it answered no list" in told and told.count("\n") == 1
+
+
 def test_a_server_that_answers_half_is_not_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
