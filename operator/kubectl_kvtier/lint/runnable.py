@@ -11,6 +11,7 @@ from typing import Any
 
 from kubectl_kvtier.lint.findings import Finding, Severity
 from kvtier_operator.rollout.spec import read_spec
+from kvtier_operator.rollout.vocabulary import Blocker
 
 
 def cannot_run(spec: dict[str, Any], where: str) -> Iterator[Finding]:
@@ -20,10 +21,9 @@ def cannot_run(spec: dict[str, Any], where: str) -> Iterator[Finding]:
     if parsed.spec is None:
         yield Finding(Severity.ERROR, where, "spec", f"{parsed.blocker}: {parsed.error}")
         return
-    passed = {str(step.stage) for step in parsed.spec.ladder}
-    for gate in parsed.spec.gates:
-        for stage in dict.fromkeys(str(stage) for stage, _ in gate.per_stage):
-            if stage not in passed:
-                field = f"spec.gates[{gate.name}].perStage"
-                said = f"{field}: {stage} is no stage of this rollout, so its limit has no effect"
-                yield Finding(Severity.NOTE, where, field, said)
+    if parsed.spec.unwaited:
+        yield Finding(Severity.ERROR, where, "spec", f"{Blocker.SPEC_INVALID}: {parsed.spec.unwaited}")
+    for gate, stage in parsed.spec.idle_limits:
+        field = f"spec.gates[{gate}].perStage"
+        said = f"{field}: {stage} is no stage of this rollout, so its limit has no effect"
+        yield Finding(Severity.NOTE, where, field, said)

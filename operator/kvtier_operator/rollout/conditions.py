@@ -23,6 +23,7 @@ from kvtier_operator.rollout.vocabulary import (
 
 MAX_MESSAGE = 240
 MAX_FORECAST = 512
+MAX_IDLE = 3
 EVIDENCE_SLOW = "EvidenceSlow"
 _FEASIBILITY = frozenset(
     {
@@ -66,10 +67,41 @@ def with_conditions(state: RolloutState, inputs: Inputs) -> RolloutState:
 def _feasible(state: RolloutState, inputs: Inputs) -> Finding:
     if state.stage is Stage.OFF and state.blocker in _FEASIBILITY:
         return "False", str(state.blocker), state.blocker_message
+    if _held_now(state, inputs):
+        return "False", str(Blocker.SPEC_INVALID), f"held: {_unwaited(inputs)}"
+    idle = _idle_limits(inputs)
     told = _forecast(state, inputs, was_slow=bool(slow_evidence(state)))
     if told is not None:
-        return "True", EVIDENCE_SLOW if told.slow else "Forecast", told.message
-    return "True", "Feasible", f"{state.nodes_total} nodes in the blast radius"
+        # The end of a forecast tells of steps that are far away.
+        message = told.message[: MAX_FORECAST - len(idle)] + idle
+        return "True", EVIDENCE_SLOW if told.slow else "Forecast", message
+    return "True", "Feasible", f"{state.nodes_total} nodes in the blast radius{idle}"
+
+
+def _idle_limits(inputs: Inputs) -> str:
+    """Limits that a person declared and that no step is judged by."""
+    limits = inputs.spec.idle_limits if inputs.spec is not None else ()
+    named = ", ".join(f"spec.gates[{gate}].perStage {stage}" for gate, stage in limits[:MAX_IDLE])
+    rest = f" and {len(limits) - MAX_IDLE} more" if len(limits) > MAX_IDLE else ""
+    return f"; no effect, since spec.stages has no such stage: {named}{rest}" if limits else ""
+
+
+def _unwaited(inputs: Inputs) -> str:
+    return inputs.spec.unwaited if inputs.spec is not None else ""
+
+
+def _held_now(state: RolloutState, inputs: Inputs) -> bool:
+    """Whether it goes no further since a gate of its spec is one that no step would wait for."""
+    return state.phase in (Phase.PROGRESSING, Phase.PAUSED) and bool(_unwaited(inputs))
+
+
+def held_by_spec(state: RolloutState) -> str:
+    """What Feasible says of a spec with which a rollout that is under way goes no further; empty when it does
+    not."""
+    if not state.holds_candidate:
+        return ""
+    found = (one for one in state.conditions if one.type == ConditionType.FEASIBLE)
+    return next((one.message for one in found if one.reason == Blocker.SPEC_INVALID), "")
 
 
 def slow_evidence(state: RolloutState) -> str:
@@ -102,6 +134,8 @@ def _progressing(state: RolloutState, inputs: Inputs) -> Finding:
     if state.phase in (Phase.PENDING, Phase.INVALID) and state.blocker is not Blocker.NONE:
         going = "True" if state.blocker is Blocker.REVOKING_APPROVED else "False"
         return going, str(state.blocker), state.blocker_message
+    if state.phase is Phase.PROGRESSING and _held_now(state, inputs):
+        return "False", str(Blocker.SPEC_INVALID), f"held: {_unwaited(inputs)}; {_where(state)}"
     if state.phase is Phase.PROGRESSING and not state.nodes_total:
         return "False", str(Blocker.NO_NODES), f"held: no live agent in the blast radius; {_where(state)}"
     if state.phase in (Phase.PENDING, Phase.PROGRESSING):

@@ -327,7 +327,7 @@ def _ready(state: RolloutState, inputs: Inputs) -> bool:
 def _onward(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | None:
     """The next rung, when the step has lasted and every gate passes at this one look."""
     step = current_step(state, spec)
-    if state.window is None:
+    if state.window is None or spec.unwaited:
         return None
     opened = state.window.opened_at
     if inputs.now_for(opened) < opened + step.min_seconds:

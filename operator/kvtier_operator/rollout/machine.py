@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvtier_evidence.carry import Carry
 from kvtier_operator.rollout.adopting import finish_adoption, half_adopted
-from kvtier_operator.rollout.conditions import EVIDENCE_SLOW, slow_evidence, with_conditions
+from kvtier_operator.rollout.conditions import EVIDENCE_SLOW, held_by_spec, slow_evidence, with_conditions
 from kvtier_operator.rollout.evaluation import all_pass, record_look
 from kvtier_operator.rollout.holding import plan_against, plan_holding, promote
 from kvtier_operator.rollout.inputs import Inputs, Notice, Plan
@@ -25,6 +25,7 @@ from kvtier_operator.rollout.state import Holders, Rollback, RolloutState
 from kvtier_operator.rollout.status import SHOWN_NODES, as_written
 from kvtier_operator.rollout.vocabulary import (
     FINISHED,
+    Blocker,
     Cause,
     IntentResult,
     Phase,
@@ -40,9 +41,10 @@ def next_plan(state: RolloutState, inputs: Inputs) -> Plan:
     plan = _plan(state, inputs)
     settled = replace(plan.state, observed_generation=inputs.generation)
     settled = with_conditions(settled, inputs)
-    slow = slow_evidence(settled)
-    if slow and not slow_evidence(state):
-        plan = replace(plan, notices=(*plan.notices, Notice(True, EVIDENCE_SLOW, slow)))
+    for reason, found in ((EVIDENCE_SLOW, slow_evidence), (str(Blocker.SPEC_INVALID), held_by_spec)):
+        message = found(settled)
+        if message and not found(state):
+            plan = replace(plan, notices=(*plan.notices, Notice(True, reason, message)))
     urgent = plan.urgent or _worth_writing(state, settled, inputs)
     return replace(plan, state=settled, urgent=urgent)
 
@@ -125,9 +127,10 @@ def _on_intent(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
     # The spec is as it was created while its generation is the first; before the first status nobody can have
     # meant an attempt, and what was created with the object cannot be told from what came later.
     created_with = inputs.generation == 1 or not state.observed_generation
-    result, message = judge_intent(
-        state, intent, suspended=held, created_with=created_with, spec_error=inputs.spec_error
-    )
+    error = inputs.spec_error
+    if inputs.spec is not None and intent.verb in (Verb.PROMOTE, Verb.SKIP, Verb.RETRY):
+        error = inputs.spec.unwaited
+    result, message = judge_intent(state, intent, suspended=held, created_with=created_with, spec_error=error)
     if result is not IntentResult.ACCEPTED:
         notice = Notice(True, "IntentRefused", f"{intent.verb} seq {intent.seq}: {message}")
         refused = answered(state, intent, result, message, inputs.now)

@@ -19,7 +19,7 @@ from typing import Any
 from kvtier_crds.quantity import QuantityError, parse_decimal, parse_duration, parse_fraction
 from kvtier_evidence.gatespec import GateDeclaration, GateSpec, planned_cells, resolve
 from kvtier_evidence.limits import LimitError
-from kvtier_evidence.metrics import Kind
+from kvtier_evidence.metrics import METRICS, Kind
 from kvtier_evidence.metrics import Stage as EvidenceStage
 from kvtier_operator.rollout.gateset import ProbeSet, declarations, gates_digest
 from kvtier_operator.rollout.vocabulary import (
@@ -153,6 +153,25 @@ class Terms:
         return tuple(gate for gate in found.values() if gate.metric.kind is Kind.RATIO)
 
     @cached_property
+    def unwaited(self) -> str:
+        """See `RolloutSpec.unwaited`."""
+        passed = {str(step.stage) for step in self.ladder}
+        for gate in self.gates:
+            # Where it names only stages in which its metric is not counted, all others wait for it.
+            waiting = {str(stage) for stage in METRICS[gate.metric].stages & set(gate.stages)}
+            if waiting and not passed & waiting:
+                named = ", ".join(str(stage) for stage in gate.stages)
+                return f"spec.gates[{gate.name}].stages: {named}, none of which spec.stages has"
+        return ""
+
+    @cached_property
+    def idle_limits(self) -> tuple[tuple[str, str], ...]:
+        """See `RolloutSpec.idle_limits`."""
+        passed = {str(step.stage) for step in self.ladder}
+        named = [(gate.name, str(stage)) for gate in self.gates for stage, _ in gate.per_stage]
+        return tuple(one for one in dict.fromkeys(named) if one[1] not in passed)
+
+    @cached_property
     def cells(self) -> int:
         """See `RolloutSpec.cells`."""
         return planned_cells(
@@ -212,6 +231,18 @@ class RolloutSpec:
     def ratio_gates(self) -> tuple[GateSpec, ...]:
         """Gates that compare two arms, of any step; by name the last step's."""
         return self.terms.ratio_gates
+
+    @property
+    def unwaited(self) -> str:
+        """A gate that no step would wait for, since it names stages which the ladder does not have; empty for
+        none. With one a rollout does not begin, and one that is under way stays where it is."""
+        return self.terms.unwaited
+
+    @property
+    def idle_limits(self) -> tuple[tuple[str, str], ...]:
+        """(gate, stage) of each `perStage` limit that has no effect, since the ladder has no such stage. The
+        gate counts all the same, by its `max`."""
+        return self.terms.idle_limits
 
     @property
     def cells(self) -> int:
@@ -334,10 +365,6 @@ def _terms(
     ladder, holdback = _ladder(json.loads(stages))
     sets = {name: ProbeSet(digest, size) for name, digest, size in probes}
     declared = declarations(json.loads(gates), sets)
-    for gate in declared:
-        if gate.stages and not {str(step.stage) for step in ladder} & {str(stage) for stage in gate.stages}:
-            named = ", ".join(str(stage) for stage in gate.stages)
-            raise SpecError(f"spec.gates[{gate.name}].stages: {named}, none of which spec.stages has")
     told = json.loads(effect)
     number = None if told is None else parse_decimal(told, "spec.evidence.designEffect")
     return Terms(ladder, holdback, declared, number, exact)

@@ -40,6 +40,8 @@ def find_blocker(state: RolloutState, inputs: Inputs) -> tuple[Blocker, str]:
     spec, cache, candidate = inputs.spec, inputs.cache, inputs.candidate
     if spec is None:
         return inputs.spec_blocker, inputs.spec_error
+    if spec.unwaited:
+        return Blocker.SPEC_INVALID, spec.unwaited
     if cache is None or cache.deleting:
         return Blocker.CACHE_MISSING, f"KVCache {spec.cache_name} does not exist or is being deleted"
     if cache.suspended:

@@ -52,6 +52,95 @@ async def test_a_gate_of_stages_that_are_not_passed_is_refused(gate: str) -> Non
     await world.until("Progressing", "Shadow")
 
 
+async def test_a_rollout_under_way_with_a_gate_that_nothing_waits_for_stays_where_it_is() -> None:
+    """An operator finds it so whose predecessor took it: it has done no harm, and has not earned a step."""
+    world = World(stages=stages("Shadow", "Canary", "Full"))
+    await world.until("Progressing", "Canary")
+    gates = [{**one, "stages": ["Ramp"]} if one["name"] == "output" else one for one in spec_of()["gates"]]
+    world.edit(gates=gates)
+    world.restart()
+    await world.run(120)
+    assert world.where[:2] == ("Progressing", "Canary")
+    assert len(held(world)) == 2
+    for name in ("Feasible", "Progressing"):
+        found = world.condition(name)
+        assert (found["status"], found["reason"]) == ("False", "SpecInvalid")
+        assert "held: spec.gates[output].stages: Ramp" in found["message"]
+    told = [text for reason, text in world.api.events if reason == "SpecInvalid"]
+    assert len(told) == 1 and "spec.gates[output].stages: Ramp" in told[0]
+    world.intent("Promote", 1)
+    await world.run(3)
+    answer = world.status["lastIntent"]
+    assert answer["result"] == "NotApplicable" and "spec.gates[output].stages: Ramp" in answer["message"]
+    world.intent("Pause", 2)
+    await world.until("Paused")
+    world.intent("Resume", 3)
+    world.edit(stages=stages("Shadow", "Canary", "Ramp", "Full"))
+    await world.until("Completed")
+
+
+@pytest.mark.parametrize("end", ["a gate fails", "its deadline comes", "it is aborted"])
+async def test_one_that_is_held_so_returns_for_every_other_reason(end: str) -> None:
+    world = World(stages=stages("Shadow", "Canary", "Full"))
+    await world.until("Progressing", "Canary")
+    gates = [{**one, "stages": ["Ramp"]} if one["name"] == "output" else one for one in spec_of()["gates"]]
+    world.edit(gates=gates)
+    await world.run(5)
+    if end == "a gate fails":
+        world.feed.gates["output"] = Verdict.FAIL
+    elif end == "it is aborted":
+        world.intent("Abort", 1)
+    await world.until("RolledBack", limit=4000)
+    cause = {"a gate fails": "GateFailed", "it is aborted": "IntentAbort"}.get(end, "DeadlineExceeded")
+    assert world.status["rollback"]["cause"] == cause
+
+
+async def test_a_gate_of_another_system_waits_in_no_stage_in_which_it_is_not_counted() -> None:
+    slo = {"name": "slo", "metric": "external", "max": "0.5", "query": "counters(errors; requests)"}
+    gates = [*spec_of()["gates"], {**slo, "stages": ["Shadow", "Ramp"]}]
+    world = World(stages=stages("Shadow", "Canary", "Full"), gates=gates)
+    await world.run(3)
+    found = world.condition("Feasible")
+    assert (world.where[0], found["reason"]) == ("Invalid", "SpecInvalid")
+    assert "spec.gates[slo].stages: Shadow, Ramp" in found["message"]
+
+
+async def test_an_approval_outlives_a_rule_that_came_after_it() -> None:
+    world = World(stages=stages("Shadow", "Canary", "Full"))
+    await world.until("Completed")
+    gates = [{**one, "stages": ["Ramp"]} if one["name"] == "output" else one for one in spec_of()["gates"]]
+    world.edit(gates=gates)
+    world.restart()
+    await world.run(60)
+    assert world.where[0] == "Completed"
+    assert len(held(world)) == 2
+
+
+async def test_a_limit_of_a_stage_that_is_not_passed_is_said() -> None:
+    """It is of no effect, which whoever wrote it does not expect."""
+    idle = [{"stage": "Ramp", "max": "0.5"}, {"stage": "Canary", "max": "0.5"}]
+    gates = [{**one, "perStage": idle} if one["name"] == "output" else one for one in spec_of()["gates"]]
+    world = World(stages=stages("Shadow", "Canary", "Full"), gates=gates)
+    await world.until("Progressing", "Shadow")
+    said = "no effect, since spec.stages has no such stage: spec.gates[output].perStage Ramp"
+    for stage in ("Shadow", "Canary"):
+        await world.until("Progressing", stage)
+        found = world.condition("Feasible")
+        assert found["status"] == "True" and found["message"].endswith(said)
+    await world.until("Completed")
+
+
+async def test_of_many_such_limits_some_are_named_and_the_message_is_not_cut() -> None:
+    idle = [{"stage": "Ramp", "max": "0.5"}]
+    gates = [{**one, "perStage": idle} for one in spec_of()["gates"]]
+    names = [one["name"] for one in gates]
+    assert len(names) > 3
+    world = World(stages=stages("Shadow", "Canary", "Full"), gates=gates)
+    await world.until("Progressing", "Shadow")
+    message = world.condition("Feasible")["message"]
+    assert len(message) <= 512 and message.endswith(f"perStage Ramp and {len(names) - 3} more")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
