@@ -136,11 +136,14 @@ class Fuzz(World):
 
     def write(self, state: RolloutState) -> None:
         self.effect()
+        if state.observed_generation < self.state.observed_generation:
+            raise Broken(f"generation {state.observed_generation} observed after a later one")
         if state.fence < self.state.fence or state.fence > self.cache_fence:
             raise Broken(f"status fence {self.state.fence} to {state.fence}, cache {self.cache_fence}")
         # What cannot be read back was never known; reading it each time would be most of the work.
         self.state = as_written(state) if self.random.random() < 0.05 else state
         self.written = frozenset(state.holders.names)
+        self.shown = True
         self.effect()
 
     def call(self, rpc: Rpc, state: RolloutState, view: AgentView) -> AgentView:
@@ -214,6 +217,11 @@ class Fuzz(World):
             raise Broken(f"{here} went to {there}, not to {sorted(map(str, legal))}: {told}")
         if plan.transition is not None and plan.rpcs:
             raise Broken("a plan that moves and sends")
+        seen = plan.state.observed_generation
+        if seen != self.generation or any(one.observed_generation != seen for one in plan.state.conditions):
+            raise Broken(f"generation {self.generation} was read, and {seen} is said")
+        if state.observed_generation != seen and not plan.urgent:
+            raise Broken("a spec that was read first, or edited, and nobody is told so")
         if plan.state.shares < state.shares:
             raise Broken("a share of the error budget came back")
         before, after = state.last_intent, plan.state.last_intent
@@ -230,6 +238,9 @@ class Fuzz(World):
             candidate=self.candidate,
             intent=self.intent,
             resumable=self.choice[2] == "Resume",
+            unreadable=self.unreadable,
+            edits=self.generation - 1,
+            shown=self.shown,
         )
 
     def check(self) -> None:
@@ -261,6 +272,8 @@ class Fuzz(World):
             False,
             "",
         )
+        self.unreadable = False
+        self.store_spec()
         for agent in self.agents.values():
             agent.cut = agent.cordoned = False
             agent.refuses = ""
@@ -273,6 +286,7 @@ class Fuzz(World):
                 self.seq += 1
                 here = self.state
                 self.intent = Intent(self.seq, Verb.RESUME, here.attempt, str(here.stage), here.step)
+                self.store_spec()
             self.pass_time(1.0)
             self.renew()
         raise Broken(f"in calm weather it stays in {place_of(self.state)}: {self.state.blocker_message}")

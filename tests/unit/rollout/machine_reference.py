@@ -36,12 +36,15 @@ class Told:
 
 @dataclass(frozen=True)
 class Truth:
-    """What is so at this look. holds: agents may hold the candidate. clearing: an older candidate is being
+    """What is so now. unreadable: the spec cannot be run. unseen: whoever wrote the command had seen no
+    attempt of this object. holds: agents may hold the candidate. clearing: an older candidate is being
     revoked. resumes: of the open step. refused: the causes of agents' refusals; perhaps: one may stay exact
     and be left out instead. passed: every gate, at a look that was due, every agent holds it, and the step
     has lasted; passed_without: the same of those that do not refuse."""
 
     deleting: bool = False
+    unreadable: bool = False
+    unseen: bool = False
     half_adopted: bool = False
     holds: bool = False
     clearing: bool = False
@@ -69,6 +72,8 @@ def decide(here: Place, truth: Truth) -> frozenset[Place]:
     if truth.half_adopted:
         return only(replace(here, phase="Completed"))
     active = truth.holds or truth.clearing
+    if truth.unreadable and active:
+        return only(back(here, "InputDrift"))
     if truth.deleting and active:
         return only(back(here, "ObjectDeleted"))
     if truth.deleting and here.phase != "RollingBack":
@@ -143,11 +148,14 @@ def obey(here: Place, truth: Truth, told: Told) -> Place:
         "Retry": ("RolledBack",),
         "Abort": ("Pending", "Invalid", *GOING, *(("Completed",) if truth.holds else ())),
     }
-    if not told.fresh or told.attempt != here.attempt or here.phase not in legal[told.verb]:
+    fits = told.fresh and not truth.unseen and told.attempt == here.attempt
+    if not fits or here.phase not in legal.get(told.verb, ()):
         return here
     if told.verb == "Abort":
         active = truth.holds or truth.clearing
         return replace(back(here, "IntentAbort"), phase="RollingBack" if active else "RolledBack")
+    if truth.unreadable:
+        return here
     stays = here.stage == "ExactBaseline"
     if told.stage != here.stage or (told.step != here.step and not stays):
         return here
@@ -163,6 +171,8 @@ def at_rest(here: Place, truth: Truth) -> frozenset[Place]:
         return only(begins_again(here)) if truth.edited else only(here)
     if truth.clearing:
         return only(here)
+    if truth.unreadable:
+        return only(replace(here, phase="Invalid", stage="Off", step=0, cause=""))
     if truth.blocked:
         waited = Place("RolledBack", "ExactBaseline", 0, here.attempt, "DeadlineExceeded")
         waits = {

@@ -23,7 +23,8 @@ REFUSALS = {"NO_DESTINATION_CAPACITY": "InfeasibleNode", "NUMERICS_MISMATCH": "M
 @dataclass(frozen=True)
 class Now:
     """The world beside what the operator was shown. fence: of the cache. resumable: onLeaseExpired says
-    so."""
+    so. unreadable: the spec, so that nobody can run `spec`. edits: of the spec since the object was made.
+    shown: a status was written once."""
 
     wall: float
     spec: RolloutSpec
@@ -33,6 +34,9 @@ class Now:
     candidate: CandidateRef
     intent: Intent | None
     resumable: bool
+    unreadable: bool
+    edits: int
+    shown: bool
 
 
 def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
@@ -85,11 +89,14 @@ def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
     going = str(state.phase) in ("Progressing", "Paused")
     return Truth(
         deleting=inputs.deleting,
+        unreadable=now.unreadable,
+        unseen=not now.shown or not now.edits,
         half_adopted=adopted and going,
         holds=state.holds_candidate,
         clearing=state.revoking is not None,
         told=told,
-        edited=spec.candidate_hash != state.candidate_hash,
+        # What was never read cannot have been edited.
+        edited=not now.unreadable and state.candidate_hash not in ("", spec.candidate_hash),
         failed=look is not None and any(one.verdict is Verdict.FAIL for one in look.verdicts),
         drifted=now.candidate.digest != digest or now.baseline != state.baseline,
         refused=frozenset(REFUSALS[view.refusal] for view in counting),

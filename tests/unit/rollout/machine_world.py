@@ -65,6 +65,8 @@ SPECS = {
     for limit in ("0.05", "0.07")
     for policy in ("Resume", "RollBack")
 }
+WORDS: list[Verb | str] = [*Verb, "Rewind"]
+"""One that this version does not know among them."""
 
 
 class World(ABC):
@@ -91,6 +93,12 @@ class World(ABC):
         self.compiles_to = ""
         self.deleting = self.released = self.busy = False
         self.shares = 0
+        self.unreadable = self.shown = False
+        self.generation = 1
+        if self.random.random() < 0.2:
+            # Of an old file, which was applied again.
+            self.someone_says()
+        self.stored = self.written_spec
         if self.random.random() < 0.2:
             self.approved = Approved("older", "uid-older", DIGESTS["b"], self.wall + 3600.0)
         self.new_life()
@@ -113,6 +121,15 @@ class World(ABC):
         kind = CandidateClass.EXACT if self.choice[0] == "exact" else CandidateClass.APPROXIMATE
         return CandidateRef(self.compiles_to or DIGESTS[self.choice[0]], "chat-candidate", kind)
 
+    @property
+    def written_spec(self) -> tuple[object, ...]:
+        return tuple(self.choice), self.intent, self.unreadable
+
+    def store_spec(self) -> None:
+        """What the API server does with it: each write that changes it is one more generation."""
+        self.generation += self.written_spec != self.stored
+        self.stored = self.written_spec
+
     # --- what happens ------------------------------------------------------------
 
     def step(self) -> None:
@@ -120,6 +137,7 @@ class World(ABC):
         event = self.random.choices(EVENTS, WEIGHTS)[0]
         self.events[event.__name__] += 1
         event(self)
+        self.store_spec()
         self.operate()
 
     @abstractmethod
@@ -180,7 +198,7 @@ class World(ABC):
         right = self.random.random() < 0.8
         self.intent = Intent(
             max(1, self.seq),
-            self.random.choice(list(Verb)),
+            self.random.choice(WORDS),
             state.attempt if right else max(1, state.attempt - 1),
             str(state.stage) if right or self.random.random() < 0.5 else "Canary",
             state.step,
@@ -192,6 +210,9 @@ class World(ABC):
 
     def gates_are_edited(self) -> None:
         self.choice[1] = self.random.choice(("0.05", "0.07"))
+
+    def spec_is_broken_or_mended(self) -> None:
+        self.unreadable = not self.unreadable
 
     def policy_is_edited(self) -> None:
         self.choice[2] = self.random.choice(("Resume", "RollBack"))
@@ -277,7 +298,12 @@ class World(ABC):
         )
 
     def take_look(self, state: RolloutState, spec: RolloutSpec) -> Look | None:
-        if state.window is None or not state.holds_candidate or self.cache_fence != state.fence:
+        if (
+            self.unreadable
+            or state.window is None
+            or not state.holds_candidate
+            or self.cache_fence != state.fence
+        ):
             return None
         if state.window.spec_hash != spec.window_hash:
             return None
@@ -302,9 +328,9 @@ class World(ABC):
             now=self.wall,
             uid=UID,
             name="fuzz",
-            generation=2,
-            spec=self.spec,
-            spec_error="",
+            generation=self.generation,
+            spec=None if self.unreadable else self.spec,
+            spec_error="fuzzed" if self.unreadable else "",
             intent=self.intent,
             deleting=self.deleting,
             cache=CacheView("uid-cache", self.cache_fence, self.baseline, self.approved),
@@ -330,6 +356,7 @@ EVENTS = [
     World.candidate_is_edited,
     World.gates_are_edited,
     World.policy_is_edited,
+    World.spec_is_broken_or_mended,
     World.an_input_drifts,
     World.cache_is_busy,
     World.fence_is_used_by_another,
@@ -344,4 +371,4 @@ EVENTS = [
     World.operator_was_away,
     World.wall_clock_is_set,
 ]
-WEIGHTS = [120, 8, 2, 6, 2, 3, 1, 1, 2, 2, 5, 3, 3, 1, 1, 5, 1, 4, 2, 2]
+WEIGHTS = [120, 8, 2, 6, 2, 3, 1, 2, 1, 2, 2, 5, 3, 3, 1, 1, 5, 1, 4, 2, 2]

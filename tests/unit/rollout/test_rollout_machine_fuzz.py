@@ -57,6 +57,35 @@ def resuming_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(holding, "MAX_RESUMES", 99)
 
 
+def obeying_what_it_was_created_with(patch: pytest.MonkeyPatch) -> None:
+    original = machine.judge_intent
+
+    def wrong(state: RolloutState, intent: Any, **more: Any) -> Any:
+        return original(state, intent, **{**more, "created_with": False})
+
+    patch.setattr(machine, "judge_intent", wrong)
+
+
+def obeying_whatever_the_spec_is(patch: pytest.MonkeyPatch) -> None:
+    original = machine.judge_intent
+
+    def wrong(state: RolloutState, intent: Any, **more: Any) -> Any:
+        return original(state, intent, **{**more, "spec_error": ""})
+
+    patch.setattr(machine, "judge_intent", wrong)
+
+
+def not_saying_what_was_read(patch: pytest.MonkeyPatch) -> None:
+    """As if only a rollout that moves told of the spec that it follows."""
+    original = machine.with_conditions
+
+    def wrong(state: RolloutState, inputs: Inputs) -> RolloutState:
+        told = original(state, inputs)
+        return told if state.holds_candidate else replace(told, observed_generation=1)
+
+    patch.setattr(machine, "with_conditions", wrong)
+
+
 @pytest.mark.parametrize(
     ("mistake", "seed"),
     [
@@ -64,6 +93,9 @@ def resuming_for_ever(patch: pytest.MonkeyPatch) -> None:
         pytest.param(promoting_while_paused, 26, id="promoting-while-paused"),
         pytest.param(believing_any_intent, 24, id="believing-any-intent"),
         pytest.param(resuming_for_ever, 14, id="resuming-for-ever"),
+        pytest.param(obeying_what_it_was_created_with, 1, id="obeying-what-it-was-created-with"),
+        pytest.param(obeying_whatever_the_spec_is, 1, id="obeying-whatever-the-spec-is"),
+        pytest.param(not_saying_what_was_read, 1, id="not-saying-what-was-read"),
     ],
 )
 def test_a_wrong_machine_is_found(
