@@ -9,18 +9,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import aiohttp
-import yaml
-from kubernetes.aio import client as aio_client
-from kubernetes.aio import config as aio_config
 
+from kubectl_kvtier.kubeconfig import load
 from kubectl_kvtier.outcomes import Exit, Failure, Forbidden
 from kubectl_kvtier.ports import Api, Changed, Json, Objects, of_metadata
 from kvtier_crds.models.common import GROUP, VERSION
+from kvtier_operator.execlogin import ExecLogin, LoginError
 
 Query = list[tuple[str, str]]
 LIST_PAGE = 500
@@ -30,16 +28,20 @@ CLOSE_SECONDS = 5.0
 CLUSTER_SCOPED = ("kvnodes", "tierclasses")
 CACHE_UID_LABEL = "kvtier.dev/cache-uid"
 JSON_PATCH = "application/json-patch+json"
-SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+UNAUTHORIZED = 401
 
 
 class ClusterApi:
     """Api over a real API server."""
 
-    def __init__(self, transport: Any, namespace: str, seconds: float) -> None:
+    def __init__(
+        self, transport: Any, namespace: str, seconds: float, login: ExecLogin | None = None
+    ) -> None:
+        """login: the program that says who asks, where the kubeconfig names one."""
         self._transport = transport
         self._namespace = namespace
         self._seconds = seconds
+        self._login = login
 
     @property
     def namespace(self) -> str:
@@ -134,6 +136,18 @@ class ClusterApi:
             return _parsed(await response.read())
 
     async def _send(self, method: str, path: str, query: Query, body: Any, seconds: float) -> Any:
+        raw = await self._once(method, path, query, body, seconds)
+        if raw.status == UNAUTHORIZED and self._login is not None:
+            # What the server did not let in has done nothing: it is sent again, once, by who asks now.
+            self._login.forget()
+            raw.release()
+            raw = await self._once(method, path, query, body, seconds)
+        if raw.status >= 300:
+            with _answering():
+                raise _failure(raw.status, await raw.read(), path)
+        return raw
+
+    async def _once(self, method: str, path: str, query: Query, body: Any, seconds: float) -> Any:
         content = JSON_PATCH if method == "PATCH" else "application/json"
         headers = {"Accept": "application/json", "Content-Type": content}
         with _answering():
@@ -146,10 +160,7 @@ class ClusterApi:
                 auth_settings=["BearerToken"],
             )
             response = await self._transport.call_api(method, url, headers, payload, _request_timeout=seconds)
-            raw = response.response
-            if raw.status >= 300:
-                raise _failure(raw.status, await raw.read(), path)
-            return raw
+            return response.response
 
 
 @contextmanager
@@ -157,6 +168,8 @@ def _answering() -> Iterator[None]:
     """An answer that does not come, or breaks off, is a failure with a word."""
     try:
         yield
+    except LoginError as error:
+        raise Failure(Exit.FAILED, f"not logged in: {error}") from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise Failure(Exit.FAILED, f"no answer from the API server: {str(error) or 'timed out'}") from error
 
@@ -177,48 +190,16 @@ async def connect(
     *, kubeconfig: str | None, context: str | None, namespace: str | None, seconds: float
 ) -> AsyncIterator[Api]:
     """As kubectl would: its kubeconfig and context, or the pod's service account where there is none."""
-    configuration = aio_client.Configuration()
+    found = await load(kubeconfig, context)
+    transport = found.client()
     try:
-        found = await _load(configuration, kubeconfig, context)
-    except (aio_config.ConfigException, OSError) as error:
-        raise Failure(Exit.FAILED, f"no cluster: {error}") from error
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError, ValueError) as error:
-        # What the library makes of a file that is no kubeconfig.
-        told = " ".join(str(error).split())
-        raise Failure(Exit.FAILED, f"no cluster: the kubeconfig cannot be read: {told}") from error
-    transport = aio_client.ApiClient(configuration=configuration)
-    try:
-        yield ClusterApi(transport, namespace or found, seconds)
+        yield ClusterApi(transport, namespace or found.namespace, seconds, found.login)
     finally:
+        if found.login is not None:
+            await found.login.close()
         # A watch that nobody reads any more must not hold the command back.
         with suppress(TimeoutError):
-            await asyncio.wait_for(transport.close(), CLOSE_SECONDS)  # type: ignore[no-untyped-call]
-
-
-async def _load(configuration: Any, kubeconfig: str | None, context: str | None) -> str:
-    """Fills the configuration; the namespace of its context."""
-    try:
-        contexts, active = aio_config.list_kube_config_contexts(  # type: ignore[no-untyped-call]
-            config_file=kubeconfig
-        )
-    except aio_config.ConfigException:
-        if kubeconfig or context:
-            raise
-        aio_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-        return _own_namespace()
-    await aio_config.load_kube_config(  # type: ignore[no-untyped-call]
-        config_file=kubeconfig, context=context, client_configuration=configuration, persist_config=False
-    )
-    named = next((one for one in contexts if one["name"] == context), active)
-    return str(named["context"].get("namespace") or "default")
-
-
-def _own_namespace() -> str:
-    """A pod's, as its service account has it."""
-    try:
-        return SERVICE_ACCOUNT_NAMESPACE.read_text(encoding="utf-8").strip() or "default"
-    except OSError:
-        return "default"
+            await asyncio.wait_for(transport.close(), CLOSE_SECONDS)
 
 
 def _collection(plural: str, namespace: str) -> str:

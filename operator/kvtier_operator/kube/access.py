@@ -1,7 +1,7 @@
 """How the API server is reached and who asks it: from the pod's service account, or from a kubeconfig.
 
 Read here and not by the Kubernetes client, which is 9 MB that stay for as long as the operator runs. Only a
-kubeconfig that logs in by another program or by an auth provider has it loaded. It must not send anything.
+kubeconfig that logs in by an auth provider has it loaded. It must not send anything.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from kvtier_operator.execlogin import ExecLogin, LoginError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TOKEN_SECONDS = 60.0
@@ -46,11 +48,22 @@ class Access:
     server_name: str | None = None
     proxy: str | None = None
 
-    def refused(self) -> None:
-        """The server does not believe who asks. A token's file is read again at the next request: it may have
-        been renewed before its time, as when its token was taken back."""
-        if isinstance(self.authorization, TokenFile):
-            self.authorization.forget()
+    @property
+    def login(self) -> ExecLogin | None:
+        """Where another program says who asks: it has to be `ready` before each request."""
+        return self.authorization if isinstance(self.authorization, ExecLogin) else None
+
+    def refused(self, authorization: str) -> None:
+        """The server does not believe who asked so. A token's file is read again at the next request, and
+        another program is asked again: it may have been renewed early, as when it was taken back."""
+        asks = self.authorization
+        if isinstance(asks, TokenFile | ExecLogin) and asks.held == authorization:
+            asks.forget()
+
+    def client_certificate(self) -> tuple[Pem, Pem]:
+        """With its key; what another program gave counts before that of the file."""
+        given = self.login.credential if self.login is not None else None
+        return (given.certificate, given.key) if given and given.key else (self.certificate, self.key)
 
     def ssl_context(self) -> ssl.SSLContext:
         data = self.ca.decode() if isinstance(self.ca, bytes) else None
@@ -60,9 +73,10 @@ class Access:
         if not self.verify:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
-        if self.certificate is not None:
-            with _as_file(self.certificate) as certificate, _as_file(self.key) as key:
-                context.load_cert_chain(certificate or "", key)
+        certificate, key = self.client_certificate()
+        if certificate is not None:
+            with _as_file(certificate) as certificate_file, _as_file(key) as key_file:
+                context.load_cert_chain(certificate_file or "", key_file)
         return context
 
 
@@ -71,16 +85,23 @@ async def load_access(kubeconfig: str | None) -> Access:
     if kubeconfig is None:
         return in_cluster(os.environ, SERVICE_ACCOUNT)
     access = _from_file(kubeconfig)
-    return access if access is not None else await _by_the_client(kubeconfig)
+    if access is None:
+        return await _by_the_client(kubeconfig)
+    if access.login is not None:
+        try:
+            await access.login.ready()
+        except LoginError as error:
+            raise AccessError(f"kubeconfig {kubeconfig}: {error}") from error
+    return access
 
 
 def _from_file(kubeconfig: str) -> Access | None:
-    """None: its user logs in by another program, or by an auth provider."""
+    """None: its user logs in by an auth provider."""
     path = Path(kubeconfig).expanduser()
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         cluster, user = _current(config)
-        if "exec" in user or "auth-provider" in user:
+        if "auth-provider" in user:
             return None
         return _plain(cluster, user, path.parent)
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -121,6 +142,11 @@ class TokenFile:
             self._value, self._until = f"Bearer {token}", now + TOKEN_SECONDS
         return self._value
 
+    @property
+    def held(self) -> str:
+        """What it said last."""
+        return self._value
+
     def forget(self) -> None:
         self._until = float("-inf")
 
@@ -145,7 +171,9 @@ def _named(config: Any, kind: str, name: str) -> Mapping[str, Any]:
 def _plain(cluster: Mapping[str, Any], user: Mapping[str, Any], folder: Path) -> Access:
     return Access(
         server=str(cluster["server"]).rstrip("/"),
-        authorization=_authorization(user, folder),
+        authorization=ExecLogin(user["exec"], folder, cluster)
+        if user.get("exec")
+        else _authorization(user, folder),
         ca=_pem(cluster, "certificate-authority", folder),
         certificate=_pem(user, "client-certificate", folder),
         key=_pem(user, "client-key", folder),
@@ -192,7 +220,7 @@ def _as_file(pem: Pem) -> Any:
 
 
 async def _by_the_client(kubeconfig: str) -> Access:
-    """As the Kubernetes client logs in: by a program (`exec`), or an auth provider."""
+    """As the Kubernetes client logs in: by an auth provider."""
     from kubernetes.aio.client import Configuration
     from kubernetes.aio.config import load_kube_config
 

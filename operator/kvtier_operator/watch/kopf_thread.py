@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier_operator.execlogin import PAUSE_SECONDS
 from kvtier_operator.kube import RESOURCES, load_access
 from kvtier_operator.kube.access import Pem
 from kvtier_operator.lastreads import Seen
@@ -53,7 +54,7 @@ class WatchDeps:
 def register(registry: kopf.OperatorRegistry, deps: WatchDeps) -> None:
     """Adds one login and one event handler per watched kind; called once for each start of kopf."""
 
-    @kopf.on.login(registry=registry, id="login")
+    @kopf.on.login(registry=registry, id="login", backoff=PAUSE_SECONDS)
     async def login(**_: Any) -> kopf.ConnectionInfo:
         return await connection_info(deps.kubeconfig)
 
@@ -90,18 +91,24 @@ def accept(deps: WatchDeps, kind: Kind, deleted: bool, obj: JsonObject) -> None:
 
 async def connection_info(kubeconfig: str | None) -> kopf.ConnectionInfo:
     """What `kube.access` found, in kopf's terms. It ends after some minutes, so that a rotated token is read
-    again."""
+    again, and before what another program gave: kopf then asks anew, as it does where it is refused."""
     access = await load_access(kubeconfig)
     scheme, _, token = access.authorization().partition(" ")
+    certificate, key = access.client_certificate()
+    now = datetime.datetime.now(datetime.UTC)
+    until = now + RELOGIN
+    if access.login is not None and access.login.credential.renew_at < until.timestamp():
+        until = datetime.datetime.fromtimestamp(access.login.credential.renew_at, datetime.UTC)
+        until = max(until, now + datetime.timedelta(seconds=PAUSE_SECONDS))
     return kopf.ConnectionInfo(
         server=access.server,
         **_pem("ca", access.ca),
-        **_pem("certificate", access.certificate),
-        **_pem("private_key", access.key),
+        **_pem("certificate", certificate),
+        **_pem("private_key", key),
         insecure=not access.verify,
         scheme=scheme or None,
         token=token or None,
-        expiration=datetime.datetime.now(datetime.UTC) + RELOGIN,
+        expiration=until,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kvtier_operator import execlogin
+from kvtier_operator.execlogin import VERSIONS
 from kvtier_operator.kube.access import TOKEN_SECONDS, Access, AccessError, in_cluster, load_access
 from kvtier_operator.kube.transport import Transport, connect
-from kvtier_operator.watch.kopf_thread import connection_info
+from kvtier_operator.watch.kopf_thread import RELOGIN, connection_info
 
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 PEM = "-----BEGIN CERTIFICATE-----\nnot read here\n-----END CERTIFICATE-----\n"
@@ -97,24 +100,110 @@ async def test_certificates_lie_in_it_or_beside_it(tmp_path: Path) -> None:
     assert (watching.ca_path, watching.insecure, watching.token) == (tmp_path / "ca.crt", False, None)
 
 
+def logging_in(folder: Path, end: float | None = None, body: str = "") -> dict[str, Any]:
+    """A user whose program gives t1, t2, ...; end: of each, seconds since the epoch."""
+    credential: dict[str, Any] = {"apiVersion": VERSIONS[0], "status": {"token": "t$n"}}
+    if end is not None:
+        credential["status"]["expirationTimestamp"] = datetime.fromtimestamp(end, UTC).isoformat()
+    counts = 'n=$(($(cat "$0.runs" 2>/dev/null || echo 0) + 1)); echo $n > "$0.runs"\n'
+    writes = "cat <<END\n" + json.dumps(credential) + "\nEND\n"
+    (folder / "log-in").write_text(counts + (body or writes), encoding="utf-8")
+    program = {"apiVersion": VERSIONS[0], "command": "sh", "args": [str(folder / "log-in")]}
+    return {"exec": {**program, "interactiveMode": "Never"}}
+
+
 async def test_another_program_logs_in(tmp_path: Path) -> None:
-    credential = {
-        "apiVersion": "client.authentication.k8s.io/v1",
-        "kind": "ExecCredential",
-        "status": {"token": "from-a-program"},
-    }
-    user = {
-        "exec": {
-            "apiVersion": "client.authentication.k8s.io/v1",
-            "command": "echo",
-            "args": [json.dumps(credential)],
-            "interactiveMode": "Never",
-        }
-    }
-    path = kubeconfig(tmp_path, user=user)
-    assert (await load_access(path)).authorization() == "Bearer from-a-program"
+    path = kubeconfig(tmp_path, user=logging_in(tmp_path))
+    assert (await load_access(path)).authorization() == "Bearer t1"
     watching = await connection_info(path)
-    assert (watching.server, watching.token) == ("https://127.0.0.1:6443", "from-a-program")
+    assert (watching.server, watching.token) == ("https://127.0.0.1:6443", "t2")
+
+
+async def test_a_program_that_cannot_log_in_is_said_at_once(tmp_path: Path) -> None:
+    user = logging_in(tmp_path, body="echo no ticket >&2; exit 3\n")
+    with pytest.raises(AccessError, match="ended with status 3: no ticket"):
+        await load_access(kubeconfig(tmp_path, user=user))
+
+
+@pytest.mark.parametrize(
+    ("lasts", "earlier"),
+    [
+        pytest.param(240.0, True, id="shorter-than-a-login"),
+        pytest.param(24 * 3600.0, False, id="longer"),
+        pytest.param(None, False, id="without-end"),
+    ],
+)
+async def test_watches_log_in_again_before_what_a_program_gave_ends(
+    tmp_path: Path, lasts: float | None, earlier: bool
+) -> None:
+    now = datetime.now(UTC)
+    end = None if lasts is None else now.timestamp() + lasts
+    watching = await connection_info(kubeconfig(tmp_path, user=logging_in(tmp_path, end)))
+    assert watching.expiration is not None
+    if earlier and end is not None:
+        assert now.timestamp() < watching.expiration.timestamp() < end
+    else:
+        assert watching.expiration >= now + RELOGIN
+
+
+async def test_a_program_is_asked_again_at_once_where_its_token_is_refused(
+    tmp_path: Path,
+    asked: tuple[str, list[dict[str, Any]]],
+    status: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(execlogin, "PAUSE_SECONDS", 0.0)
+    server, seen = asked
+    transport = await connect(kubeconfig(tmp_path, user=logging_in(tmp_path), server=server))
+
+    async def ask() -> str:
+        await transport.send("GET", "/", query=[], body=None, content_type="x/y", seconds=60)
+        return str(seen[-1]["headers"]["Authorization"])
+
+    try:
+        assert [await ask() for _ in range(3)] == ["Bearer t1"] * 3
+        status[0] = 401
+        assert await ask() == "Bearer t1"
+        status[0] = 429
+        assert [await ask() for _ in range(2)] == ["Bearer t2"] * 2
+    finally:
+        await transport.close()
+
+
+async def test_who_was_refused_before_the_login_does_not_end_the_new_one(tmp_path: Path) -> None:
+    """Of many requests under one token each is refused, the last of them after another was given."""
+    access = await load_access(kubeconfig(tmp_path, user=logging_in(tmp_path)))
+    login = access.login
+    assert login is not None
+    login.forget()
+    login._not_before = 0.0
+    await login.ready()
+    access.refused("Bearer t1")
+    login._not_before = 0.0
+    await login.ready()
+    assert login.held == "Bearer t2"
+
+
+async def test_a_request_waits_for_a_login_no_longer_than_for_an_answer(tmp_path: Path) -> None:
+    """The program is ended as the connection is."""
+    gate = tmp_path / "go"
+    gate.touch()
+    body = f"while [ ! -e {gate} ]; do sleep 0.01; done\n"
+    body += "echo '" + json.dumps({"apiVersion": VERSIONS[0], "status": {"token": "t"}}) + "'\n"
+    access = await load_access(
+        kubeconfig(tmp_path, user=logging_in(tmp_path, body=body), server="http://127.0.0.1:1")
+    )
+    gate.unlink()
+    transport, login = Transport(access), access.login
+    assert login is not None
+    login.forget()
+    login._not_before = 0.0
+    try:
+        with pytest.raises(TimeoutError):
+            await transport.send("GET", "/", query=[], body=None, content_type="x/y", seconds=0.05)
+    finally:
+        await transport.close()
+    assert login._run is None
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from kubectl_kvtier import cluster
+from kubectl_kvtier import cluster, kubeconfig
 from kubectl_kvtier.cli import main
 from kubectl_kvtier.outcomes import Exit
+from kvtier_operator import execlogin
 from tests.unit.kubectl.kubectl_samples import document
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -217,7 +218,71 @@ def test_a_file_that_is_no_kubeconfig_is_told(
 
 
 def test_in_a_pod_its_own_namespace_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "SERVICE_ACCOUNT_NAMESPACE", tmp_path / "namespace")
-    assert cluster._own_namespace() == "default"
+    monkeypatch.setattr(kubeconfig, "SERVICE_ACCOUNT_NAMESPACE", tmp_path / "namespace")
+    assert kubeconfig._own_namespace() == "default"
     (tmp_path / "namespace").write_text("serving\n", encoding="utf-8")
-    assert cluster._own_namespace() == "serving"
+    assert kubeconfig._own_namespace() == "serving"
+
+
+def logging_in(config: str, folder: Path, body: str) -> None:
+    """The kubeconfig's user is who this program says; it may count its runs as $n."""
+    program = folder / "log-in"
+    program.write_text(
+        'n=$(($(cat "$0.runs" 2>/dev/null || echo 0) + 1)); echo $n > "$0.runs"\n' + body, encoding="utf-8"
+    )
+    known = json.loads(Path(config).read_text(encoding="utf-8"))
+    known["users"][0]["user"] = {
+        "exec": {"apiVersion": execlogin.VERSIONS[0], "command": "sh", "args": [str(program)]}
+    }
+    Path(config).write_text(json.dumps(known), encoding="utf-8")
+
+
+TOKEN = f"""echo '{{"apiVersion": "{execlogin.VERSIONS[0]}", "status": {{"token": "'t$n'"}}}}'"""
+
+
+def test_who_is_not_believed_any_more_logs_in_anew_and_is_heard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execlogin, "PAUSE_SECONDS", 0.0)
+    seen: list[tuple[str, str]] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        seen.append((handler.command, str(handler.headers["Authorization"])))
+        # The token is taken back between the two requests of one command.
+        ended = handler.command == "PATCH" and seen[-1][1] == "Bearer t1"
+        (refused(401, "Unauthorized") if ended else whole(json.dumps(document()).encode()))(handler)
+
+    with serving(answer, tmp_path) as config:
+        logging_in(config, tmp_path, TOKEN)
+        assert main(["pause", "quest-on-chat", "--no-wait", "--kubeconfig", config]) == Exit.OK
+    assert seen == [("GET", "Bearer t1"), ("PATCH", "Bearer t1"), ("PATCH", "Bearer t2")]
+    assert "Pause seq 1 written" in capsys.readouterr().out
+
+
+def test_who_is_never_believed_is_told_so_after_two_tries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execlogin, "PAUSE_SECONDS", 0.0)
+    seen: list[str] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        seen.append(str(handler.headers["Authorization"]))
+        refused(401, "Unauthorized")(handler)
+
+    with serving(answer, tmp_path) as config:
+        logging_in(config, tmp_path, TOKEN)
+        assert main(["explain", "quest-on-chat", "--kubeconfig", config]) == Exit.FAILED
+    assert seen == ["Bearer t1", "Bearer t2"]
+    assert "Unauthorized" in capsys.readouterr().err
+
+
+def test_a_program_that_cannot_log_in_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(whole(json.dumps(document()).encode()), tmp_path) as config:
+        logging_in(config, tmp_path, "echo 'who are you?' >&2; exit 3")
+        assert main(["explain", "quest-on-chat", "--kubeconfig", config]) == Exit.FAILED
+    told = capsys.readouterr().err
+    assert "no cluster: not logged in: sh ended with status 3: who are you?" in told
+    assert told.count("\n") == 1
