@@ -100,8 +100,9 @@ class FrameDesk:
             self.metrics.hidden_seconds.inc(receipt.hidden_seconds)
         for plan, reason in receipt.failed_plans:
             self.metrics.plan_failures.labels(plan, reason).inc()
+        shared = receipt.shared_bytes_by_tier or {}
         for tier, size in receipt.bytes_by_tier.items():
-            self.metrics.tier_read_bytes[tier,].inc(size)
+            self.metrics.tier_read_bytes[tier,].inc(size - shared.get(tier, 0))
         if answer.compared_error is None:
             return
         self.metrics.compared_steps.inc()

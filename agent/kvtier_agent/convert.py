@@ -13,12 +13,12 @@ from google.protobuf.message import Message
 from kvtier.local.receipts import AnswerPacker
 from kvtier.v1 import attention_pb2, common_pb2, control_pb2, evidence_pb2
 from kvtier_agent.cachesession import CacheName, FrameAnswer
-from kvtier_agent.engine_port import ExactnessClass, FrameInput, TierReport
+from kvtier_agent.engine_port import ExactnessClass, FrameInput, FrameReceipt, TierReport
 from kvtier_agent.evidence_port import GateTerms, Outcome, ProbeResult, WindowTerms
 from kvtier_agent.rowevidence import EvidenceAsked
 from kvtier_agent.rowevidence_convert import evidence_input
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.receipts import SelectionFacts
+from kvtier_core.receipts import SelectionFacts, StepReceipt
 from kvtier_core.release.enforcement import ServedArm
 from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
 from kvtier_core.selectors.lifecycle.works import IndexState
@@ -299,6 +299,7 @@ def answer_message(frame: attention_pb2.AttendFrame, answer: FrameAnswer) -> att
             peak_buffer_bytes=receipt.peak_buffer_bytes,
             promised_bytes=receipt.promised_bytes,
             selection=_selection(receipt.selection),
+            shared_bytes_by_tier=receipt.shared_bytes_by_tier,
         ),
     )
 
@@ -310,9 +311,12 @@ def _selection(facts: SelectionFacts | None) -> attention_pb2.SelectionReceipt |
     return attention_pb2.SelectionReceipt(**{name: getattr(facts, name) for name in _SELECTION})
 
 
-def _other_fields(selection: SelectionFacts) -> bytes:
+def _other_fields(receipt: FrameReceipt | StepReceipt) -> bytes:
     """A serialized Receipt of what the local channel's record has no place for."""
-    return attention_pb2.Receipt(selection=_selection(selection)).SerializeToString()
+    told = attention_pb2.Receipt(
+        selection=_selection(receipt.selection), shared_bytes_by_tier=receipt.shared_bytes_by_tier
+    )
+    return told.SerializeToString()
 
 
 def packed_answer(
@@ -346,7 +350,7 @@ def packed_answer(
         tuple(receipt.plan),
         answer.fallback,
         receipt.plan_kind,
-        b"" if receipt.selection is None else _other_fields(receipt.selection),
+        b"" if receipt.selection is None and not receipt.shared_bytes_by_tier else _other_fields(receipt),
     )
 
 

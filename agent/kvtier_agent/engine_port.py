@@ -142,6 +142,7 @@ class FrameReceipt:
     promised_bytes: int = 0
     failed_plans: Sequence[tuple[str, str]] = ()
     selection: SelectionFacts | None = None
+    shared_bytes_by_tier: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)

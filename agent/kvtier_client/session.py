@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from types import TracebackType
 from typing import Literal
@@ -82,8 +82,8 @@ class StepReceipt:
     """What the agent says about one answer. `exactness`: EXACT, APPROXIMATE,
     EXACT_OVER_APPROXIMATE_HISTORY or EXACT_OVER_EDITED_HISTORY; `estimated_omitted_mass` is NaN without an
     estimator; `position_epoch`: of the session when it answered; `promised_bytes`: of bytes_by_tier, those
-    that were on their way before the frame came; `selection`: what a selector answered for the frame, None
-    when none was asked or it refused."""
+    that were on their way before the frame came; `shared_bytes_by_tier`: of bytes_by_tier, those that were
+    read for another frame; `selection`: what a selector answered for the frame, None: none did."""
 
     step: int
     layer: int
@@ -107,6 +107,7 @@ class StepReceipt:
     promised_bytes: int
     position_epoch: int
     selection: SelectionFacts | None = None
+    shared_bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
 
 
 class AttentionSession(SessionEdits):
@@ -484,6 +485,7 @@ def _step_receipt(answer: Answer | bytes) -> StepReceipt:
         promised_bytes=r.promised_bytes,
         position_epoch=r.position_epoch,
         selection=_selection(r.selection) if r.HasField("selection") else None,
+        shared_bytes_by_tier=dict(r.shared_bytes_by_tier),
     )
 
 

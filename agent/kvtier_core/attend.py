@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvtier_core.appends import Append
+from kvtier_core.arrivals import BufferPool
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.exact_ledger import LayerLedger, check_layer
 from kvtier_core.folding import Fold, Query
@@ -38,7 +39,7 @@ from kvtier_core.positions import Piece, PositionView
 from kvtier_core.promises import IdentifiedRows, Promise, block_of
 from kvtier_core.rope import RopeTable
 from kvtier_core.selectedreads import SelectedReads
-from kvtier_core.streaming import BlockStream, BufferPool
+from kvtier_core.streaming import Stream, stream_of
 from kvtier_core.supports import Support
 from kvtier_core.tiers.base import BlockIdentity, SlotRef
 from kvtier_core.tiers.staging import StagingBuffer
@@ -54,7 +55,8 @@ class Attended:
     waited for blocks; transfer_seconds: blocks were on their way. peak_buffer_bytes: of the buffers held at
     once. promised_bytes: of blocks that were on their way before the frame came. receipts: of states that
     were formed elsewhere. read: the state of the rows that were read, where others stand for the rest.
-    hot_bytes: of pages that were in memory from an earlier selection, and are in no tier's bytes."""
+    hot_bytes: of pages that were in memory from an earlier selection, and are in no tier's bytes. shared: of
+    bytes_by_tier, those that were read for another frame."""
 
     out: Tensor
     bytes_by_tier: dict[str, int]
@@ -65,6 +67,7 @@ class Attended:
     receipts: int = 0
     read: AttentionState | None = None
     hot_bytes: int = 0
+    shared: dict[str, int] = field(default_factory=dict)
 
     @property
     def hidden_seconds(self) -> float:
@@ -287,6 +290,7 @@ class Attention:
             0 if reduction is None else reduction.receipts,
             None if exact else total,
             0 if taken is None else taken.hot_bytes,
+            stream.shared,
         )
 
     def _check_ledger(
@@ -332,9 +336,9 @@ class Attention:
 
     def _streamed(
         self, plan: Plan, deadline: float | None, promise: Promise | None, taken: SelectedReads | None
-    ) -> BlockStream:
+    ) -> Stream:
         reads = [read for read in plan.reads if read.path in STREAMED]
-        return BlockStream(
+        return stream_of(
             [block_of(self._store, read.line) if taken is None else taken.block(read) for read in reads],
             self._buffers,
             self._clock,
@@ -346,7 +350,7 @@ class Attention:
         )
 
     def _rows(
-        self, read: ChunkRead, append: Append, stream: BlockStream, taken: SelectedReads | None = None
+        self, read: ChunkRead, append: Append, stream: Stream, taken: SelectedReads | None = None
     ) -> tuple[Tensor, Tensor]:
         store = self._store
         if read.path is Path.FRAME:
@@ -385,7 +389,7 @@ class Attention:
 
 
 def _near_states(
-    group: Sequence[ChunkRead], query: Query, stream: BlockStream, came: list[BlockIdentity]
+    group: Sequence[ChunkRead], query: Query, stream: Stream, came: list[BlockIdentity]
 ) -> list[AttentionState]:
     """One query over full chunks as they come: several that are there cost little more than one. came: gets
     what they are."""

@@ -34,7 +34,7 @@ from kvtier_core.planner import PlanTerms
 from kvtier_core.planning.choice import Decision
 from kvtier_core.planning.facts import Rates
 from kvtier_core.prefixes import Prefixes
-from kvtier_core.ragged import answer_many
+from kvtier_core.ragged import answer_many, ended_in_turn
 from kvtier_core.receipts import (
     ChunkInfo,
     EngineStats,
@@ -349,11 +349,24 @@ class CacheEngine:
 
     def _streamed(self, frame: ResidentFrame, mode: StepMode) -> StepAnswer:
         """A frame on the short way with chunks on storage; another plan's when that fails."""
+        answer = self._resident.stream(frame, self._following(frame))
+        return self._ended(frame, mode, answer)
+
+    def _streamed_all(self, frames: Sequence[tuple[ResidentFrame, StepMode]]) -> list[StepAnswer | CoreError]:
+        """As `_streamed`, of frames of different sessions."""
+        found = self._resident.stream_all([(frame, self._following(frame)) for frame, _ in frames])
+        return ended_in_turn(found, lambda number, one: self._ended(*frames[number], one))
+
+    def _following(self, frame: ResidentFrame) -> Callable[[], None]:
+        """Begins what comes next, behind the reads that the frame waits for."""
         request, context = frame.request, self._contexts[frame.request.session_id]
-        answer = self._resident.stream(frame, lambda: self._runner.promise_next(context, request, True))
+        return lambda: self._runner.promise_next(context, request, True)
+
+    def _ended(self, frame: ResidentFrame, mode: StepMode, answer: StepAnswer | Tried) -> StepAnswer:
+        request = frame.request
         if isinstance(answer, Tried):
             return self._general(request, mode, answer)
-        self._runner.promise_next(context, request)
+        self._runner.promise_next(self._contexts[request.session_id], request)
         return in_candidates_name(answer, mode)
 
     def owes_promise(self, session_id: str) -> bool:
@@ -404,7 +417,7 @@ class CacheEngine:
             raise CoreError(Reason.BAD_ARGUMENT, f"{len(wanted)} modes for {len(requests)} frames")
         frames = [(request, mode or StepMode()) for request, mode in zip(requests, wanted, strict=True)]
         with self._lock, torch.inference_mode():
-            given = self._prepared_exactly, self._streamed, self._general
+            given = self._prepared_exactly, self._streamed_all, self._general
             return answer_many(frames, self._resident, *given)
 
     def inspect_plan(self, session_id: str, generation: int, layer: int) -> Decision:

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from kvtier_core.appends import Append, Rows
+from kvtier_core.arrivals import Meter
 from kvtier_core.cost import KvGeometry
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.exact_placements import HeadGroup, HeadGroupStaging, PlacementRefused
 from kvtier_core.folding import Fold, Query
 from kvtier_core.layout import FLOAT_BYTES
 from kvtier_core.planner import ChunkRead, Path, Plan
-from kvtier_core.streaming import READ_TIMEOUT_SECONDS, Meter
+from kvtier_core.streaming import READ_TIMEOUT_SECONDS
 from kvtier_core.tiers.base import PoolTier
 from kvtier_kernels.ops.chunk_attention import chunk_state
 from kvtier_kernels.ops.chunk_attention.decode import reads_in_place

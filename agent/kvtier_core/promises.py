@@ -17,19 +17,21 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvtier_core.appends import Rows
-from kvtier_core.directory import ChunkState
-from kvtier_core.errors import CoreError
-from kvtier_core.planner import STREAMED, ChunkRead
-from kvtier_core.streaming import (
-    READ_TIMEOUT_SECONDS,
+from kvtier_core.arrivals import (
     Arrival,
     Block,
     BufferPool,
+    Coming,
+    Joined,
     Meter,
     by_tier,
     launch,
     launched,
 )
+from kvtier_core.directory import ChunkState
+from kvtier_core.errors import CoreError
+from kvtier_core.planner import STREAMED, ChunkRead
+from kvtier_core.streaming import READ_TIMEOUT_SECONDS
 from kvtier_core.tiers.base import BlockIdentity
 
 AHEAD = 3
@@ -64,7 +66,7 @@ class Promise:
 
     step: int
     layer: int
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[Coming, ...]
     meter: Meter
     until: float
     early: bool
@@ -125,12 +127,13 @@ class Promises:
         known = self._begun(session_id, step, layer)
         if known is None:
             known = Promise(step, layer, (), Meter(self._clock), now + EARLY_SECONDS, True)
+        holds = self._on_their_way(session_id, known, blocks)
         if not early:
             known = replace(known, until=now + PROMISED_SECONDS, early=False)
-            lacking = len(blocks) - len(known.arrivals) + self._reserve - self._buffers.available
+            lacking = holds.count(None) + self._reserve - self._buffers.available
             while lacking > 0 and (found := self._let_go_of_one(session_id, place)):
                 lacking -= found
-        return self._started(session_id, known, blocks, now)
+        return self._started(session_id, known, blocks, holds, now)
 
     def further(self, session_id: str, step: int, layer: int, blocks: Sequence[Block]) -> bool:
         """As `begin_blocks`, early, of a layer behind those that are on their way; whether it is now. All of
@@ -144,18 +147,50 @@ class Promises:
             return False
         now = self._clock()
         known = Promise(step, layer, (), Meter(self._clock), now + EARLY_SECONDS, True)
-        return self._started(session_id, known, blocks, now) == len(blocks)
+        return self._started(session_id, known, blocks, [None] * len(blocks), now) == len(blocks)
 
-    def _started(self, session_id: str, known: Promise, blocks: Sequence[Block], now: float) -> int:
-        arrivals: list[Arrival] = []
-        for block in blocks[len(known.arrivals) :]:
-            if self._buffers.available <= self._reserve:
-                break
-            buffer = self._buffers.take()
-            if buffer is None:
-                break
-            arrivals.append(Arrival(block, buffer, self._buffers, known.meter))
-        arrivals = self._launched(arrivals, now + READ_TIMEOUT_SECONDS)
+    def _on_their_way(self, session_id: str, known: Promise, blocks: Sequence[Block]) -> list[Joined | None]:
+        """Of the blocks that this promise has not begun: a hold on the read of each that is on its way for a
+        promise of another session."""
+        others = [
+            promise.arrivals
+            for name, found in self._open.items()
+            for promise in found
+            if promise.layer == known.layer and name != session_id
+        ]
+        holds: list[Joined | None] = []
+        for number in range(len(known.arrivals), len(blocks)):
+            same = (one[number] for one in others if number < len(one) and one[number].is_of(blocks[number]))
+            coming = next(same, None)
+            holds.append(None if coming is None else coming.join())
+        return holds
+
+    def _started(
+        self,
+        session_id: str,
+        known: Promise,
+        blocks: Sequence[Block],
+        holds: Sequence[Joined | None],
+        now: float,
+    ) -> int:
+        """Begins the blocks of which there is no hold, up to the first that cannot be begun."""
+        coming: list[Coming] = []
+        try:
+            for hold, block in zip(holds, blocks[len(known.arrivals) :], strict=True):
+                if hold is not None:
+                    coming.append(hold)
+                    continue
+                buffer = self._buffers.take() if self._buffers.available > self._reserve else None
+                if buffer is None:
+                    break
+                coming.append(Arrival(block, buffer, self._buffers, known.meter))
+            fresh = [one for one in coming if isinstance(one, Arrival)]
+            begun = self._launched(fresh, now + READ_TIMEOUT_SECONDS)
+            arrivals = coming[: launched(coming)] if len(begun) < len(fresh) else coming
+        except BaseException:
+            _leave(holds)
+            raise
+        _leave(holds[len(arrivals) :])
         if arrivals or known.arrivals:
             known = replace(known, arrivals=(*known.arrivals, *arrivals))
             others = [one for one in self._open.get(session_id, ()) if one.place != known.place]
@@ -250,3 +285,9 @@ class Promises:
     def close(self) -> None:
         for session_id in list(self._open):
             self.forget(session_id)
+
+
+def _leave(holds: Sequence[Joined | None]) -> None:
+    for one in holds:
+        if one is not None:
+            one.leave()

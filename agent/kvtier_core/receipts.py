@@ -166,7 +166,8 @@ class SelectionFacts:
 @dataclass(slots=True)
 class StepReceipt:
     """bytes_by_tier: payload bytes attended, by the tier where they lay; of a selection those that were read
-    there (rows that sessions share are in the receipt of each, though one call reads them once).
+    there (rows that sessions share are in the receipt of each, though one call reads them once; of those that
+    lie on storage shared_bytes_by_tier says how many were read for another frame).
     stall_seconds: time spent waiting for staged reads.
     rows_attended: of the KV head that attended most. selected_rows: by the selector beyond the persistent
     rows, same head. estimated_omitted_mass: of the query head with most; NaN without an estimator. fallback:
@@ -199,6 +200,7 @@ class StepReceipt:
     promised_bytes: int = 0
     failed_plans: tuple[tuple[str, str], ...] = ()
     selection: SelectionFacts | None = None
+    shared_bytes_by_tier: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

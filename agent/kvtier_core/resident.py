@@ -34,7 +34,7 @@ from kvtier_core.selectors.base import SelectorFamily
 from kvtier_core.sessions import RowStore
 from kvtier_core.sharedreads import Place, Sequenced, readings_of
 from kvtier_core.stepplans import StepPlans, Tried
-from kvtier_core.streamed import Streamed, StreamedLayer
+from kvtier_core.streamedframe import Asked, Streamed, StreamedLayer
 from kvtier_kernels.compiled import library
 from kvtier_kernels.ops.chunk_attention.decode import Reading, attend_into, no_rows, reads_in_place
 from kvtier_kernels.ops.chunk_attention.kept import DecodeRoom, KeptBatch, KeptDecode, OpenRows
@@ -259,13 +259,23 @@ class ResidentDecode:
     def stream(self, frame: ResidentFrame, follow: Callable[[], object]) -> StepAnswer | Tried:
         """Attends a frame some of whose chunks come from storage, and takes the row, or neither. follow,
         Tried and what is raised: as `StepPlans.streamed_exact`."""
-        session, request, kept = frame.session, frame.request, frame.layer
-        assert kept.streamed is not None
-        first = frame.visible - 1
-        append = Append(session, request.layer, first, request.k, request.v)
-        query = Query(request.q, first, LogitFrame(session.spec.score_scale), request.deadline)
-        found = self._plans.streamed_exact(kept.streamed, append, query, request.step, follow)
+        found = self._plans.streamed_exact(_asked(frame, follow))
         return found if isinstance(found, Tried) else self.publish(frame, found.out, found)
+
+    def stream_all(
+        self, frames: Sequence[tuple[ResidentFrame, Callable[[], object]]]
+    ) -> list[StepAnswer | Tried | CoreError]:
+        """As `stream`, of frames of different sessions; a refused one harms no other. Blocks that several of
+        them want are read once."""
+        answers: list[StepAnswer | Tried | CoreError] = []
+        all_found = self._plans.streamed_together([_asked(*one) for one in frames])
+        for (frame, _), found in zip(frames, all_found, strict=True):
+            try:
+                done = self.publish(frame, found.out, found) if isinstance(found, Streamed) else found
+                answers.append(done)
+            except CoreError as error:
+                answers.append(error)
+        return answers
 
     def answer(self, frame: ResidentFrame) -> StepAnswer:
         """Attends and takes the row, or neither. DEADLINE."""
@@ -391,6 +401,7 @@ class ResidentDecode:
         if found is not None:
             receipt.hidden_seconds = found.hidden_seconds
             receipt.peak_buffer_bytes, receipt.promised_bytes = found.peak_buffer_bytes, found.promised_bytes
+            receipt.shared_bytes_by_tier = found.shared or None
         check_step(receipt, visible=visible, baseline_digest=self._baseline, histories=1)
         # From here on nothing can fail.
         if request.step != session.step:
@@ -405,6 +416,15 @@ class ResidentDecode:
         session.committed = max(session.committed, request.committed_frontier)
         session.snapshot_generation += 1
         return StepAnswer(out, receipt)
+
+
+def _asked(frame: ResidentFrame, follow: Callable[[], object]) -> Asked:
+    session, request, kept = frame.session, frame.request, frame.layer
+    assert kept.streamed is not None
+    first = frame.visible - 1
+    append = Append(session, request.layer, first, request.k, request.v)
+    query = Query(request.q, first, LogitFrame(session.spec.score_scale), request.deadline)
+    return Asked(kept.streamed, append, query, request.step, follow)
 
 
 def _sequenced(frame: ResidentFrame, size: int) -> Sequenced:

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvtier_core.arrivals import Block
 from kvtier_core.hotunits import HotUnits, UnitGrid, Units
 from kvtier_core.planner import STREAMED, ChunkRead, Path, Plan
 from kvtier_core.promises import IdentifiedRows, block_of
-from kvtier_core.streaming import Block
 from kvtier_core.tiers.slots import BlockIdentity
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_core.tiers.transfer import Ranges

@@ -347,6 +347,7 @@ class StepRunner:
             hidden_seconds=answer.attended.hidden_seconds,
             peak_buffer_bytes=answer.attended.peak_buffer_bytes,
             promised_bytes=answer.attended.promised_bytes,
+            shared_bytes_by_tier=answer.attended.shared or None,
             failed_plans=answer.failed,
         )
 

@@ -8,8 +8,9 @@ give either the same bits or no answer. It must not know how plans are priced or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kvtier_core.admission import Fallback
 from kvtier_core.appends import NO_LINE, Append, Session
+from kvtier_core.arrivals import BufferPool
 from kvtier_core.attend import Attended, Attention
 from kvtier_core.computeprobe import measure_compute
 from kvtier_core.errors import CoreError, Reason
@@ -28,8 +30,9 @@ from kvtier_core.planner import STREAMED, Plan, PlanTerms, StepPlanner
 from kvtier_core.planning.choice import Decision, fallback_of
 from kvtier_core.planning.facts import Credits, Rates, Terms
 from kvtier_core.promises import IdentifiedRows, Promise, Promises
-from kvtier_core.streamed import Streamed, StreamedDecode, StreamedLayer
-from kvtier_core.streaming import BufferPool
+from kvtier_core.sharedstreams import alike
+from kvtier_core.streamed import StreamedDecode
+from kvtier_core.streamedframe import Asked, Streamed, StreamedLayer
 from kvtier_core.tiers.staging import block_bytes
 from kvtier_crds.manifest import Contract, Exactness
 from kvtier_crds.manifest import Fallback as Allowed
@@ -281,24 +284,51 @@ class StepPlans:
             names = tuple((kind.value, reason.value) for kind, reason in failed.items())
             return Planned(attended, plan, names)
 
-    def streamed_exact(
-        self,
-        kept: StreamedLayer,
-        append: Append,
-        query: Query,
-        step: int,
-        follow: Callable[[], object],
-    ) -> Streamed | Tried:
-        """As `exact`, by what is kept of the layer's plan. follow: as `StreamedDecode.attend`. Tried: `exact`
-        may still answer by another plan; what none may is raised, with the same facts."""
-        session_id = append.session.session_id
-        with self._promises.taken(session_id, step, append.layer) as promise:
+    def streamed_exact(self, asked: Asked) -> Streamed | Tried:
+        """As `exact`, by what is kept of the layer's plan. Tried: `exact` may still answer by another plan;
+        what none may is raised, with the same facts."""
+        with self._taken(asked) as promise:
             try:
-                return self.streamed.attend(kept, append, query, promise, follow)
+                return self.streamed.attend(asked, promise)
             except CoreError as error:
-                if error.reason in AGAIN:
-                    return Tried(kept.kind, error)
-                raise self.late(error, kept.kind, query.deadline, session_id) from error
+                found = self._tried(asked, error)
+                if isinstance(found, Tried):
+                    return found
+                raise found from error
+
+    def streamed_together(self, asked: Sequence[Asked]) -> list[Streamed | Tried | CoreError]:
+        """As `streamed_exact`, of frames of different sessions, with what it would raise for one in its
+        place; blocks that several of them want are read once."""
+        answers: dict[int, Streamed | Tried | CoreError] = {}
+        for group in alike(asked):
+            if len(group) > 1:
+                some = [asked[number] for number in group]
+                with ExitStack() as stack:
+                    promises = [stack.enter_context(self._taken(one)) for one in some]
+                    found = self.streamed.attend_together(some, promises)
+                for number, one in zip(group, found, strict=True):
+                    if isinstance(one, CoreError):
+                        answers[number] = self._tried(asked[number], one)
+                    elif one is not None:
+                        answers[number] = one
+            for number in group:
+                if number not in answers:
+                    try:
+                        answers[number] = self.streamed_exact(asked[number])
+                    except CoreError as error:
+                        answers[number] = error
+        return [answers[number] for number in range(len(asked))]
+
+    def _taken(self, asked: Asked) -> AbstractContextManager[Promise | None]:
+        append = asked.append
+        return self._promises.taken(append.session.session_id, asked.step, append.layer)
+
+    def _tried(self, asked: Asked, error: CoreError) -> Tried | CoreError:
+        """What a frame that ended so may still hope for, or is refused with."""
+        kind = asked.kept.kind
+        if error.reason in AGAIN:
+            return Tried(kind, error)
+        return self.late(error, kind, asked.query.deadline, asked.append.session.session_id)
 
     def _check_time_left(
         self, error: CoreError, query: Query, failed: dict[PlanKind, Reason], planner: StepPlanner

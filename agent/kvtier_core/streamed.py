@@ -8,32 +8,22 @@ not know when a frame may come this way, nor what happens when it fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtier_core.appends import Append, Session
-from kvtier_core.errors import CoreError, Reason
-from kvtier_core.folding import Query
-from kvtier_core.neardata import (
-    TOGETHER,
-    NearProducer,
-    Ran,
-    near_groups,
-    producer_of,
-    query_digest,
-    reduction_of,
-)
-from kvtier_core.placements.preference import PlanKind
+from kvtier_core.appends import Session
+from kvtier_core.arrivals import BufferPool
+from kvtier_core.errors import CoreError
+from kvtier_core.neardata import TOGETHER, near_groups, producer_of
 from kvtier_core.planner import ChunkRead, Path, Plan, check_cover, window_of
 from kvtier_core.promises import IdentifiedRows, Promise, block_of
-from kvtier_core.streaming import Block, BlockStream, BufferPool
-from kvtier_core.tiers.base import BlockIdentity
+from kvtier_core.sharedstreams import SharedStreams
+from kvtier_core.streamedframe import Asked, Streamed, StreamedFrame, StreamedLayer, copy_of
+from kvtier_core.streaming import Stream, stream_of
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_kernels.compiled import library
 from kvtier_kernels.ops.chunk_attention.kept import DecodeRoom
@@ -45,74 +35,6 @@ if TYPE_CHECKING:
 
 MOST_CHUNKS = 511
 """Of a layer that is kept: a state of each is held at once."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StreamedLayer:
-    """What frames of one layer have in common while its chunks lie where they lie. groups: reads as receipts
-    of states hold them. producer, scale: of the states. seconds: that the plan is predicted to take, None
-    without a price. window: buffers of its stream."""
-
-    groups: tuple[tuple[ChunkRead, ...], ...]
-    blocks: tuple[Block, ...]
-    lines: NDArray[np.int64]
-    states: KeptStates
-    producer: NearProducer
-    scale: float
-    kind: PlanKind
-    seconds: float | None
-    window: int
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """As `Attended`, of a frame with chunks from storage."""
-
-    out: Tensor
-    stall_seconds: float
-    hidden_seconds: float
-    peak_buffer_bytes: int
-    promised_bytes: int
-
-
-class _Arrived:
-    """As a `BlockStream`, of a promise whose blocks have all come."""
-
-    stall_seconds = 0.0
-
-    def __init__(self, promise: Promise, block_bytes: int) -> None:
-        self._arrivals = promise.arrivals
-        self._first = self._came = 0
-        self.transfer_seconds = promise.meter.seconds
-        self.promised_blocks = len(promise.arrivals)
-        self.buffer_bytes = len(promise.arrivals) * block_bytes
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for arrival in self._arrivals:
-            arrival.leave()
-
-    def here(self, most: int) -> bool:
-        return True
-
-    def some(self, most: int) -> list[StagingBuffer]:
-        self._first, self._came = self._came, self._came + most
-        return [arrival.buffer for arrival in self._arrivals[self._first : self._came]]
-
-    def given(self) -> list[BlockIdentity]:
-        came = self._arrivals[self._first : self._came]
-        return [one.block.identity for one in came if one.block.identity is not None]
-
-
-def _has_come(promise: Promise, blocks: Sequence[Block]) -> bool:
-    """Whether these blocks, in this order and no others, are here, each verified."""
-    arrivals = promise.arrivals
-    return len(arrivals) == len(blocks) and all(
-        arrival.over and arrival.error is None and arrival.is_of(block)
-        for arrival, block in zip(arrivals, blocks, strict=True)
-    )
 
 
 class StreamedDecode:
@@ -138,6 +60,7 @@ class StreamedDecode:
         # By how many states they have room for, powers of two.
         self._rooms: dict[int, DecodeRoom] = {}
         self._runs: dict[StagingBuffer, ChunkRun] = {}
+        self._shared = SharedStreams(store, clock, executor, buffers, self._shape, self.runs_of)
 
     def keep(self, plan: Plan, session: Session, scale: float) -> StreamedLayer | None:
         """For frames of the session while its history is what it is now. None for a plan whose reads are not
@@ -149,9 +72,11 @@ class StreamedDecode:
         assert compiled is not None
         check_cover(plan, self._store.layout.chunk_tokens)
         near = [read for read in reads if read.path is Path.NEAR]
+        blocks = tuple(block_of(self._store, read.line) for read in near)
         return StreamedLayer(
             groups=tuple(tuple(group) for group in near_groups(reads, 1)),
-            blocks=tuple(block_of(self._store, read.line) for read in near),
+            blocks=blocks,
+            copies=tuple(copy_of(block) for block in blocks),
             lines=np.array([read.line for read in near], np.int64),
             states=self._states(compiled, reads, scale),
             producer=producer_of(session, self._store.layout, self._store.cache_generation),
@@ -165,72 +90,43 @@ class StreamedDecode:
         parts: list[ChunkRun | int] = []
         for read in reads:
             if read.path is Path.PARTIAL:
-                parts += self._run(self._store.tiers[read.tier].view(self._store.ref(read.line)))
+                parts += _runs(self._store.tiers[read.tier].view(self._store.ref(read.line)))
             elif parts and isinstance(parts[-1], int):
                 parts[-1] += 1
             else:
                 parts.append(1)
         open_run = parts.pop()
         assert isinstance(open_run, ChunkRun)
-        size = 1 << len(reads).bit_length()
-        room = self._rooms.get(size)
-        if room is None:
-            room = self._rooms[size] = DecodeRoom(*self._shape, queries=size)
-        return KeptStates(compiled, room, parts, open_run, scale)
+        return KeptStates(compiled, self._room(len(reads) + 1), parts, open_run, scale)
 
-    @staticmethod
-    def _run(payload: Tensor) -> list[ChunkRun]:
-        return chunk_runs([payload[0]], [payload[1]])
-
-    def attend(
-        self,
-        kept: StreamedLayer,
-        append: Append,
-        query: Query,
-        promise: Promise | None,
-        follow: Callable[[], object],
-    ) -> Streamed:
-        """Over rows [0, first position + 1) of the append's layer, the query's own row written.
-        promise: blocks of these rows that are on their way already; follow: called whenever this frame waits
-        for storage, to begin what comes next behind its reads. Raises what `Attention.exact` does."""
-        visible = query.first_position + 1
-        layout, states, deadline = self._store.layout, kept.states, query.deadline
+    def attend(self, asked: Asked, promise: Promise | None) -> Streamed:
+        """One frame's answer. promise: blocks of these rows that are on their way already. Raises what
+        `Attention.exact` does."""
+        kept, deadline = asked.kept, asked.query.deadline
         readers = self._store.directory.readers
         readers[kept.lines] += 1
         try:
             with self._stream(kept, deadline, promise) as stream:
-                tiers = self._store.tiers
-                reduction = reduction_of(kept.groups, append, query, layout, tiers, visible)
-                ran = Ran(query_digest(query.q), query.first_position, kept.scale)
-                states.begin(query.q, (visible - 1) % layout.chunk_tokens + 1)
+                frame = StreamedFrame(self._store, self._clock, asked, self._room(kept.states.least))
                 came = 0
                 for group in kept.groups:
-                    if deadline is not None and self._clock() > deadline:
-                        raise self._late(group[0], kept)
                     if group[0].path is Path.PARTIAL:
-                        read = group[0]
-                        rows = min(layout.chunk_tokens, visible - read.chunk * layout.chunk_tokens)
-                        reduction.own(read, rows)
                         continue
-                    first, last = came, came + len(group)
-                    blocks: list[BlockIdentity] = []
+                    # Chunks in memory that lie before it.
+                    frame.reduce()
+                    last = came + len(group)
                     while came < last:
                         # All that have come in one call: between two, threads that read want the interpreter.
                         most = last - came
                         if not stream.here(most):
                             most = min(TOGETHER, most)
                             if not stream.here(most):
-                                follow()
+                                asked.follow()
                         buffers = stream.some(most)
-                        states.take(came, [self._run_of(buffer) for buffer in buffers])
-                        blocks += stream.given()
+                        frame.take(came, self.runs_of(buffers), stream.given())
                         came += len(buffers)
-                    formed, name = states.states(first, last), tiers[group[0].tier].name
-                    whole = [layout.chunk_tokens] * len(group)
-                    receipt = kept.producer.receipt(name, blocks, whole, ran, formed, self._clock())
-                    reduction.take(receipt, blocks)
-                reduction.close()
-                out = states.output()
+                frame.reduce()
+                out = frame.output()
         finally:
             readers[kept.lines] -= 1
         return Streamed(
@@ -238,15 +134,18 @@ class StreamedDecode:
             stream.stall_seconds,
             max(0.0, stream.transfer_seconds - stream.stall_seconds),
             stream.buffer_bytes,
-            stream.promised_blocks * layout.payload_bytes,
+            stream.promised_blocks * self._store.layout.payload_bytes,
+            stream.shared,
         )
 
-    def _stream(
-        self, kept: StreamedLayer, deadline: float | None, promise: Promise | None
-    ) -> BlockStream | _Arrived:
-        if promise is not None and _has_come(promise, kept.blocks):
-            return _Arrived(promise, self._buffers.block_bytes)
-        return BlockStream(
+    def attend_together(
+        self, asked: Sequence[Asked], promises: Sequence[Promise | None]
+    ) -> list[Streamed | CoreError | None]:
+        """As `SharedStreams.attend`."""
+        return self._shared.attend(asked, promises)
+
+    def _stream(self, kept: StreamedLayer, deadline: float | None, promise: Promise | None) -> Stream:
+        return stream_of(
             kept.blocks,
             self._buffers,
             self._clock,
@@ -257,19 +156,24 @@ class StreamedDecode:
             meter=None if promise is None else promise.meter,
         )
 
-    @staticmethod
-    def _late(read: ChunkRead, kept: StreamedLayer) -> CoreError:
-        chunks = sum(len(group) for group in kept.groups)
-        return CoreError(
-            Reason.DEADLINE,
-            f"the deadline passed before chunk {read.chunk}",
-            {"chunk": read.chunk, "chunks": chunks},
-        )
+    def _room(self, states: int) -> DecodeRoom:
+        size = 1 << (states - 1).bit_length()
+        room = self._rooms.get(size)
+        if room is None:
+            room = self._rooms[size] = DecodeRoom(*self._shape, queries=size)
+        return room
 
-    def _run_of(self, buffer: StagingBuffer) -> ChunkRun:
+    def runs_of(self, buffers: Iterable[StagingBuffer]) -> list[ChunkRun]:
         """A buffer of the pool has one payload for good."""
-        run = self._runs.get(buffer)
-        if run is None:
-            [run] = self._run(buffer.payload)
-            self._runs[buffer] = run
-        return run
+        runs: list[ChunkRun] = []
+        for buffer in buffers:
+            run = self._runs.get(buffer)
+            if run is None:
+                [run] = _runs(buffer.payload)
+                self._runs[buffer] = run
+            runs.append(run)
+        return runs
+
+
+def _runs(payload: Tensor) -> list[ChunkRun]:
+    return chunk_runs([payload[0]], [payload[1]])

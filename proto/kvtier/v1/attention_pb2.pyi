@@ -277,8 +277,15 @@ class FrameEvidence(_message.Message):
     def __init__(self, hidden: _Optional[bytes] = ..., hidden_layer: _Optional[int] = ..., surprisal_first: _Optional[int] = ..., surprisal: _Optional[bytes] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended", "bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest", "estimated_omitted_mass", "fallback", "snapshot_generation", "plan_kind", "hidden_transfer_seconds", "exposed_transfer_seconds", "peak_buffer_bytes", "promised_bytes", "position_epoch", "selection")
+    __slots__ = ("exactness", "arm", "manifest_digest", "support_digest", "frontier", "rows_attended", "bytes_by_tier", "plan", "simulated", "stall_seconds", "producer_digest", "estimated_omitted_mass", "fallback", "snapshot_generation", "plan_kind", "hidden_transfer_seconds", "exposed_transfer_seconds", "peak_buffer_bytes", "promised_bytes", "position_epoch", "selection", "shared_bytes_by_tier")
     class BytesByTierEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SharedBytesByTierEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +313,7 @@ class Receipt(_message.Message):
     PROMISED_BYTES_FIELD_NUMBER: _ClassVar[int]
     POSITION_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SELECTION_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     exactness: ExactnessClass
     arm: Arm
     manifest_digest: str
@@ -327,7 +335,8 @@ class Receipt(_message.Message):
     promised_bytes: int
     position_epoch: int
     selection: SelectionReceipt
-    def __init__(self, exactness: _Optional[_Union[ExactnessClass, str]] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., support_digest: _Optional[str] = ..., frontier: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Iterable[str]] = ..., simulated: _Optional[bool] = ..., stall_seconds: _Optional[float] = ..., producer_digest: _Optional[str] = ..., estimated_omitted_mass: _Optional[float] = ..., fallback: _Optional[str] = ..., snapshot_generation: _Optional[int] = ..., plan_kind: _Optional[str] = ..., hidden_transfer_seconds: _Optional[float] = ..., exposed_transfer_seconds: _Optional[float] = ..., peak_buffer_bytes: _Optional[int] = ..., promised_bytes: _Optional[int] = ..., position_epoch: _Optional[int] = ..., selection: _Optional[_Union[SelectionReceipt, _Mapping]] = ...) -> None: ...
+    shared_bytes_by_tier: _containers.ScalarMap[str, int]
+    def __init__(self, exactness: _Optional[_Union[ExactnessClass, str]] = ..., arm: _Optional[_Union[Arm, str]] = ..., manifest_digest: _Optional[str] = ..., support_digest: _Optional[str] = ..., frontier: _Optional[int] = ..., rows_attended: _Optional[int] = ..., bytes_by_tier: _Optional[_Mapping[str, int]] = ..., plan: _Optional[_Iterable[str]] = ..., simulated: _Optional[bool] = ..., stall_seconds: _Optional[float] = ..., producer_digest: _Optional[str] = ..., estimated_omitted_mass: _Optional[float] = ..., fallback: _Optional[str] = ..., snapshot_generation: _Optional[int] = ..., plan_kind: _Optional[str] = ..., hidden_transfer_seconds: _Optional[float] = ..., exposed_transfer_seconds: _Optional[float] = ..., peak_buffer_bytes: _Optional[int] = ..., promised_bytes: _Optional[int] = ..., position_epoch: _Optional[int] = ..., selection: _Optional[_Union[SelectionReceipt, _Mapping]] = ..., shared_bytes_by_tier: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SelectionReceipt(_message.Message):
     __slots__ = ("family", "variant", "guarantee", "selector_digest", "index_digest", "index_epoch", "index_covered", "unindexed", "asked_tokens", "asked_bytes", "asked_units", "got_units", "got_rows", "uncapped", "dropped_by_cap", "scanned_units", "index_bytes", "threshold", "runner_up", "ties", "seed", "omitted_mass", "confidence", "certified_mass", "widened", "max_omitted_mass", "min_confidence", "failed", "hot_bytes", "selected_bytes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from opentelemetry import trace
@@ -14,8 +14,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import Span, StatusCode
 from prometheus_client import CollectorRegistry
 
+from kvtier_agent.attendframes import FrameCount, FrameDesk
+from kvtier_agent.cachesession import FrameAnswer
+from kvtier_agent.engine_port import ExactnessClass, FrameReceipt, FrameResult
 from kvtier_agent.quickmetrics import ChildOf
 from kvtier_agent.telemetry import JsonLogFormatter, Metrics, Telemetry, mark_error
+from kvtier_core.release.enforcement import ServedArm
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -187,3 +191,32 @@ def test_a_child_is_looked_up_once_and_counts_every_time() -> None:
     children = ChildOf(lambda *values: looked_up.append(values) or list(values))
     assert children["a", "b"] is children["a", "b"]
     assert looked_up == [("a", "b")]
+
+
+def test_what_was_read_for_another_frame_is_not_counted_again() -> None:
+    metrics = Metrics(CollectorRegistry())
+    frames = FrameDesk(cast(Any, None), cast(Any, None), metrics, FrameCount(1, metrics))
+    for shared in (None, {"nvme": 40}, {"nvme": 64}):
+        receipt = FrameReceipt(
+            exactness=ExactnessClass.EXACT,
+            manifest_digest="sha256:m",
+            support_digest="sha256:s",
+            frontier=1,
+            rows_attended=1,
+            bytes_by_tier={"dram": 7, "nvme": 64},
+            plan=("nvme:near",),
+            simulated=False,
+            stall_seconds=0.0,
+            producer_digest="sha256:p",
+            estimated_omitted_mass=float("nan"),
+            fallback="",
+            snapshot_generation=1,
+            shared_bytes_by_tier=shared,
+        )
+        answer = FrameAnswer(FrameResult(b"", receipt, None, False), ServedArm.BASELINE, "", None)
+        frames.observe(cast(Any, None), 1, answer, 0)
+    read = {
+        tier: metrics.registry.get_sample_value("kvtier_agent_tier_read_bytes_total", {"tier_class": tier})
+        for tier in ("dram", "nvme")
+    }
+    assert read == {"dram": 21.0, "nvme": 64.0 + 24.0}

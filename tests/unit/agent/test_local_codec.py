@@ -124,8 +124,11 @@ def plain(facts: ReceiptFacts) -> attention_pb2.Receipt:
 
 def test_every_field_of_a_receipt_has_its_place() -> None:
     """A new field of Receipt needs one in the record, or travels in the extra bytes and costs a parse, as
-    what a selector says does."""
-    assert set(attention_pb2.Receipt.DESCRIPTOR.fields_by_name) == FIXED_FIELDS | {"selection"}
+    what a selector says does, and what was read for others."""
+    assert set(attention_pb2.Receipt.DESCRIPTOR.fields_by_name) == FIXED_FIELDS | {
+        "selection",
+        "shared_bytes_by_tier",
+    }
 
 
 VALUES: Mapping[type, Any] = {str: "text", int: 7, float: 0.25, bool: True}
@@ -147,6 +150,7 @@ def full_receipt() -> FrameReceipt:
         made[field.name] = {
             "exactness": ExactnessClass.EXACT_OVER_APPROXIMATE_HISTORY,
             "bytes_by_tier": {"dram": 5, "nvme": 1 << 40},
+            "shared_bytes_by_tier": {"nvme": 1 << 39},
             "plan": ("cpu:partial", "nvme:staged"),
             "simulated": True,
             # For the agent's own telemetry.

@@ -25,6 +25,7 @@ from kvtier_core.planner import PlanTerms
 from kvtier_core.planning.facts import Rates
 from kvtier_core.receipts import SessionSpec
 from kvtier_core.stepplans import Planned, StepPlans, Tried
+from kvtier_core.streamedframe import Asked
 from kvtier_core.tiers.base import BlockIdentity, SlotRef, Tier, seal_checksum
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.gpu import GpuTier
@@ -145,7 +146,7 @@ def by_kept(made: World, step: int = 0, follow: Callable[[], object] = lambda: N
     plan = plans.of_decode(append, made.visible)
     kept = plans.streamed.keep(plan, append.session, SCALE)
     assert kept is not None, "this plan is none that is kept"
-    found = plans.streamed_exact(kept, append, query, step, follow)
+    found = plans.streamed_exact(Asked(kept, append, query, step, follow))
     if isinstance(found, Tried):
         return plans.exact(append, query, made.visible, step=step, tried=found)
     seconds = found.stall_seconds, found.stall_seconds + found.hidden_seconds

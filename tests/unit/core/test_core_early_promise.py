@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtier_core import stepplans
 from kvtier_core.appends import Append
+from kvtier_core.arrivals import Block, BufferPool
 from kvtier_core.edits.requests import Truncate
 from kvtier_core.engine import CacheEngine
 from kvtier_core.errors import CoreError, Reason
@@ -27,7 +28,6 @@ from kvtier_core.placements.preference import PlacementPreference, PlanKind
 from kvtier_core.promises import AHEAD, EARLY_SECONDS, PROMISED_SECONDS, IdentifiedRows, Promise, Promises
 from kvtier_core.receipts import PublishArm, StepMode
 from kvtier_core.stepplans import WINDOW, Tried
-from kvtier_core.streaming import Block, BufferPool
 from kvtier_core.tiers.slots import SlotRef
 from kvtier_core.transactions import MoveKind
 from kvtier_kernels.state import LogitFrame
@@ -326,8 +326,9 @@ class Office:
         self.pool = BufferPool(LAYOUT, buffers)
         self.promises = Promises(cast(IdentifiedRows, None), self.pool, self.clock, None, reserve=2)
 
-    def blocks(self, count: int) -> list[Block]:
-        return [Block(self.tier, SlotRef(slot, 1), self.tier.identity(slot)) for slot in range(count)]
+    def blocks(self, count: int, life: int = 1) -> list[Block]:
+        """life: of their slots; those of another life are other blocks."""
+        return [Block(self.tier, SlotRef(slot, life), self.tier.identity(slot)) for slot in range(count)]
 
     def end_reads(self) -> None:
         for read in self.tier.reads:
@@ -341,13 +342,66 @@ def test_what_is_here_for_a_token_that_may_never_come_goes_when_another_session_
     assert promises.begin_blocks("idle", 4, 0, office.blocks(6), True) == 6
     office.end_reads()
     # One that may never come either takes nothing from it.
-    assert promises.begin_blocks("also idle", 9, 0, office.blocks(6), True) == 2
+    assert promises.begin_blocks("also idle", 9, 0, office.blocks(6, 2), True) == 2
     office.end_reads()
-    assert promises.begin_blocks("busy", 3, 1, office.blocks(3)) == 3
+    assert promises.begin_blocks("busy", 3, 1, office.blocks(3, 3)) == 3
     assert promises.take("idle", 4, 0) is None
     kept = promises.take("also idle", 9, 0)
     assert kept is not None
     kept.leave()
+    office.end_reads()
+    promises.close()
+    assert office.pool.available == office.pool.limit
+
+
+def slots(office: Office) -> list[tuple[int, int]]:
+    return [(read.item.ref.generation, read.item.ref.slot) for read in office.tier.reads]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_is_on_its_way_to_one_session_is_promised_to_another_without_a_read_or_a_buffer(
+    early: bool,
+) -> None:
+    office = Office(buffers=8)
+    promises = office.promises
+    mine, theirs = office.blocks(5), office.blocks(5)
+    theirs[2] = office.blocks(3, 2)[2]
+    assert promises.begin_blocks("one", 4, 1, mine, early) == 5
+    # One block is another one, for which there is a buffer.
+    assert promises.begin_blocks("two", 9, 1, theirs, early) == 5
+    assert slots(office) == [(1, slot) for slot in range(5)] + [(2, 2)]
+    assert office.pool.available == 2
+    # Another layer's are none of these, whatever they are called, and for them there is no buffer.
+    assert promises.begin_blocks("three", 9, 2, theirs, True) == 0
+    office.end_reads()
+    first = promises.take("one", 4, 1)
+    assert first is not None
+    first.leave()
+    assert office.pool.available == 3
+    second = promises.take("two", 9, 1)
+    assert second is not None
+    assert [one.is_of(block) and one.over for one, block in zip(second.arrivals, theirs, strict=True)] == [
+        True
+    ] * 5
+    second.leave()
+    second.leave()
+    assert office.pool.available == office.pool.limit
+
+
+def test_a_hold_on_a_read_is_let_go_of_where_those_before_it_cannot_begin() -> None:
+    office = Office(buffers=12)
+    promises = office.promises
+    mine, theirs = office.blocks(5), office.blocks(5)
+    theirs[2] = office.blocks(3, 2)[2]
+    assert promises.begin_blocks("one", 4, 1, mine) == 5
+    office.tier.depth = 5
+    assert promises.begin_blocks("two", 9, 1, theirs) == 2
+    promises.forget("one")
+    office.end_reads()
+    assert office.pool.limit - office.pool.available == 2
+    # Said again it begins the rest, which is on its way to nobody else now.
+    assert promises.begin_blocks("two", 9, 1, theirs) == 5
+    assert slots(office)[5:] == [(2, 2), (1, 3), (1, 4)]
     office.end_reads()
     promises.close()
     assert office.pool.available == office.pool.limit
@@ -387,9 +441,9 @@ def test_sessions_of_one_message_lose_no_buffer_to_what_one_of_them_could_read_f
             if found is not None:
                 found.leave()
         office.end_reads()
-        for name in ("one", "two"):
-            began.append(promises.begin_blocks(name, 4, layer + 1, office.blocks(8)))
-            promises.further(name, 4, layer + 2, office.blocks(8))
+        for life, name in enumerate(("one", "two"), 1):
+            began.append(promises.begin_blocks(name, 4, layer + 1, office.blocks(8, life)))
+            promises.further(name, 4, layer + 2, office.blocks(8, life))
     # Nobody knew of the other when the first was first asked.
     assert began[2:] == [8] * 6
     office.end_reads()
@@ -406,7 +460,7 @@ def test_beside_another_sessions_promise_nothing_further_is_begun_and_no_more_th
     promises.begin_blocks("one", 4, 1, office.blocks(1))
     began = [promises.further("one", 4, 1 + more, office.blocks(1)) for more in range(1, AHEAD + 1)]
     assert began == [True] * (AHEAD - 1) + [False]
-    promises.begin_blocks("two", 9, 1, office.blocks(1))
+    promises.begin_blocks("two", 9, 1, office.blocks(1, 2))
     office.end_reads()
     for layer in range(1, 1 + AHEAD):
         taken = promises.take("one", 4, layer)
@@ -454,10 +508,10 @@ def test_buffers_that_bytes_may_still_reach_are_not_given_away() -> None:
     office = Office(buffers=8)
     promises = office.promises
     assert promises.begin_blocks("idle", 4, 0, office.blocks(6), True) == 6
-    assert promises.begin_blocks("busy", 3, 1, office.blocks(6)) == 0
+    assert promises.begin_blocks("busy", 3, 1, office.blocks(6, 2)) == 0
     assert office.pool.available == 2
     office.end_reads()
-    assert promises.begin_blocks("busy", 3, 1, office.blocks(6)) == 6
+    assert promises.begin_blocks("busy", 3, 1, office.blocks(6, 2)) == 6
     office.end_reads()
     promises.close()
     assert office.pool.available == office.pool.limit
@@ -492,7 +546,7 @@ def test_an_early_promise_becomes_one_when_its_frame_is_promised() -> None:
     promises.begin_blocks("one", 4, 1, office.blocks(6), True)
     office.end_reads()
     assert promises.begin_blocks("one", 4, 1, office.blocks(6)) == 6
-    assert promises.begin_blocks("two", 3, 1, office.blocks(6)) == 1
+    assert promises.begin_blocks("two", 3, 1, office.blocks(6, 2)) == 1
     office.clock.now += EARLY_SECONDS
     found = promises.take("one", 4, 1)
     assert found is not None

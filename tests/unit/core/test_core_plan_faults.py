@@ -18,6 +18,7 @@ from kvtier_core.placements.preference import PlacementPreference, PlanKind
 from kvtier_core.planner import PlanTerms
 from kvtier_core.planning.facts import Rates
 from kvtier_core.stepplans import WINDOW, Planned
+from kvtier_core.streamedframe import Asked
 from tests.unit.core.rowsdouble import CPU, GPU, LAYOUT, NVME, SCALE, World, by_kept, world
 from tests.unit.core.tierdoubles import Read
 
@@ -482,7 +483,7 @@ def test_a_kept_layer_answers_nothing_but_what_it_was_set_up_for(
         assert kept is not None
         change(made)
         with pytest.raises(CoreError) as refused:
-            plans.streamed.attend(kept, made.append, made.query, None, lambda: None)
+            plans.streamed.attend(Asked(kept, made.append, made.query, 0, lambda: None), None)
         assert refused.value.reason is reason
         while made.store.storage.poll():
             pass

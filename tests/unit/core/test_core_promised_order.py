@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
+from kvtier_core.arrivals import Block, BufferPool
 from kvtier_core.promises import IdentifiedRows, Promises
-from kvtier_core.streaming import Block, BufferPool
 from kvtier_core.tiers.slots import SlotRef
 from tests.unit.core.builders import FakeClock
 from tests.unit.core.tierdoubles import LAYOUT, ScriptedTier

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from kvtier_core import assembly
+from kvtier_core.arrivals import BufferPool
 from kvtier_core.errors import CoreError
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
 from kvtier_core.selectors.lifecycle.memory import IndexMemory
 from kvtier_core.selectors.lifecycle.works import IndexWorks
-from kvtier_core.streaming import BufferPool
 from kvtier_core.tiers.nvme import NvmeOptions, NvmeTier
 from kvtier_core.tiers.staging import StagingBuffer
 from kvtier_core.tiers.transfer import TransferItem, TransferSink

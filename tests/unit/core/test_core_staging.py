@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtier_core.arrivals import BufferPool
 from kvtier_core.layout import ChunkLayout
 from kvtier_core.measure import measure
-from kvtier_core.streaming import BufferPool
 from kvtier_core.tiers import hostmemory
 from kvtier_core.tiers.fileops import OsFileOps
 from kvtier_core.tiers.hostmemory import HUGE_PAGE

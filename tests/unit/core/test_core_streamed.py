@@ -145,10 +145,10 @@ class Flaw(OsFileOps):
     def sync(self, fd: int) -> None:
         pass
 
-    def of(self, driver: Driver, layer: int, kind: str, times: int) -> None:
-        """The layer's second block."""
+    def of(self, driver: Driver, layer: int, kind: str, times: int, chunk: int = 1) -> None:
+        """The layer's second block, or another."""
         store = driver.engine._store
-        line = driver.engine._contexts[driver.handle.session_id].session.layers[layer].lines[1]
+        line = driver.engine._contexts[driver.handle.session_id].session.layers[layer].lines[chunk]
         tier = store.tiers[int(store.directory.tier[line])]
         assert isinstance(tier, NvmeTier)
         # A run of blocks that fails is read again block by block.

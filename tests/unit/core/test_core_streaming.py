@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -14,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_core import streaming
+from kvtier_core.arrivals import Arrival, Block, BufferPool, Meter, launch
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.streaming import Arrival, Block, BlockStream, BufferPool, Meter, launch
+from kvtier_core.streaming import ArrivedStream, BlockStream, stream_of
 from kvtier_core.tiers.cpu import CpuTier
 from kvtier_core.tiers.slots import SlotRef
 from kvtier_core.tiers.transfer import TransferItem, TransferSink
@@ -297,3 +299,122 @@ def test_the_meter_counts_time_once_however_many_blocks_fly() -> None:
     meter.end()
     clock.now += 5.0
     assert meter.seconds == 3.0
+
+
+def test_a_buffer_is_free_when_all_its_readers_are_done_and_no_byte_can_come() -> None:
+    tier, pool = ScriptedTier(1), BufferPool(LAYOUT, 1)
+    for order in itertools.permutations(range(4)):
+        [first] = promised(tier, pool, Meter(FakeClock()), blocks(tier))
+        second, third = first.join(), first.join()
+        assert second is not None and third is not None
+        ends = [first.leave, second.leave, third.leave, tier.reads[-1].end]
+        for number in order:
+            assert not drained(pool)
+            ends[number]()
+            if number < 3:
+                ends[number]()
+        assert drained(pool)
+        assert first.join() is None
+
+
+def test_only_what_is_read_and_awaited_is_joined() -> None:
+    tier, pool = ScriptedTier(2), BufferPool(LAYOUT, 2)
+    first, second = promised(tier, pool, Meter(FakeClock()), blocks(tier))
+    held = first.join()
+    assert held is not None
+    first.leave()
+    again = held.join()
+    assert again is not None and not again.over and again.is_of(blocks(tier)[0])
+    held.leave()
+    tier.reads[0].end()
+    assert again.wait(0.0) and again.error is None
+    assert torch.equal(again.buffer.payload, tier.payloads[0])
+    # Its bytes are used twice and were read once.
+    assert [again.count(), first.count()] == [True, False]
+    again.leave()
+    assert first.join() is None
+    tier.reads[1].end(CoreError(Reason.CHECKSUM_MISMATCH, "flipped"))
+    assert second.join() is None
+    second.leave()
+    assert drained(pool)
+
+
+def test_bytes_that_others_used_before_are_counted_as_shared() -> None:
+    tier, pool, clock = ScriptedTier(3), BufferPool(LAYOUT, 6), FakeClock()
+    tier.answer = Read.end
+    meter = Meter(clock)
+    early = promised(tier, pool, meter, blocks(tier)[:2])
+    holds = [one for arrival in early if (one := arrival.join()) is not None]
+    size = LAYOUT.payload_bytes
+    for promise, shared in ((early, {}), (holds, {"flash": 2 * size})):
+        with BlockStream(blocks(tier), pool, clock, window=4, promised=promise, meter=meter) as reads:
+            reads.some(3)
+            assert (reads.shared, reads.promised_blocks) == (shared, 2)
+    assert len(tier.reads) == 2 + 2
+    assert drained(pool)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_blocks_that_have_all_come_need_no_stream(over: bool) -> None:
+    tier, pool, clock = ScriptedTier(3), BufferPool(LAYOUT, 6), FakeClock()
+    meter = Meter(clock)
+    early = promised(tier, pool, meter, blocks(tier))
+    for read in tier.reads[: 3 if over else 2]:
+        read.end()
+    made = stream_of(
+        blocks(tier), pool, clock, window=2, executor=None, deadline=None, promised=early, meter=meter
+    )
+    assert isinstance(made, ArrivedStream) is over
+    with made as reads:
+        tier.reads[2].end()
+        assert torch.equal(reads.next().payload, tier.payloads[0])
+        assert reads.given() == [tier.identity(0)]
+        assert [torch.equal(one.payload, tier.payloads[at]) for at, one in enumerate(reads.some(2), 1)]
+        assert (reads.promised_blocks, reads.shared) == (3, {})
+    assert drained(pool)
+    [late] = promised(tier, pool, meter, blocks(tier)[:1])
+    tier.reads[-1].end(CoreError(Reason.CHECKSUM_MISMATCH, "flipped"))
+    tier.answer = Read.end
+    with stream_of(
+        blocks(tier, 1), pool, clock, window=2, executor=None, deadline=None, promised=[late], meter=meter
+    ) as again:
+        assert torch.equal(again.next().payload, tier.payloads[0])
+    assert drained(pool)
+
+
+def test_what_comes_is_given_in_the_order_in_which_it_comes_with_what_failed() -> None:
+    tier, pool, clock = ScriptedTier(5), BufferPool(LAYOUT, 8), FakeClock()
+    given: list[tuple[int, bool]] = []
+    with BlockStream(blocks(tier), pool, clock, window=3) as reads:
+        assert reads.come(2, clock.now) == []
+        tier.reads[2].end()
+        tier.reads[1].end(CoreError(Reason.SHORT_COPY, "short"))
+        assert reads.some_here()
+        while reads.left:
+            for one, error in reads.come(2, clock.now):
+                given.append((one.block.ref.slot, error is None))
+                if error is None:
+                    assert torch.equal(one.buffer.payload, tier.payloads[one.block.ref.slot])
+            if len(tier.reads) == 5:
+                for at in (4, 3, 0):
+                    if not tier.reads[at].sink.over:
+                        tier.reads[at].end()
+                        break
+        assert reads.peak <= 3
+    assert sorted(given) == [(0, True), (1, False), (2, True), (3, True), (4, True)]
+    assert {slot for slot, _ in given[:2]} == {1, 2} and given[2][0] == 4 and given[-1][0] == 0
+    assert drained(pool)
+
+
+def test_what_nobody_wants_any_more_is_let_go_and_not_begun() -> None:
+    tier, pool, clock = ScriptedTier(5), BufferPool(LAYOUT, 8), FakeClock()
+    with BlockStream(blocks(tier), pool, clock, window=2) as reads:
+        reads.only(lambda block: block.ref.slot in (1, 4))
+        assert reads.left == 2
+        for read in tier.reads:
+            read.end()
+        assert [one.block.ref.slot for one, _ in reads.come(4, None)] == [1]
+        assert [read.item.ref.slot for read in tier.reads] == [0, 1, 4]
+        tier.reads[2].end()
+        assert [one.block.ref.slot for one, _ in reads.come(4, None)] == [4]
+    assert drained(pool)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier_core.arrivals import Arrival, Block, BufferPool, Meter, launch
 from kvtier_core.errors import CoreError, Reason
-from kvtier_core.streaming import Arrival, Block, BlockStream, BufferPool, Meter, launch
+from kvtier_core.streaming import BlockStream
 from kvtier_core.tiers.slots import SlotRef
 from tests.unit.core.builders import FakeClock
 from tests.unit.core.tierdoubles import LAYOUT, ScriptedTier

@@ -141,3 +141,27 @@ def test_what_is_not_finite_is_as_it_is_in_any_call(part: int, chunk: int, value
     got, want = given.ask(q, 5), given.want(q, 5)
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_calls_in_parts_of_a_room_may_overlap_and_a_part_that_is_too_small_is_refused() -> None:
+    """Their chunks come in any order, here the last first."""
+    geometry = GEOMETRIES[0]
+    room = DecodeRoom(*geometry, ROWS, queries=32)
+    alone = DecodeRoom(*geometry, ROWS, queries=8)
+    some = [Given(geometry, stays, 0.125, alone) for stays in PLACES.values() if len(stays) < 7]
+    queries = [one.query() for one in some]
+    first = 0
+    for one, q in zip(some, queries, strict=True):
+        one.kept.begin(q, 9, room.part(first, one.kept.least))
+        first += one.kept.least
+    for at in reversed(range(6)):
+        for one in some:
+            if at < len(one.coming):
+                one.kept.take(at, runs_of([one.payloads[one.coming[at]]]))
+    for one, q in zip(some, queries, strict=True):
+        assert same(one.kept.output(), one.want(q, 9))
+    with pytest.raises(ValueError, match="in a room of"):
+        some[0].kept.begin(queries[0], 1, room.part(0, some[0].kept.least - 1))
+    for at, count in ((-1, 2), (0, 33), (31, 2), (3, 0)):
+        with pytest.raises(ValueError, match="of a room of 32"):
+            room.part(at, count)

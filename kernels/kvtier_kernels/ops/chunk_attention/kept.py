@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,6 +56,21 @@ class DecodeRoom:
             l.reshape(queries, query_heads),
             u.reshape(queries, query_heads, head_dim),
         )
+
+    def part(self, first: int, queries: int) -> DecodeRoom:
+        """The room's own memory for so many of its queries, from `first` on. Calls of parts may overlap, but
+        for the work on scratch, which all of them share."""
+        if not 0 <= first < first + queries <= self.queries:
+            raise ValueError(f"queries {first} to {first + queries} of a room of {self.queries}")
+        part = copy(self)
+        part.queries = queries
+        vector = 4 * self.query_heads * self.head_dim
+        part.q, part.u = self.q + first * vector, self.u + first * vector
+        part.m, part.l = (address + 4 * first * self.query_heads for address in (self.m, self.l))
+        m, l, u = self.totals
+        last = first + queries
+        part.totals = m[first:last], l[first:last], u[first:last]
+        return part
 
 
 class OpenRows:

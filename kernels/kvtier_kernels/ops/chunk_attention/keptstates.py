@@ -29,7 +29,8 @@ Floats = NDArray[np.float32]
 
 class KeptStates:
     """Of full chunks in ascending order and the open one behind them. A call is `begin`, `take` until all
-    that comes has come, and `output`. Calls that share a room must not overlap."""
+    that comes has come, and `output`. Calls that share a room must not overlap.
+    least: queries that a room of it has space for."""
 
     __slots__ = (
         "_addresses",
@@ -47,6 +48,7 @@ class KeptStates:
         "_queries",
         "_room",
         "_seen",
+        "least",
     )
 
     def __init__(
@@ -75,7 +77,7 @@ class KeptStates:
         own.append(at)
         if room.queries <= at:
             raise ValueError(f"{at} chunks and their total in a room of {room.queries}")
-        self._compiled, self._room = compiled, room
+        self._compiled, self.least = compiled, at + 1
         self._own, self._places = len(own), coming
         jobs = np.zeros((at, len(Job)), np.int64)
         jobs[: len(own)] = np.concatenate([*(run.jobs for run in runs), open_run.jobs])
@@ -97,22 +99,30 @@ class KeptStates:
                 factors.ctypes.data,
             )
         self._fold = np.empty(len(FoldWord), np.int64)
-        heads, width = room.query_heads, room.head_dim
-        self._fold[FoldWord.STATES], self._fold[FoldWord.ROWS], self._fold[FoldWord.HEAD_DIM] = (
-            at,
-            heads,
-            width,
-        )
-        self._fold[FoldWord.M], self._fold[FoldWord.L], self._fold[FoldWord.U] = room.m, room.l, room.u
-        self._fold[FoldWord.M_OF], self._fold[FoldWord.L_OF] = room.m + 4 * heads, room.l + 4 * heads
-        self._fold[FoldWord.U_OF] = room.u + 4 * heads * width
+        self._fold[FoldWord.STATES] = at
+        self._fold[FoldWord.ROWS], self._fold[FoldWord.HEAD_DIM] = room.query_heads, room.head_dim
+        self._use(room)
         self._addresses = tuple(int(one.ctypes.data) for one in (self._begin, self._fold, self._end))
         # What the addresses stand for.
         self._kept = tuple(runs), open_run, work, factors
 
-    def begin(self, q: Tensor, visible: int) -> None:
+    def _use(self, room: DecodeRoom) -> None:
+        self._room = room
+        attend, fold, heads = self._attend, self._fold, room.query_heads
+        attend[Word.Q], attend[Word.SCRATCH] = room.q, room.scratch
+        attend[Word.M], attend[Word.L], attend[Word.U] = room.m, room.l, room.u
+        fold[FoldWord.M], fold[FoldWord.L], fold[FoldWord.U] = room.m, room.l, room.u
+        fold[FoldWord.M_OF], fold[FoldWord.L_OF] = room.m + 4 * heads, room.l + 4 * heads
+        fold[FoldWord.U_OF] = room.u + 4 * heads * room.head_dim
+
+    def begin(self, q: Tensor, visible: int, room: DecodeRoom | None = None) -> None:
         """Of a query float32 [1, Hq, d] that sees `visible` rows of the open chunk, at least 1, and all of
-        the others: attends what is there."""
+        the others: attends what is there. room: of this call, of the geometry that was given; None: as at the
+        last one."""
+        if room is not None and room is not self._room:
+            if room.queries < self.least:
+                raise ValueError(f"{self.least} states in a room of {room.queries}")
+            self._use(room)
         q = q.contiguous()
         own = self._own
         self._jobs[own - 1, Job.VISIBLE] = self._seen[own - 1] = visible
