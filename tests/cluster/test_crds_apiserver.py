@@ -136,6 +136,7 @@ IMMUTABLE = [
         [{"name": "a", "digest": "sha256:" + "0" * 64}],
         "spec.model is immutable",
     ),
+    ("KVCache", "chat", "spec.poolRef.name", "other", "spec.poolRef is immutable"),
     ("KVCache", "chat", "spec.keySecretRef", {"name": "keys"}, "spec.keySecretRef is immutable"),
     ("KVRollout", "quest-on-chat", "spec.cacheRef.name", "other", "spec.cacheRef is immutable"),
     ("KVRollout", "quest-on-chat", "spec.leaseTTL", "30s", "spec.leaseTTL may only grow"),

@@ -225,7 +225,19 @@ class KVCacheSpec(Struct):
         ),
     )
 
-    pool_ref: LocalRef
+    pool_ref: Annotated[
+        LocalRef,
+        Field(
+            json_schema_extra=rules(
+                cel(
+                    "self == oldSelf",
+                    "spec.poolRef is immutable: the agents of the old pool would keep the rows; "
+                    "create a new KVCache",
+                )
+            )
+        ),
+    ]
+    """Immutable: no agent that holds rows is left behind by an edit."""
     model: Annotated[
         Model,
         Field(
