@@ -86,6 +86,13 @@ class CountedControl(ControlService):
         self._count("Grant")
         return await super().Grant(request, context)
 
+    async def Renew(
+        self, request: control_pb2.RenewRequest, context: ServicerContext
+    ) -> control_pb2.RenewResponse:
+        self._count("Renew")
+        self._count("Renew.items", len(request.items))
+        return await super().Renew(request, context)
+
     async def Revoke(
         self, request: control_pb2.RevokeRequest, context: ServicerContext
     ) -> control_pb2.RevokeResponse:
