@@ -206,9 +206,9 @@ class CacheEngine:
             if not 0.0 < spec.score_scale < float("inf") or spec.max_tokens < 0:
                 raise CoreError(Reason.BAD_ARGUMENT, "score_scale must be positive, max_tokens not negative")
             slots = self._store.placement.check_fits(spec.max_tokens, layers, self.layout)
-            number = self._opened + 1
+            number = self._next_number()
             session_id = spec.session_id or self._name(number)
-            if session_id in self._sessions or number >= MAX_SESSIONS:
+            if session_id in self._sessions:
                 raise CoreError(Reason.BAD_ARGUMENT, f"session {session_id} exists already")
             family = None if spec.selector is None else self.selectors.family(spec.selector, spec.given)
             homes, grant = self._lanes.reserve(number, session_id, spec.lane, layers, slots)
@@ -232,11 +232,16 @@ class CacheEngine:
             self._contexts[session_id] = StepContext.opened(session, bound, family, indexes)
             return SessionHandle(session_id, number)
 
-    def _number(self) -> int:
-        """A number that no session had: it names lines and histories."""
+    def _next_number(self) -> int:
+        """A number that no session had: it names lines and histories, and a late completion may still carry
+        any that was. NO_DESTINATION_CAPACITY once all are spent."""
         if self._opened + 1 >= MAX_SESSIONS:
             raise CoreError(Reason.NO_DESTINATION_CAPACITY, f"{MAX_SESSIONS} numbers of sessions are spent")
-        self._opened += 1
+        return self._opened + 1
+
+    def _number(self) -> int:
+        """The same, spent."""
+        self._opened = self._next_number()
         return self._opened
 
     def _source(self, tenant: str, session_id: str, number: int) -> SourceBinding:

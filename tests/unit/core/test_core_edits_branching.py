@@ -13,7 +13,7 @@ import torch
 from kvtier_core.appends import Session
 from kvtier_core.edits.branching import Branch, Branching, Patience
 from kvtier_core.edits.requests import Drop, EditRequest, ForkRequest, Reposition, Truncate
-from kvtier_core.engine import CacheEngine
+from kvtier_core.engine import MAX_SESSIONS, CacheEngine
 from kvtier_core.errors import CoreError, Reason
 from kvtier_core.receipts import ExactnessClass, PublishArm, StepMode
 from tests.unit.core.builders import (
@@ -172,6 +172,37 @@ def test_names_of_lines_are_spent_only_where_lines_go(tmp_path: Path) -> None:
         assert built._opened == spent + 1
         edit(driver, Truncate(CHUNK - 1))
         assert built._opened == spent + 2
+
+
+@pytest.mark.parametrize("way", ["open", "fork", "cut"])
+def test_once_all_numbers_are_spent_nothing_is_named_like_another_and_sessions_go_on(
+    tmp_path: Path, way: str
+) -> None:
+    """F.1.1: identifiers have so many bits, and one that is given again names other bytes."""
+    rows = Rows.random(2 * CHUNK)
+    with engine(tmp_path / "spent", WIDE) as built:
+        driver = Driver.open(built, rows)
+        driver.forward(CHUNK + 20)
+        built._opened = MAX_SESSIONS - 2
+        last = Driver.open(built, rows)
+        assert last.handle.generation == MAX_SESSIONS - 1
+        last.forward(3)
+        held = built.stats()
+        calls = {
+            "open": lambda: Driver.open(built, rows),
+            "fork": lambda: fork(driver),
+            "cut": lambda: edit(driver, Truncate(CHUNK - 1)),
+        }
+        for _ in range(2):
+            with pytest.raises(CoreError, match="numbers of sessions are spent") as refused:
+                calls[way]()
+            assert refused.value.reason is Reason.NO_DESTINATION_CAPACITY
+        assert built.stats() == held
+        # What needs no new name is still done.
+        edit(driver, Truncate(CHUNK + 5))
+        out = driver.forward(CHUNK - 5)
+        assert last.forward(2).shape[1] == 2
+    assert torch.equal(out, alone(tmp_path / "alone", rows, 2 * CHUNK)[:, CHUNK + 5 :])
 
 
 def test_a_cut_heals_a_step_that_stopped_half_way(tmp_path: Path) -> None:
