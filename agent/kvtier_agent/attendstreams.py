@@ -154,12 +154,13 @@ class FrameStream:
         """The frame's session, which becomes this stream's when it is new here; another stream of it is
         waited for until then."""
         node = self._desk.node
+        # First, so that an engine hears of a restart as such, and not of one session that is unknown.
+        node.check_boot(frame.boot_id)
         if self._many or not self._owned:
             session = node.session(frame.session_id, frame.generation, frame.tenant)
             if self._owned.get(frame.session_id) is not session:
                 await self._desk.claim(session, until)
                 self._owned[frame.session_id] = session
-        node.check_boot(frame.boot_id)
         session = node.session(frame.session_id, frame.generation, frame.tenant)
         if self._owned.get(frame.session_id) is not session:
             raise CoreError(Reason.BAD_ARGUMENT, "one stream carries one session")

@@ -101,6 +101,31 @@ class Rig:
         }
         return Frame(**{**fields, **change})
 
+    def again(self, frame: Frame, **change: Any) -> Frame:
+        """The same rows and queries in another frame."""
+        self._sequence += 1
+        other = Frame()
+        other.CopyFrom(frame)
+        for name, value in {**change, "sequence": self._sequence}.items():
+            setattr(other, name, value)
+        return other
+
+    def cut(self, which: int, to: int, *, anew: bool = False) -> attention_pb2.EditSessionResponse:
+        """Edits at the first epoch, however often."""
+        opened = self.sessions[which]
+        answer: attention_pb2.EditSessionResponse = self.engine.attention.EditSession(
+            attention_pb2.EditSessionRequest(
+                session_id=opened.session_id,
+                generation=opened.generation,
+                boot_id=opened.boot_id,
+                tenant="beta",
+                position_epoch=1,
+                truncate=attention_pb2.TruncateEdit(to=to, anew=anew),
+            ),
+            timeout=CALL_SECONDS,
+        )
+        return answer
+
     def ask(self, *frames: Frame) -> list[Answer]:
         self.wire.send(frames)
         return self.wire.receive()
@@ -196,6 +221,9 @@ def test_every_wire_gives_the_same_bits_and_the_same_receipts(rig_of: Callable[[
 
 STALE = [
     pytest.param({"boot_id": "another-boot"}, "BOOT_ID_MISMATCH", id="boot"),
+    pytest.param(
+        {"boot_id": "another-boot", "session_id": "nobody"}, "BOOT_ID_MISMATCH", id="boot-of-another-session"
+    ),
     pytest.param({"generation": 7_000_000}, "GENERATION_STALE", id="generation"),
     pytest.param({"layer": 2}, "FRAME_INVALID", id="layer"),
     pytest.param({"layer": -1}, "FRAME_INVALID", id="negative-layer"),
@@ -235,6 +263,42 @@ def test_a_repeat_is_answered_again_and_other_bytes_are_not(rig: Rig) -> None:
     assert (again.out, again.receipt.frontier) == (first.out, 21)
     [other] = rig.ask(rig.frame(0, 0, 1, 20, 1))
     assert reason(other) == "FRONTIER_MISMATCH"
+
+
+@pytest.mark.parametrize("kind", WIRES)
+def test_a_cut_anew_takes_no_row_and_no_frame_of_before_and_begins_a_step(
+    rig_of: Callable[[str], Rig], kind: str
+) -> None:
+    """`TruncateEdit.anew`: what an engine asks for whose frame may still be on its way. Without it such a cut
+    asks for nothing."""
+    answers = []
+    for edited in (False, True):
+        rig = rig_of(kind)
+        rig.prefill(20)
+        before = rig.frame(0, 0, 1, 20, 1, position_epoch=1, committed_frontier=20)
+        if not edited:
+            answers += rig.ask(before)
+            rig.close()
+            continue
+        assert not rig.cut(0, 20).changed
+        first, repeated = rig.cut(0, 20, anew=True), rig.cut(0, 20, anew=True)
+        assert first == repeated
+        assert (first.changed, first.position_epoch, first.next_position, first.rows) == (True, 2, 20, 20)
+        beside = [rig.frame(i, 0, 1, 20, 1, position_epoch=1) for i in range(1, len(rig.carried))]
+        refused, *untouched = rig.ask(before, *beside)
+        assert reason(refused) == "POSITION_CONTRACT_MISMATCH"
+        assert not refused.out
+        assert [reason(answer) for answer in untouched] == [""] * len(beside)
+        # Of any step, since it begins one.
+        answers += rig.ask(rig.again(before, position_epoch=2, step=7))
+    plain, anew = answers
+    assert [reason(answer) for answer in answers] == ["", ""]
+    assert (anew.out, anew.receipt.support_digest) == (plain.out, plain.receipt.support_digest)
+    assert (anew.receipt.exactness, anew.receipt.producer_digest) == (
+        plain.receipt.exactness,
+        plain.receipt.producer_digest,
+    )
+    assert (anew.receipt.frontier, anew.receipt.position_epoch) == (21, 2)
 
 
 def test_answers_come_in_the_order_of_frames_that_wait(rig: Rig) -> None:
