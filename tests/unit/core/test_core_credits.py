@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from kvtier_core.credits import CreditLedger, slots
-from kvtier_core.directory import ChunkState, Directory, logical_id
+from kvtier_core.directory import ChunkState, Directory, logical_id, place_of
 from kvtier_core.errors import CoreError, Reason
 
 CAPACITY = (4, 7, 0)
@@ -82,6 +83,18 @@ def test_logical_ids_are_unique_and_bounded() -> None:
         with pytest.raises(CoreError) as refused:
             logical_id(*bad)
         assert refused.value.reason is Reason.BAD_ARGUMENT
+
+
+@pytest.mark.parametrize("session", [0, 1, 1 << 26, (1 << 27) - 1], ids=hex)
+@pytest.mark.parametrize("layer", [0, 1, 4095])
+@pytest.mark.parametrize("chunk", [0, 1, (1 << 23) - 1], ids=hex)
+def test_a_name_gives_back_its_layer_and_chunk_whatever_its_session(
+    session: int, layer: int, chunk: int
+) -> None:
+    """As ULA-02 to 08 want it of packed identifiers: no part reaches into another, none into the sign."""
+    named = logical_id(session, layer, chunk)
+    assert place_of(named) == (layer, chunk)
+    assert int(np.int64(named)) == named
 
 
 def test_a_lines_generation_never_returns() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvtier_core.directory import NO_LINE, Directory
+from kvtier_core.directory import NO_LINE, ChunkState, Directory, logical_id
+from kvtier_core.directory.table import mix
 from kvtier_core.errors import CoreError, Reason
 
 DISK = 2
@@ -41,6 +42,29 @@ def test_growth_moves_nothing_and_old_views_stay_true() -> None:
     assert len(directory.rows) >= 5001 and np.shares_memory(view, directory.rows)
     directory.rows[first] = 42
     assert int(view[first]) == 42
+
+
+# As sessions name their chunks: all of a layer, one each of many sessions, all layers of a few.
+STRUCTURED: list[Any] = [
+    pytest.param(lambda n: logical_id(5, 3, n), id="ULA-26-chunks-of-a-layer"),
+    pytest.param(lambda n: logical_id(n, 0, 0), id="ULA-27-first-chunks"),
+    pytest.param(lambda n: logical_id(n // 4096 + 1, n % 4096, 0), id="ULA-28-layers"),
+]
+
+
+@pytest.mark.parametrize("named", STRUCTURED)
+def test_names_that_differ_in_a_few_bits_spread_over_the_index(named: Callable[[int], int]) -> None:
+    hashed = np.array([mix(named(n) + 1) for n in range(8192)], dtype=np.uint64)
+    # The upper half chooses a shard, the lower a place in it.
+    for half in (hashed >> np.uint64(32), hashed & np.uint64(0xFFFFFFFF)):
+        counts = np.bincount((half >> np.uint64(26)).astype(np.int64), minlength=64)
+        assert counts.max() / counts.mean() < 1.35
+    # Four shards of at most 3,840: not one name is refused for its neighbours.
+    directory = Directory(lines=2, capacity=10_000)
+    for n in range(10_000):
+        directory.insert(named(n), tier=0, slot=n, slot_generation=1, generation=n + 1, state=ChunkState.OPEN)
+    assert all(directory.line_of(named(n)) is not None for n in range(0, 10_000, 97))
+    directory.check()
 
 
 def test_restored_blocks_are_as_if_inserted_one_by_one() -> None:

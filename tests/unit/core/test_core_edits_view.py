@@ -145,6 +145,53 @@ def test_moved_rows_are_attended_where_they_stand(
             assert (out[layer, 0, head].double() - weights @ values[:, of]).abs().max() < 2e-6
 
 
+def test_forty_moves_one_after_another_have_the_bits_of_one(tmp_path: Path) -> None:
+    """D.1.2: a shift is taken against the rotation that a key was stored with. Chained, forty of 96 would
+    cost six times the accuracy of one."""
+    outs = []
+    for shifts in ((40 * 96,), (96,) * 40):
+        with engine(tmp_path / str(len(outs)), [gpu(200)]) as built:
+            driver = Driver.open(built, Rows.random(4200))
+            driver.forward(2 * CHUNK + 10)
+            at = 50
+            for shift in shifts:
+                edit(driver, Reposition((Move(at, driver.position, at + shift),)))
+                at += shift
+            assert driver.position == 2 * CHUNK + 10 + 40 * 96
+            outs.append((driver.forward(3), driver.answers[-1].receipt))
+    assert torch.equal(outs[0][0], outs[1][0])
+    assert outs[0][1].producer_digest == outs[1][1].producer_digest
+
+
+HELD = [
+    pytest.param(WIDE, float("nan"), id="nan"),
+    pytest.param(WIDE, float("inf"), id="inf"),
+    pytest.param(NARROW, 1e30, id="as-large-as-can-be-over-three-tiers"),
+]
+
+
+@pytest.mark.parametrize(("tiers", "held"), HELD)
+def test_what_a_dropped_span_held_changes_no_bit(
+    tmp_path: Path, tiers: list[builders.TierBudget], held: float
+) -> None:
+    """D.1.1: 0 added to a logit hides nothing, and a weight of 0 does not hide what is not finite."""
+    outs = []
+    for value in (None, held):
+        rows = Rows.random(TOKENS)
+        if value is not None:
+            rows.k[:, 10 : CHUNK + 9] = rows.v[:, 10 : CHUNK + 9] = value
+        with engine(tmp_path / str(value), tiers) as built:
+            driver = Driver.open(built, rows)
+            driver.forward(2 * CHUNK + 5)
+            edit(driver, Drop(((10, CHUNK + 9),)))
+            hidden = driver.forward(7)
+            edit(driver, Reposition())
+            outs.append((hidden, driver.forward(7)))
+    for plain, poisoned in zip(*outs, strict=True):
+        assert torch.isfinite(plain).all()
+        assert torch.equal(plain, poisoned)
+
+
 def test_two_moves_side_by_side_are_one(tmp_path: Path) -> None:
     outs = []
     for moves in ((Move(20, 100, 50),), (Move(20, 60, 50), Move(60, 100, 90))):
