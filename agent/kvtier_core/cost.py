@@ -1,5 +1,5 @@
-"""What K/V costs in bytes and seconds: formulas F1 to F18 of specification C.1, and the cached-to-prefill
-regime.
+"""What K/V costs in bytes and seconds: of formulas F1 to F18 of specification C.1 those that a plan, a ledger
+or a vector rests on, and the cached-to-prefill regime.
 
 Why it exists: a plan is chosen by numbers, and each number must name its formula and be wrong in no unit.
 Pure: it must not know tiers, sessions or clocks. Sizes are bytes, times seconds; ledgers of different
@@ -123,43 +123,6 @@ class Traffic:
     @property
     def total(self) -> int:
         return self.payload + self.descriptors + self.protocol
-
-
-def move_seconds(queue: float, size: int, link: BytesPerSecond, sync: float) -> float:
-    """F10: the serialised lower bound of one layer's transfer."""
-    require_bandwidth(link)
-    return queue + link.seconds(size) + sync
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTime:
-    """F11, stage by stage, in seconds. F12 is the sum of two of these."""
-
-    lookup: float = 0.0
-    source_queue: float = 0.0
-    source_read: float = 0.0
-    decode: float = 0.0
-    link_queue: float = 0.0
-    submit: float = 0.0
-    register: float = 0.0
-    wire: float = 0.0
-    layout: float = 0.0
-    publish: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return (
-            self.lookup
-            + self.source_queue
-            + self.source_read
-            + self.decode
-            + self.link_queue
-            + self.submit
-            + self.register
-            + self.wire
-            + self.layout
-            + self.publish
-        )
 
 
 def chunked_seconds(stages: Sequence[float], chunks: int) -> float:

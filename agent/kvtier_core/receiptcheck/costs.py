@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvtier_core.cost import HostLedger
 from kvtier_core.errors import CoreError, Reason
 
 
@@ -90,28 +91,7 @@ def check_waste(waste: Waste) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class HostPeak:
-    """The host ledger of F17, in bytes; `total` is what was reserved by it."""
-
-    authoritative: int
-    pinned: int
-    read_buffers: int
-    codec_scratch: int
-    write_back: int
-    metadata: int
-    total: int
-
-
-def check_host_peak(peak: HostPeak) -> None:
-    """PEAK_INCOMPLETE when the total leaves a part out."""
-    parts = (
-        peak.authoritative
-        + peak.pinned
-        + peak.read_buffers
-        + peak.codec_scratch
-        + peak.write_back
-        + peak.metadata
-    )
-    if peak.total != parts:
-        raise CoreError(Reason.PEAK_INCOMPLETE, f"a host peak of {peak.total} bytes whose parts are {parts}")
+def check_host_peak(peak: HostLedger, stated: int) -> None:
+    """PEAK_INCOMPLETE when the total that was reserved by it leaves a part out (F17)."""
+    if stated != peak.total:
+        raise CoreError(Reason.PEAK_INCOMPLETE, f"a host peak of {stated} bytes whose parts are {peak.total}")
