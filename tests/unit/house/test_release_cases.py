@@ -3,17 +3,14 @@ own; here is seen that these tests exist. And what is shipped must not have what
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.unit.house.named_tests import REPOSITORY, cases_of, missing_tests
+
 PAGE = REPOSITORY / "docs" / "release.md"
-TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 _LISTED = """
 argo-rollouts#4694 argo-rollouts#720 argo-rollouts#4073 argo-rollouts#3316 argo-rollouts#2522
 argo-rollouts#1798 dynamo#3567 dynamo#14298 kserve#6043 LLMKube#1139 dynamo#4868
@@ -32,33 +29,12 @@ flagger#724 argo-rollouts#2276 kserve#5725 kserve#6218 kserve#5443 dynamo#729 dy
 CASES = _LISTED.split()
 
 
-def rows() -> list[list[str]]:
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-@cache
-def functions_in(path: str) -> frozenset[str]:
-    tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"))
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, kinds))
-
-
 def test_every_case_is_in_the_table_once_with_a_test_or_the_reason_why_not() -> None:
-    listed: list[str] = []
-    for row in rows():
-        ids = [one for one in re.split(r",\s*", row[0]) if one in CASES]
-        listed += ids
-        if ids:
-            tests = TEST.findall(row[-1])
-            assert tests or row[-1].startswith("no counterpart: "), row
-    assert sorted(listed) == sorted(CASES)
+    assert cases_of(PAGE, CASES) == sorted(CASES)
 
 
 def test_every_named_test_exists() -> None:
-    named = TEST.findall(PAGE.read_text(encoding="utf-8"))
-    assert len(named) > 80
-    assert [f"{path}::{name}" for path, name in named if name not in functions_in(path)] == []
+    assert missing_tests(PAGE, at_least=80) == []
 
 
 def shipped() -> list[dict[str, Any]]:
