@@ -22,6 +22,7 @@ from kvtier_operator.external.samples import CounterSample, HistogramSample, Poi
 
 TARGET_LABELS = ("job", "instance")
 MAX_SAMPLES = 200_000
+MAX_SAID = 500
 
 
 @dataclass(frozen=True)
@@ -111,24 +112,32 @@ class PrometheusProvider:
         return rows
 
     async def _ask(self, query: str, at: float) -> Mapping[str, Any]:
+        """Raises SourceError, whose text goes into logs and statuses: without the token, which the other side
+        may repeat in what it says of a request."""
+        token = ""
+        try:
+            token = self._token()
+            return _data(await self._answer(query, at, token), query)
+        except SourceError as error:
+            said = str(error).replace(token, "(the token)") if token else str(error)
+            raise SourceError(said[:MAX_SAID], error.reason) from error.__cause__
+        except (aiohttp.ClientError, OSError, TimeoutError, ssl.SSLError) as error:
+            raise SourceError(f"{self._options.url}: {type(error).__name__}: {error}") from error
+
+    async def _answer(self, query: str, at: float, token: str) -> bytes:
         options = self._options
         form = {"query": query, "time": f"{at:.3f}", "timeout": f"{options.timeout_seconds:g}s"}
-        try:
-            headers = {"Accept": "application/json", **self._authorization()}
-            async with (
-                self._client().post(
-                    f"{options.url.rstrip('/')}/api/v1/query",
-                    data=form,
-                    headers=headers,
-                    allow_redirects=False,
-                ) as response,
-            ):
-                body = await self._bounded(response)
-                if response.status != 200:
-                    raise SourceError(f"HTTP {response.status} from {options.url}: {_why(body)}")
-        except (aiohttp.ClientError, OSError, TimeoutError, ssl.SSLError) as error:
-            raise SourceError(f"{options.url}: {type(error).__name__}: {error}") from error
-        return _data(body, query)
+        headers = {"Accept": "application/json"}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        request = self._client().post(
+            f"{options.url.rstrip('/')}/api/v1/query", data=form, headers=headers, allow_redirects=False
+        )
+        async with request as response:
+            body = await self._bounded(response)
+            if response.status != 200:
+                raise SourceError(f"HTTP {response.status} from {options.url}: {_why(body)}")
+            return body
 
     async def _bounded(self, response: aiohttp.ClientResponse) -> bytes:
         body = bytearray()
@@ -149,10 +158,10 @@ class PrometheusProvider:
             )
         return self._session
 
-    def _authorization(self) -> dict[str, str]:
-        if self._options.token_file is None:
-            return {}
-        return {"Authorization": f"Bearer {self._options.token_file.read_text().strip()}"}
+    def _token(self) -> str:
+        """Read at each request; empty where none is declared. Raises OSError."""
+        file = self._options.token_file
+        return "" if file is None else file.read_text().strip()
 
 
 def _data(body: bytes, query: str) -> Mapping[str, Any]:
@@ -173,7 +182,7 @@ def _data(body: bytes, query: str) -> Mapping[str, Any]:
 
 def _why(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"])[:200]
+        return str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
         return "no reason given"
 

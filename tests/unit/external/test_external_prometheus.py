@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import ssl
+import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -188,10 +189,44 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return cert_path, key_path
 
 
-async def test_tls_is_verified_and_the_token_is_read_at_each_request(tmp_path: Path) -> None:
-    cert, key = certificate(tmp_path)
+def known_by(folder: Path) -> tuple[Path, ssl.SSLContext]:
+    """What a server's certificate is verified with, and the server's side."""
+    cert, key = certificate(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
+    return cert, context
+
+
+SECRET = "s3cr3t-" + "x" * 20
+REPEATS: dict[str, tuple[int, dict[str, Any]]] = {
+    "who refuses it": (401, {"status": "error", "error": f"Bearer {SECRET} is not known"}),
+    "a proxy, at length": (502, {"status": "error", "error": "y" * 490 + SECRET}),
+    "who found no success": (200, {"status": "error", "error": f"no tenant for {SECRET}"}),
+    "a warning": (200, {"status": "success", "warnings": [f"{SECRET} is deprecated"], "data": {}}),
+}
+
+
+@pytest.mark.parametrize("who", REPEATS)
+async def test_a_token_that_is_repeated_by_its_receiver_is_in_no_error(tmp_path: Path, who: str) -> None:
+    """Errors are shown in logs and in the status of a rollout."""
+    cert, context = known_by(tmp_path)
+    status, body = REPEATS[who]
+    answer = web.json_response(body, status=status)
+    fake, token = FakePrometheus(answer=answer), tmp_path / "token"
+    token.write_text(f"{SECRET}\n")
+    async with serving(application(fake), context) as url:
+        one = PrometheusProvider(PrometheusOptions(url, ca_file=cert, token_file=token))
+        with pytest.raises(SourceError) as refused:
+            await one.point("x", 1.0)
+        await one.close()
+    assert fake.headers[0]["Authorization"] == f"Bearer {SECRET}"
+    shown = "".join(traceback.format_exception(refused.value)) + str(refused.value)
+    assert SECRET[:10] not in shown
+    assert "(the token)" in str(refused.value) or len(str(refused.value)) >= 400
+
+
+async def test_tls_is_verified_and_the_token_is_read_at_each_request(tmp_path: Path) -> None:
+    cert, context = known_by(tmp_path)
     fake = FakePrometheus(expressions={"x": {"resultType": "scalar", "result": [1.0, "1"]}})
     token = tmp_path / "token"
     token.write_text("first\n")
