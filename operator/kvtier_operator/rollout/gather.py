@@ -5,7 +5,6 @@ What is kept between calls is a cache of what can be read again. It must not dec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvtier_crds.beside import needs_own_engine
@@ -73,13 +72,15 @@ from kvtier_operator.store import cache_of
 class Run:
     """What one call of `reconcile` has learned between its passes. live: the server itself is read, no longer
     the read cache. known: both objects as it has given them since, for the next pass. vouched: the versions
-    that were found in the read cache, while pool and look were taken with them. aged: of the pool's answers
-    some are older than `RECENT_SECONDS`; anew: none may from now on. probes: by ConfigMap."""
+    that were found in the read cache, while pool and look were taken with them. unasked: nobody was asked
+    for the pool. aged: of its answers some are older than `RECENT_SECONDS`; anew: none may from now on.
+    probes: by ConfigMap."""
 
     live: bool = False
     known: Pair | None = None
     vouched: tuple[str, str] | None = None
     pool: Pool | None = None
+    unasked: bool = False
     aged: bool = False
     anew: bool = False
     look: Look | None = None
@@ -345,8 +346,14 @@ class Gatherer:
     ) -> Pool:
         if cache is None:
             return Pool((), {})
+        # One that has returned holds nothing, and thousands may stay for days: another attempt asks.
+        back = state.phase in (Phase.ROLLING_BACK, Phase.ROLLED_BACK) or state.revoking is not None
+        if run.unasked and not back:
+            run.pool = None
+            run.changed.clear()
         if run.pool is None:
-            if state.phase is Phase.ROLLING_BACK or state.revoking is not None:
+            run.unasked = back
+            if back:
                 run.pool, run.aged = unasked(members, kept.memory), False
             else:
                 # Whoever goes on to another step there asks anew, and is not the only one.
@@ -440,8 +447,9 @@ class Gatherer:
         if starting:
             others = await rivals_now(self._deps.api, rollout)
         approved = inputs.cache.approved if inputs.cache is not None else None
-        owner = _owner(approved.rollout_uid, (rollout, *others)) if approved is not None else None
-        told = (owner or {}).get("status") or {}
+        uid = approved.rollout_uid if approved is not None else ""
+        owner = next((one for one in (rollout, *others) if one["metadata"]["uid"] == uid), None)
+        told, least = (owner or {}).get("status") or {}, DEFAULT_LEASE_TTL if owner else MAX_LEASE_TTL
         vanished = [str(row["node"]) for row in told.get("vanished") or []]
         if approved is not None:
             # Its own pass may not have seen yet that they are gone.
@@ -449,9 +457,7 @@ class Gatherer:
         return replace(
             inputs,
             # The longest legal one when it is not there any more.
-            approved_ttl=_duration(owner, "leaseTTL", DEFAULT_LEASE_TTL, MAX_LEASE_TTL)
-            if owner
-            else MAX_LEASE_TTL,
+            approved_ttl=_duration(owner or {}, "leaseTTL", least, MAX_LEASE_TTL),
             approved_vanished=tuple(dict.fromkeys(vanished)),
             busy_with=busy_with(rollout, others),
             superseded_by=superseded_by(rollout, others, completed=state.phase is Phase.COMPLETED),
@@ -482,10 +488,6 @@ def _known_rate(kept: Kept, state: RolloutState) -> float:
         if told or look.requests_per_second > 0.0:
             kept.rate = look.requests_per_second
     return kept.rate
-
-
-def _owner(uid: str, rollouts: Iterable[JsonObject]) -> JsonObject | None:
-    return next((one for one in rollouts if one["metadata"]["uid"] == uid), None)
 
 
 def _duration(rollout: JsonObject, name: str, default: float, unreadable: float | None = None) -> float:

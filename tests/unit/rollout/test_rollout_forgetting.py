@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtier_operator.ports import Requeue
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World
 
@@ -58,6 +59,22 @@ async def test_the_windows_of_an_attempt_that_is_over_are_forgotten() -> None:
     world.feed.gates["output"] = Verdict.FAIL
     await world.until("RolledBack")
     assert set(forgotten) == {"uid-quest"}
+
+
+async def test_one_that_has_returned_asks_nobody_anything() -> None:
+    """Thousands that are over may stay, and are looked at again every few minutes."""
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    await world.run(30)
+    asked: list[str] = world.deps.agents.wanted  # type: ignore[attr-defined]
+    asked.clear()
+    looks, writes = world.feed.looks, world.api.writes
+    outcome = await world.pass_()
+    await world.run(300, tick=60.0)
+    assert (asked, world.feed.looks, world.api.writes) == ([], looks, writes)
+    assert isinstance(outcome, Requeue) and outcome.after_seconds > 3000.0
 
 
 async def test_a_rollout_that_is_deleted_is_forgotten() -> None:
