@@ -146,6 +146,29 @@ async def test_a_pool_tells_once_that_agents_are_missing_and_once_that_they_are_
     assert await told() == ["NodesShared"]
 
 
+async def test_what_a_pool_became_is_applied_once_and_again_when_it_is_deleted() -> None:
+    bench = Bench()
+    for obj in (tier_class("gpu-sim", "gpu"), tier_class("cpu-dram", "cpu"), agent_pool()):
+        bench.api.add(obj)
+    bench.api.add({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "a"}})
+    key = ObjectKey(Kind.AGENT_POOL, "serving", "default")
+    reconciler = agentpool.AgentPoolReconciler(bench.deps)
+
+    async def written() -> list[str]:
+        bench.api.writes.clear()
+        for _ in range(3):
+            await reconciler.reconcile(key)
+        return [what for what in bench.api.writes if what.startswith("apply ")]
+
+    first = await written()
+    assert sorted(first) == sorted(set(first)), "each once"
+    assert "apply DaemonSet" in first and "apply ServiceAccount" in first
+    assert await written() == []
+    where = ObjectKey(Kind.DAEMON_SET, "serving", "kvtier-agent-default")
+    await bench.api.delete(where)
+    assert await written() == ["apply DaemonSet"]
+
+
 async def test_what_the_api_server_refuses_of_a_pool_is_said_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,8 +10,17 @@ import kopf
 import pytest
 
 from kvtier_operator.store import WatchStore
-from kvtier_operator.watch.kopf_thread import WATCHER, Backoffs, KopfThread, WatchDeps, WatchEnded, settings
+from kvtier_operator.watch.kopf_thread import (
+    WATCHER,
+    Backoffs,
+    KopfThread,
+    WatchDeps,
+    WatchEnded,
+    register,
+    settings,
+)
 from kvtier_operator.watch.nothing_kept import UnexpectedHandler
+from kvtier_operator.watch.triggers import WATCHED
 from tests.unit.control.control_fakes import FakeClock
 
 
@@ -65,6 +74,15 @@ def test_kopf_stores_nothing_and_posts_nothing() -> None:
     assert not made.posting.enabled
     assert made.watching.server_timeout is not None
     assert sorted(made.watching.label_selectors.values()) == ["kvtier.dev/component=agent"] * 2
+
+
+def test_only_events_are_handled_so_that_kopf_sets_no_finalizer() -> None:
+    """It does for a handler of deletions, for timers and for daemons."""
+    registry = kopf.OperatorRegistry()
+    register(registry, WatchDeps(WatchStore(), lambda _keys, _seen: None, None, FakeClock()))
+    assert len(registry._watching.get_all_handlers()) == len(WATCHED)
+    others = (registry._spawning, registry._changing, registry._indexing, registry._webhooks)
+    assert [handler for one in others for handler in one.get_all_handlers()] == []
 
 
 def test_with_an_event_kopf_copies_no_object() -> None:

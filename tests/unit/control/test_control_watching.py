@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from kvtier_operator.lastreads import LastReads
 from kvtier_operator.packed import unpacked
-from kvtier_operator.ports import ApiError, JsonObject, Kind, Known, ObjectKey
+from kvtier_operator.ports import ApiError, JsonObject, Kind, Known, ObjectKey, Store
 from kvtier_operator.store import WatchStore
+from kvtier_operator.watch import triggers
 from kvtier_operator.watch import trimmed as trimming
 from kvtier_operator.watch.kopf_thread import WatchDeps, accept
 from kvtier_operator.watch.relist import INTERVAL_SECONDS, RESYNC_SECONDS, Relist, Relisted, looks_after
-from kvtier_operator.watch.triggers import RECONCILED, WATCHED, affected
+from kvtier_operator.watch.triggers import RECONCILED, WATCHED
 from kvtier_operator.watch.trimmed import trimmed
 from tests.unit.control.control_fakes import Bench, FakeClock
 from tests.unit.control.control_objects import agent_pool, kv_cache, kv_rollout, kv_selector, tier_class
@@ -242,6 +243,13 @@ async def test_a_relist_keeps_no_more_than_a_watch() -> None:
 
 
 # --- which keys ------------------------------------------------------------------------------------------
+
+
+def affected(
+    key: ObjectKey, before: JsonObject | None, after: JsonObject | None, store: Store
+) -> set[ObjectKey]:
+    assert key.kind in WATCHED, "or nobody would tell of it"
+    return triggers.affected(key, before, after, store)
 
 
 @pytest.fixture

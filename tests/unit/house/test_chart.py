@@ -23,17 +23,36 @@ def _operator_grants() -> tuple[Grant, ...]:
     return read_grants(RBAC, service_account="kvtier-operator", namespace="kvtier-system")
 
 
-def test_templates_use_values_that_exist() -> None:
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    used = set()
+def _used_values() -> set[str]:
+    used: set[str] = set()
     for template in (CHART / "templates").glob("*.yaml"):
         used |= set(re.findall(r"\.Values((?:\.\w+)+)", template.read_text()))
     assert used
-    for path in sorted(used):
+    return used
+
+
+def test_templates_use_values_that_exist() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for path in sorted(_used_values()):
         here: Any = values
         for name in path.strip(".").split("."):
             assert name in here, f"values.yaml has no {path}"
             here = here[name]
+
+
+def _paths(values: Any, above: str = "") -> list[str]:
+    if not isinstance(values, dict) or not values:
+        return [above]
+    return [path for name, value in values.items() for path in _paths(value, f"{above}.{name}")]
+
+
+def test_every_value_is_read_by_a_template() -> None:
+    """One that is written down and that nobody reads would change nothing, and not say so."""
+    used = _used_values()
+    paths = _paths(yaml.safe_load((CHART / "values.yaml").read_text()))
+    assert len(paths) > 12
+    unread = [path for path in paths if not any(f"{path}.".startswith(f"{one}.") for one in used)]
+    assert unread == []
 
 
 def test_the_deployment_passes_flags_that_the_operator_knows() -> None:

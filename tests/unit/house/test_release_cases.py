@@ -73,6 +73,8 @@ def test_the_operator_is_probed_elsewhere_than_at_its_metrics_and_loads_nothing_
     text = (REPOSITORY / "charts" / "kvtier" / "templates" / "operator.yaml").read_text(encoding="utf-8")
     paths = re.findall(r"path: (/\w+)", text)
     assert paths and "/metrics" not in paths
+    ports = re.findall(r"path: /\w+, port: (\w+)", text)
+    assert len(ports) == len(paths) and "metrics" not in ports
     assert "initContainers" not in text
     assert "readOnlyRootFilesystem: true" in text
 

@@ -269,6 +269,8 @@ class AgentSim:
         self.cordoned = False
         self.in_flight = 0
         self.lie_about_baseline = ""
+        # Of a candidate that it does not let go, as its proof says.
+        self.keeps = ""
         # What it recomputes of what runs; None: it is of an earlier version, and repeats.
         self.runs_baseline: str | None = "as applied"
         self.runs_candidate: str | None = "as granted"
@@ -390,7 +392,8 @@ class AgentSim:
         answer.proof.baseline_digest = baseline
         answer.proof.in_flight_candidate = self.in_flight
         answer.proof.highest_fence = self.book.highest(self.cache_uid)
-        answer.proof.nonce_digest = nonce_digest(request.nonce, baseline, "", self.boot_id)
+        answer.proof.candidate_digest = self.keeps
+        answer.proof.nonce_digest = nonce_digest(request.nonce, baseline, self.keeps, self.boot_id)
         return answer
 
     def apply(self, fence: int, digest: str) -> None:

@@ -364,6 +364,24 @@ async def test_wrong_digest_is_never_called_restored() -> None:
     assert world.condition("Degraded")["reason"] == "BaselineUnproved"
 
 
+async def test_an_agent_that_still_holds_the_candidate_is_neither_revoked_nor_restored() -> None:
+    """It has answered, and its proof is of our nonce: what it says is that something is left."""
+    world = World()
+    await to_canary(world)
+    world.sims["node-1"].keeps = world.status["candidate"]["digest"]
+    world.intent("Abort", 1)
+    await world.run(5)
+    assert world.where[0] == "RollingBack"
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    assert world.status["rollback"]["missing"] == ["node-1"]
+    await world.run(60)
+    assert world.where[0] == "RollingBack"
+    assert world.condition("BaselineRestored")["status"] == "False"
+    world.sims["node-1"].keeps = ""
+    await world.until("RolledBack", limit=30)
+    assert world.condition("BaselineRestored")["status"] == "True"
+
+
 async def test_steps_in_flight_on_the_candidate_are_waited_for() -> None:
     world = World()
     await to_canary(world)

@@ -370,13 +370,19 @@ async def test_abort_revokes_an_approved_candidate() -> None:
     assert held(world) == []
 
 
-async def test_retry_is_a_new_attempt_with_the_next_share() -> None:
+@pytest.mark.parametrize("cause", ["GateFailed", "IntentAbort"])
+async def test_retry_is_a_new_attempt_with_the_next_share(cause: str) -> None:
     world = World()
-    world.feed.gates["output"] = Verdict.FAIL
+    if cause == "IntentAbort":
+        await world.until("Progressing", "Canary")
+        world.intent("Abort", 1)
+    else:
+        world.feed.gates["output"] = Verdict.FAIL
     await world.until("RolledBack")
+    assert world.status["rollback"]["cause"] == cause
     first = world.status["traceparent"]
     world.feed.gates.clear()
-    world.intent("Retry", 1, stage="ExactBaseline")
+    world.intent("Retry", 2, stage="ExactBaseline")
     await world.until("Progressing", "Shadow", limit=30)
     assert world.status["attempt"] == 2
     assert world.status["digestBudget"]["attemptsUsed"] == 2

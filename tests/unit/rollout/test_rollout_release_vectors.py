@@ -97,9 +97,10 @@ def counts_of(found: Measures, stage: str, fraction: float, *, exact: bool) -> W
 
 
 class Agent:
-    """One that counts as many requests again, of what `measures` says now, whenever that has changed."""
+    """One that counts as many requests again, of what `measures` says now, whenever that has changed. None:
+    there is no traffic."""
 
-    def __init__(self, world: World, measures: Measures) -> None:
+    def __init__(self, world: World, measures: Measures | None) -> None:
         self.measures = measures
         self._world = world
         self._windows: dict[int, tuple[WindowCounts, DeltaLog]] = {}
@@ -114,18 +115,19 @@ class Agent:
             fresh = WindowCounts()
             self._windows[at] = fresh, DeltaLog("life", fresh)
         counts, log = self._windows[at]
-        if self._counted.get(at) != self.measures:
+        if self.measures is not None and self._counted.get(at) != self.measures:
             spec = parse_spec(self._world.api.objects[self._world.rollout]["spec"])
             step = next(one for one in spec.ladder if (one.stage, one.index) == (window.stage, window.step))
             fraction = float(step.traffic)
             counts.merge(counts_of(self.measures, window.stage, fraction, exact=spec.exact))
             self._counted[at] = self.measures
             log.changed()
-        delta = log.read(request.epoch, request.ack_seq, settled_cohort=1000, assigned_units=UNITS)
+        assigned = UNITS if self.measures is not None else 0
+        delta = log.read(request.epoch, request.ack_seq, settled_cohort=1000, assigned_units=assigned)
         return delta_message(delta)
 
 
-def judged(measures: Measures = OK, *, exact: bool = True) -> tuple[World, Agent]:
+def judged(measures: Measures | None = OK, *, exact: bool = True) -> tuple[World, Agent]:
     """A world whose looks are of the production feed, which reads what its only agent has counted."""
     spec: dict[str, Any] = {
         "gates": GATES if exact else [*GATES, QUALITY],
@@ -157,6 +159,28 @@ async def test_its_measures_pass_every_gate_of_every_stage() -> None:
     for stage, step in LIVE:
         await world.until("Progressing", stage, step, limit=90)
     await world.until("Completed", limit=90)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "approximate"])
+async def test_without_a_request_nothing_passes_and_nothing_fails(exact: bool) -> None:
+    """Of an agent that answers, and has nothing to count."""
+    world, agent = judged(None, exact=exact)
+    await world.until("Progressing", "Shadow")
+    await world.run(120)
+    assert world.where == ("Progressing", "Shadow", 0)
+    assert "rollback" not in world.status
+    found = verdicts(world)
+    assert found.pop("manifestIdentity") == "Pass"
+    assert len(found) > 4 and set(found.values()) == {"Insufficient"}
+    agent.measures = OK
+    await world.until("Progressing", "Canary", limit=60)
+    # And where the candidate serves: what is compared with a baseline has none either.
+    agent.measures = None
+    await world.run(60)
+    assert world.where == ("Progressing", "Canary", 0)
+    found = verdicts(world)
+    named = ("tail", "stall", "output", metrics.ILLEGAL_FALLBACKS)
+    assert {found[name] for name in named} == {"Insufficient"}
 
 
 C11_18 = Measures(tpot_ratio=0.8, quality_drop=0.021, events={metrics.ILLEGAL_FALLBACKS: 1})

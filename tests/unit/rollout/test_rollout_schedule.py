@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvtier_crds.quantity import parse_duration
 from kvtier_operator.agents.recent import RecentAgents
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import AgentTarget, Requeue
@@ -44,12 +45,19 @@ async def test_ticks_that_were_missed_run_once_and_the_grid_stays() -> None:
 
 
 async def test_a_late_look_is_written_with_how_late_it_was() -> None:
-    world = World()
+    world = World(leaseTTL="60s")
     world.feed.default = Verdict.INSUFFICIENT
     await world.until("Progressing", "Shadow")
-    world.clock.seconds += 40.0
-    await world.run(12)
-    assert set(world.status["schedule"]) >= {"dueAt", "ranAt", "lateBy", "deadlineAt"}
+    await world.run(25)
+    due = world.operator._kept["uid-quest"].schedule
+    assert due is not None
+    world.clock.seconds = due.due_at + 27.0
+    # What cannot be read is written at once, and its look's times with it.
+    world.feed.default = Verdict.PROVIDER_ERROR
+    await world.pass_()
+    told = world.status["schedule"]
+    assert set(told) >= {"dueAt", "ranAt", "lateBy", "deadlineAt"}
+    assert parse_duration(told["lateBy"], "lateBy") == pytest.approx(27.0, abs=0.01)
 
 
 async def test_each_look_is_told_once_with_how_late_it_was() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 from kvtier_crds.models.rolloutstatus import KVRolloutStatus
 from kvtier_operator.ports import Kind, ObjectKey
+from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.state import DesignEffect
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World, held
@@ -199,6 +202,40 @@ async def test_no_gate_is_left_out_of_a_promotion() -> None:
         world.feed.gates[gate] = Verdict.INSUFFICIENT
         await world.run(120)
         assert world.where == ("Progressing", "Shadow", 0), gate
+
+
+async def test_a_gate_that_a_look_does_not_name_holds_the_step() -> None:
+    """One whose metric has not begun yet has not passed."""
+    world = World()
+    whole = world.feed.look
+
+    async def without_quality(*args: Any) -> Look:
+        look = await whole(*args)
+        return replace(look, verdicts=tuple(one for one in look.verdicts if one.name != "quality"))
+
+    world.feed.look = without_quality  # type: ignore[method-assign]
+    await world.run(60)
+    assert world.where == ("Progressing", "Shadow", 0)
+    world.feed.look = whole  # type: ignore[method-assign]
+    await world.until("Progressing", "Canary", limit=60)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.PASS, Verdict.FAIL], ids=str)
+async def test_a_look_at_another_window_decides_nothing(verdict: Verdict) -> None:
+    """It was taken of the step, attempt or candidate before."""
+    world = World()
+    whole = world.feed.look
+
+    async def of_the_one_before(*args: Any) -> Look:
+        look = await whole(*args)
+        return replace(look, opening_fence=look.opening_fence - 1)
+
+    world.feed.look = of_the_one_before  # type: ignore[method-assign]
+    world.feed.default = verdict
+    await world.run(60)
+    assert world.where == ("Progressing", "Shadow", 0)
+    assert "rollback" not in world.status
+    assert held(world) == ["node-0", "node-1"]
 
 
 async def test_a_gate_that_can_only_fail_holds_the_step_while_it_cannot_be_read() -> None:
@@ -418,6 +455,23 @@ async def test_edited_candidate_begins_a_new_attempt_at_shadow() -> None:
     assert world.status["candidate"]["digest"] != old
 
 
+async def test_nobody_is_granted_the_edited_candidate_while_somebody_may_hold_the_first() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    await world.run(2)
+    first = world.status["candidate"]["digest"]
+    world.sims["node-1"].alive = False  # to the cluster; what it holds ends with its lease
+    world.edit(candidate={"selectorRef": {"name": "quest-32"}})
+    await world.run(5)
+    assert world.sims["node-1"].candidate is not None, "its lease goes on"
+    assert world.where[:2] == ("Pending", "Off")
+    assert {digest for sim in world.sims.values() for _, _, digest in sim.grants} == {first}
+    await world.until("Progressing", "Shadow", limit=30)
+    assert world.sims["node-1"].candidate is None
+    await world.run(2)
+    assert {digest for _, _, digest in world.sims["node-0"].grants} > {first}
+
+
 async def test_edited_candidate_arms_a_rolled_back_rollout_again() -> None:
     world = World()
     world.feed.gates["output"] = Verdict.FAIL
@@ -426,6 +480,24 @@ async def test_edited_candidate_arms_a_rolled_back_rollout_again() -> None:
     world.edit(candidate={"selectorRef": {"name": "quest-32"}})
     await world.until("Progressing", "Shadow", limit=30)
     assert world.status["attempt"] == 2
+
+
+async def test_a_candidate_that_is_edited_during_a_return_begins_when_that_is_proved() -> None:
+    """And not later: who could hold it is asked then, since a return asks nobody but by revoking."""
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.feed.gates["output"] = Verdict.FAIL
+    world.sims["node-1"].in_flight = 1
+    await world.run(5)
+    assert world.where[0] == "RollingBack"
+    world.feed.gates.clear()
+    world.edit(candidate={"selectorRef": {"name": "quest-32"}})
+    await world.run(3)
+    assert world.where[0] == "RollingBack"
+    world.sims["node-1"].in_flight = 0
+    await world.until("Progressing", "Shadow", limit=4)
+    assert world.status["attempt"] == 2
+    assert "NoNodes" not in {reason for reason, _ in world.api.events}
 
 
 async def test_edited_gates_open_the_step_again_and_spend_a_share() -> None:
