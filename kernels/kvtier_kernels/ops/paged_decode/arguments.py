@@ -100,10 +100,10 @@ def wrong_pages(pool: int) -> ShapeError:
 def room(out: States | None, q: Tensor) -> States:
     """m, l [B,Hq] and u [B,Hq,d] for the answer, not initialised: the caller's, or new. Raises ShapeError."""
     batch, hq, d = q.shape
-    shapes = (batch, hq), (batch, hq), (batch, hq, d)
     if out is None:
-        m, l, u = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
-        return m, l, u
+        m, l = (q.new_empty((batch, hq), dtype=torch.float32) for _ in range(2))
+        return m, l, q.new_empty((batch, hq, d), dtype=torch.float32)
+    shapes = (batch, hq), (batch, hq), (batch, hq, d)
     for name, x, shape in zip("mlu", out, shapes, strict=True):
         if x.shape != shape or x.dtype is not torch.float32 or x.device != q.device or not x.is_contiguous():
             raise ShapeError(
@@ -135,5 +135,6 @@ def gathered(cache: Tensor, ids: Tensor, lo: int, hi: int) -> Tensor:
     """float32 [hi - lo, Hk, d]: a copy of these rows of one request. ids: int32 [X]."""
     page = cache.shape[1]
     first = lo // page
-    rows = cache[ids[first : -(-hi // page)].long()].flatten(0, 1)
+    # Whole pages at once: with ids between brackets they would be copied element by element.
+    rows = cache.index_select(0, ids[first : -(-hi // page)]).flatten(0, 1)
     return rows[lo - first * page : hi - first * page].float()
