@@ -225,16 +225,15 @@ class CacheEngine:
                 producers=[(0, self._runner.producer(self._runner.baseline_digest))],
             )
             bound = source.digest()
-            indexes: list[LayerIndex | None] = [None] * layers
-            if family is not None:
-                indexes = list(family.indexes(bound, layers, spec.score_scale))
+            unbuilt: Sequence[LayerIndex | None] = [None] * layers
+            indexes = unbuilt if family is None else family.indexes(bound, layers, spec.score_scale)
             self._sessions[session_id] = session
-            self._contexts[session_id] = StepContext.opened(session, bound, family, indexes)
+            self._contexts[session_id] = StepContext.opened(session, bound, family, list(indexes))
             return SessionHandle(session_id, number)
 
     def _next_number(self) -> int:
-        """A number that no session had: it names lines and histories, and a late completion may still carry
-        any that was. NO_DESTINATION_CAPACITY once all are spent."""
+        """One that no session had: it names lines, histories and completions that come late.
+        NO_DESTINATION_CAPACITY once all are spent."""
         if self._opened + 1 >= MAX_SESSIONS:
             raise CoreError(Reason.NO_DESTINATION_CAPACITY, f"{MAX_SESSIONS} numbers of sessions are spent")
         return self._opened + 1
