@@ -115,34 +115,18 @@ class LeaseRenewer:
     def _ready(self, rollouts: list[JsonObject], now: float) -> list[JsonObject]:
         """What is due, and of the same namespace what would be due soon: an agent is then told of all of its
         leases by one call, and the server is asked for all by two lists. The new times are drawn once for a
-        namespace, so that those stay together. What this process has not renewed before is due at once, and
-        with the others of its namespace from their next time on: it hastens none of them, or each rollout
-        that begins would have all of them renewed."""
-        fresh: set[str] = set()
-        spaces: set[str] = set()
-        joined: set[str] = set()
-        following: dict[str, float] = {}
-        for obj in rollouts:
-            uid, space = obj["metadata"]["uid"], obj["metadata"]["namespace"]
-            due = self._due.get(uid)
-            if due is None:
-                fresh.add(uid)
-                joined.add(space)
-            elif due <= now:
-                spaces.add(space)
-            else:
-                following[space] = min(due, following.get(space, due))
-        chance = {space: self._deps.randomness() for space in sorted(spaces | joined)}
+        namespace, so that those stay together."""
+        spaces = {
+            obj["metadata"]["namespace"]
+            for obj in rollouts
+            if self._due.get(obj["metadata"]["uid"], 0.0) <= now
+        }
+        chance = {space: self._deps.randomness() for space in sorted(spaces)}
         ready = []
         for obj in rollouts:
             uid, space = obj["metadata"]["uid"], obj["metadata"]["namespace"]
             ttl = self._glances[uid].ttl
-            if uid in fresh:
-                self._schedule(uid, now, ttl, chance=chance[space])
-                if space in following and space not in spaces:
-                    self._due[uid] = min(self._due[uid], following[space])
-                ready.append(obj)
-            elif space in spaces and self._due[uid] <= now + ttl * TOGETHER_SHARE:
+            if space in spaces and self._due.get(uid, 0.0) <= now + ttl * TOGETHER_SHARE:
                 self._schedule(uid, now, ttl, chance=chance[space])
                 ready.append(obj)
         return ready

@@ -195,49 +195,6 @@ async def test_leases_of_a_namespace_come_to_be_renewed_together() -> None:
     assert held(world) == ["node-0", "node-1"]
 
 
-async def test_a_rollout_that_begins_hastens_no_lease_of_its_namespace() -> None:
-    """It is renewed by itself, and together with the others when those are due."""
-    world = await granted()
-    renewer = LeaseRenewer(world.deps)
-    await renewer.tick()
-    first = world.api.objects[world.rollout]["metadata"]["uid"]
-    due = renewer._due[first]
-    # So late that the one that is there could be renewed with it.
-    world.clock.seconds += 2.0
-    assert due - world.clock.monotonic() < 10 * renewal.TOGETHER_SHARE
-    second = world.add_rollout("second")
-    world.api.objects[second]["status"] = {**world.status}
-    world.api.objects[second]["metadata"]["resourceVersion"] = "950"
-    renewed: list[tuple[str, ...]] = []
-    renew = world.deps.agents.renew
-
-    async def counted(node: Any, request: Any, **options: Any) -> Any:
-        renewed.append(tuple(sorted(item.fence.rollout_uid for item in request.items)))
-        return await renew(node, request, **options)
-
-    world.deps.agents.renew = counted  # type: ignore[method-assign]
-    await renewer.tick()
-    other = world.api.objects[second]["metadata"]["uid"]
-    assert renewed == [(other,)] * 2
-    assert renewer._due[other] == renewer._due[first] == due
-    world.clock.seconds += due - world.clock.monotonic() + 0.01
-    await renewer.tick()
-    assert renewed[2:] == [tuple(sorted((first, other)))] * 2
-
-
-async def test_a_process_that_has_renewed_nothing_yet_renews_all_at_once() -> None:
-    world = await granted()
-    renewer = LeaseRenewer(world.deps)
-    before = [sim.core.lease() for sim in world.sims.values()]
-    world.clock.seconds += 1.0
-    await renewer.tick()
-    after = [sim.core.lease() for sim in world.sims.values()]
-    assert all(
-        one is not None and then is not None and one.expires_ns > then.expires_ns
-        for one, then in zip(after, before, strict=True)
-    )
-
-
 async def test_what_was_read_too_long_ago_is_not_renewed_by_it_and_read_again_soon() -> None:
     world = await granted()
     renewer = LeaseRenewer(world.deps)
