@@ -31,6 +31,8 @@ LOGIN_SECONDS = 30.0
 """For one run of the program."""
 PAUSE_SECONDS = 5.0
 """Between the end of a run and the next, also where the server goes on refusing what the program gives."""
+KILL_SECONDS = 5.0
+"""How long one that was killed is waited for."""
 EARLY_SECONDS, EARLY_SHARE = 60.0, 0.25
 """How long before its end a credential is renewed, while it still serves; of one that is short, a share."""
 MAX_BYTES = 1 << 20
@@ -155,15 +157,7 @@ class ExecLogin:
     async def _output(self) -> bytes:
         """What the program writes. When this ends, however it does, it is gone with all that it started."""
         try:
-            process = await asyncio.create_subprocess_exec(
-                self._command,
-                *self._args,
-                env=self._env,
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=PIPE,
-                start_new_session=True,
-            )
+            process = await self._started()
         except OSError as error:
             hint = f"; {self._hint[:MAX_TOLD]}" if self._hint else ""
             raise LoginError(f"{self._command}: {error.strerror or error}{hint}") from error
@@ -184,6 +178,28 @@ class ExecLogin:
             said = " ".join(told[:MAX_TOLD].decode("utf-8", "replace").split())
             raise LoginError(f"{self._command} ended with status {status}" + (f": {said}" if said else ""))
         return out
+
+    async def _started(self) -> Process:
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                self._command,
+                *self._args,
+                env=self._env,
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=PIPE,
+                start_new_session=True,
+            )
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # asyncio would end the program alone, and may wait for ever where what that started holds its
+            # pipes: it is let start, and then ended with all of it.
+            await asyncio.wait([starting], timeout=KILL_SECONDS)
+            if starting.done() and starting.exception() is None:
+                await _kill(starting.result())
+            raise
 
     def _parsed(self, out: bytes) -> Credential:
         try:
@@ -218,7 +234,9 @@ async def _read(stream: asyncio.StreamReader | None) -> bytes:
 async def _kill(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(KILL_SECONDS):
+            await process.wait()
 
 
 def _seconds(text: str) -> float:

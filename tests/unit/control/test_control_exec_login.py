@@ -185,7 +185,33 @@ async def test_a_program_that_hangs_is_ended_with_all_that_it_started(program: P
     login = program.login()
     asking = asyncio.create_task(login.ready())
     await until(pids.exists)
-    await login.close()
+    await asyncio.wait_for(login.close(), PATIENCE)
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    child = int(pids.read_text(encoding="utf-8"))
+    await until(lambda: ended(child))
+
+
+async def test_a_program_that_has_only_just_started_is_ended_with_all_that_it_started(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids, real = program.folder / "pids", asyncio.create_subprocess_exec
+    program.body = f"sleep 900 & echo $! > {pids}.new; mv {pids}.new {pids}; sleep 900"
+    closing = asyncio.Event()
+
+    async def slowly(*words: Any, **options: Any) -> Any:
+        made = await real(*words, **options)
+        await closing.wait()
+        return made
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slowly)
+    login = program.login()
+    asking = asyncio.create_task(login.ready())
+    await until(pids.exists)
+    ending = asyncio.create_task(login.close())
+    await asyncio.sleep(0)
+    closing.set()
+    await asyncio.wait_for(ending, PATIENCE)
     with pytest.raises(asyncio.CancelledError):
         await asking
     child = int(pids.read_text(encoding="utf-8"))
