@@ -145,7 +145,7 @@ async def test_calls_that_hang_do_not_hold_up_renewals() -> None:
     bench.wire.hanging = {"GetState"}
     dead = [node(f"dead-{index // MAX_PER_NODE}") for index in range(MAX_CONCURRENT)]
     bench.wire.expected = MAX_CONCURRENT
-    slow = [asyncio.create_task(bench.agents.get_state(one)) for one in dead]
+    slow = [asyncio.create_task(bench.agents.get_state(one, deadline_seconds=600.0)) for one in dead]
     await bench.wire.arrived.wait()
     for target in (node("live"), dead[0]):
         await bench.agents.renew(target, control.RenewRequest(), deadline_seconds=20.0)

@@ -72,9 +72,12 @@ async def test_a_refused_intent_is_an_answer_of_no() -> None:
     assert caught.value.status is Exit.NEGATIVE
 
 
-async def test_an_intent_that_nobody_answers_is_told_after_its_time() -> None:
+@pytest.mark.parametrize(
+    "status", [{}, {"lastIntent": {"seq": 6, "verb": "Abort", "result": "Accepted"}}], ids=["none", "earlier"]
+)
+async def test_an_intent_that_nobody_answers_is_told_after_its_time(status: dict[str, Any]) -> None:
     with pytest.raises(Failure, match="no operator has answered") as caught:
-        await ran(api_with(), "abort", "quest-on-chat", "--timeout", "0.05")
+        await ran(api_with(**status), "abort", "quest-on-chat", "--timeout", "0.05")
     assert caught.value.status is Exit.TIMED_OUT
 
 

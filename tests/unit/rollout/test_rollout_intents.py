@@ -329,6 +329,7 @@ async def test_each_intent_is_obeyed_once() -> None:
     world.intent("Promote", 1)
     await world.run(10)
     assert world.where[1] == "Canary"
+    assert (world.status["lastIntent"]["seq"], world.status["lastIntent"]["result"]) == (1, "Accepted")
     world.edit(intent={"seq": 1, "verb": "Skip", "attempt": 1, "expectedStage": "Canary", "expectedStep": 0})
     await world.run(5)
     assert world.where[1] == "Canary"
