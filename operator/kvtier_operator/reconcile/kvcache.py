@@ -39,7 +39,7 @@ from kvtier_operator.ports import (
     remove_op,
 )
 from kvtier_operator.reconcile.kvcache_nodes import Baseline, CacheNodes, NodeResult, cache_ref
-from kvtier_operator.reconcile.kvcache_orphans import OrphanedApprovals
+from kvtier_operator.reconcile.kvcache_orphans import ORPHAN_SECONDS, OrphanedApprovals, owns
 from kvtier_operator.reconcile.kvcache_plan import (
     OWNED,
     Findings,
@@ -440,13 +440,20 @@ class KVCacheReconciler:
         return self._deps.store.rollouts_of(_namespace(cache), cache["metadata"]["name"])
 
     def _removal_grace(self, cache: JsonObject) -> float:
-        """As long as a lease may last: by the longest TTL that a rollout of this cache declares."""
-        ttls = [
-            parse_duration(text, "spec.leaseTTL")
-            for rollout in self._rollouts(cache)
-            if (text := rollout["spec"].get("leaseTTL"))
-        ]
-        return max([REMOVAL_GRACE, *(lease_wait(ttl) for ttl in ttls)])
+        """As long as a lease may last: by the longest TTL that a rollout of this cache declares, and by the
+        longest legal one where the rollout of an approval is gone or says none that can be read."""
+        rollouts = self._rollouts(cache)
+        waits = [REMOVAL_GRACE]
+        for rollout in rollouts:
+            text = rollout["spec"].get("leaseTTL")
+            try:
+                waits += [lease_wait(parse_duration(text, "spec.leaseTTL"))] if text else []
+            except ValueError:
+                waits.append(ORPHAN_SECONDS)
+        approved = (cache.get("status") or {}).get("approved")
+        if approved and not any(owns(rollout, approved) for rollout in rollouts):
+            waits.append(ORPHAN_SECONDS)
+        return max(waits)
 
 
 def _adopted(revision: Revision, fence: int) -> _Adopted:

@@ -157,7 +157,7 @@ class CacheNodes:
             if error.code != TOO_LATE or key not in self._proved or key in self._silent:
                 raise
             self._silent.add(key)
-            state = await self._ask(target, uid, recent=False)
+            state = await self._ask(target, uid, recent=recent)
         self._silent.discard(key)
         return state
 

@@ -25,6 +25,12 @@ from kvtier_operator.rollout.spec import MAX_LEASE_TTL
 ORPHAN_SECONDS = lease_wait(MAX_LEASE_TTL)
 
 
+def owns(rollout: JsonObject, approved: JsonObject) -> bool:
+    """Whether the approval is this rollout's. An early one says only its name."""
+    metadata, owner = rollout["metadata"], str(approved.get("evidence") or "").partition("/")[0]
+    return metadata["name"] == approved.get("rollout") and owner in ("", metadata["uid"])
+
+
 class OrphanedApprovals:
     """One per reconciler. Remembers since when each cache's rollout is missed; losing that costs time."""
 
@@ -65,12 +71,11 @@ class OrphanedApprovals:
 
     async def _owned(self, key: ObjectKey, approved: JsonObject) -> bool:
         """By a rollout that is there. Whether one is gone the server says, not the read cache."""
-        owner = str(approved.get("evidence") or "").partition("/")[0]
         where = ObjectKey(Kind.KV_ROLLOUT, key.namespace, str(approved.get("rollout") or ""))
         seen = self._deps.store.get(where)
-        if seen is None or owner not in ("", seen["metadata"]["uid"]):
+        if seen is None or not owns(seen, approved):
             try:
                 seen = await self._deps.api.get(where)
             except NotFound:
                 return False
-        return owner in ("", seen["metadata"]["uid"])
+        return owns(seen, approved)

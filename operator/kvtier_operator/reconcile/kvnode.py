@@ -125,7 +125,8 @@ class KVNodeReconciler:
         due = decided.rebooted or asked is None or now - asked >= ORPHANS_SECONDS
         if decided.liveness is Liveness.LIVE and due:
             if not await self._remove_orphans(view):
-                return Requeue(ORPHAN_RETRY_SECONDS, "agent not asked for orphans yet")
+                soon = min(ORPHAN_RETRY_SECONDS, decided.look_again_seconds or ORPHAN_RETRY_SECONDS)
+                return Requeue(soon, "agent not asked for orphans yet")
             self._boots[key.name], self._asked[key.name] = view.target.boot_id, now
         if decided.look_again_seconds is None:
             return Done()

@@ -598,6 +598,30 @@ async def test_deletion_waits_as_long_as_a_lease_of_the_cache_may_last() -> None
         assert (KEY in bench.api.objects) is there
 
 
+@pytest.mark.parametrize("left", ["approval", "unreadable-ttl"])
+async def test_deletion_waits_for_the_longest_lease_where_nobody_says_how_long_one_may_last(
+    left: str,
+) -> None:
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    if left == "approval":
+        cache["status"]["approved"] = approved_by("uid-that-was")
+    else:
+        rollout = kv_rollout(phase="RollingBack")
+        rollout["spec"]["leaseTTL"] = "soon"
+        bench.api.add(rollout)
+    bench.api.catch_up()
+    bench.api.mark_deleted(KEY, bench.clock.now())
+    bench.agents.down.add("b")
+    for waited, there in ((0, True), (REMOVAL_GRACE + 1, True), (ORPHAN_SECONDS, False)):
+        bench.clock.advance(waited)
+        for node in ("a", "b"):
+            bench.renew(node)
+        await reconciler.reconcile(KEY)
+        assert (KEY in bench.api.objects) is there
+
+
 async def test_degraded_is_told_once_when_it_begins_and_once_when_it_ends() -> None:
     bench = bench_with()
     reconciler = KVCacheReconciler(bench.deps)

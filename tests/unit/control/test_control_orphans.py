@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier_operator.ports import Kind, ObjectKey
+from kvtier_operator.ports import Kind, ObjectKey, Requeue
 from kvtier_operator.reconcile.kvcache import REMOVAL_GRACE, KVCacheReconciler
 from kvtier_operator.reconcile.kvnode import ORPHANS_SECONDS, KVNodeReconciler
 from tests.unit.control.control_fakes import Bench
@@ -63,3 +63,12 @@ async def test_an_agent_is_asked_seldom_and_the_server_only_of_what_is_not_known
     bench.clock.advance(10)
     await nodes.reconcile(NODE)
     assert bench.agents.calls == ["GetState"], "the read cache has it still, and the next time will do"
+
+
+async def test_the_end_of_a_lease_is_not_missed_while_a_silent_agent_is_asked_again() -> None:
+    bench = bench_with()
+    bench.renew("b", seconds=3)
+    bench.agents.down.add("b")
+    outcome = await KVNodeReconciler(bench.deps).reconcile(NODE)
+    assert isinstance(outcome, Requeue)
+    assert outcome.after_seconds < 5
