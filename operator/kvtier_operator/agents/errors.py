@@ -14,6 +14,8 @@ from kvtier.v1 import common_pb2 as common
 from kvtier_operator.ports import AgentError, AgentUnreachable
 
 ERROR_KEY = "kvtier-error-bin"
+UNKNOWN_REASON = "REASON_UNKNOWN"
+_REASONS = frozenset(common.Reason.keys())
 
 
 def error_for(
@@ -38,3 +40,8 @@ def agent_error(node: str, detail: common.ErrorDetail) -> AgentError:
     except ValueError:
         reason = f"REASON_{int(detail.reason)}"
     return AgentError(node, reason, detail.message, detail.retry_after_ms / 1000.0, dict(detail.facts))
+
+
+def reason_label(reason: str) -> str:
+    """Of a metric, whose labels are of a fixed set: every number that is not known here has one."""
+    return reason if reason in _REASONS else UNKNOWN_REASON

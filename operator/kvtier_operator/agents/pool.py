@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from kvtier.v1 import control_pb2 as control
 from kvtier.v1.control_pb2_grpc import ControlStub
-from kvtier_operator.agents.errors import error_for
+from kvtier_operator.agents.errors import error_for, reason_label
 from kvtier_operator.agents.evidencereads import READ_SECONDS
 from kvtier_operator.agents.stamps import Stamps
 from kvtier_operator.ports import (
@@ -213,7 +213,7 @@ class GrpcAgents:
             try:
                 return await self._send(node, method, request, answer, budget)
             except AgentError as error:
-                code = error.reason
+                code = reason_label(error.reason)
                 raise
             except AgentUnreachable as error:
                 code = error.code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
+from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier.v1.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
 from kvtier_operator.agents import pool
+from kvtier_operator.agents.errors import ERROR_KEY
 from kvtier_operator.agents.evidencereads import EvidenceReads
 from kvtier_operator.agents.pool import MAX_CONCURRENT, MAX_PER_NODE, GrpcAgents
 from kvtier_operator.metrics import Metrics
-from kvtier_operator.ports import AgentTarget, AgentTls, AgentUnreachable, NotLeader
+from kvtier_operator.ports import AgentError, AgentTarget, AgentTls, AgentUnreachable, NotLeader
 from kvtier_operator.telemetry import build_telemetry
 
 TLS = AgentTls(Path("none"), Path("none"), Path("none"))
@@ -91,9 +94,8 @@ class Bench:
     def __init__(self) -> None:
         self.leader, self.wire = Leading(), Wire()
         telemetry = build_telemetry(otlp_endpoint="", instance="test", version="0")
-        self.agents = GrpcAgents(
-            TLS, self.leader, telemetry, Metrics(CollectorRegistry()), channels=self.wire.connect
-        )
+        self.metrics = Metrics(CollectorRegistry())
+        self.agents = GrpcAgents(TLS, self.leader, telemetry, self.metrics, channels=self.wire.connect)
 
 
 def node(name: str, address: str = "") -> AgentTarget:
@@ -137,6 +139,26 @@ async def test_waiting_for_a_turn_counts_against_the_deadline() -> None:
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_reasons_that_are_not_known_have_one_label_together() -> None:
+    """A newer agent may have any; each would be a time series for as long as the process lives."""
+    bench = Bench()
+    detail = common.ErrorDetail()
+
+    def refuse(request: Any) -> None:
+        trailing = grpc.aio.Metadata((ERROR_KEY, detail.SerializeToString()))
+        raise grpc.aio.AioRpcError(grpc.StatusCode.ABORTED, grpc.aio.Metadata(), trailing)
+
+    bench.wire.on_call = refuse
+    for number in (7001, 7002, 7003, common.FENCE_STALE):
+        detail.reason = number  # type: ignore[assignment]
+        with pytest.raises(AgentError) as told:
+            await bench.agents.prove(node("a"), control.ProveRequest())
+        assert told.value.reason == ("FENCE_STALE" if number < 7000 else f"REASON_{number}")
+    shown = generate_latest(bench.metrics.registry).decode()
+    counted = re.findall(r'rpc_duration_seconds_count{code="(\w+)",method="Prove"} (\S+)', shown)
+    assert counted == [("REASON_UNKNOWN", "3.0"), ("FENCE_STALE", "1.0")]
 
 
 async def test_calls_that_hang_do_not_hold_up_renewals() -> None:
