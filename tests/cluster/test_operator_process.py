@@ -99,10 +99,8 @@ def test_of_two_operators_one_leads_and_the_other_takes_over_at_once(world: Worl
             second.stop()
 
 
-def test_a_cache_deleted_while_its_only_node_is_gone_does_not_hang_and_the_node_is_cleaned_later(
-    world: World,
-) -> None:
-    """The finalizer goes after the grace; the agent that comes back with the cache is told to forget it."""
+def test_an_agent_forgets_a_cache_that_went_while_no_operator_ran(world: World) -> None:
+    """Its finalizer was removed by hand, so that nobody has told the agent; the next operator does."""
     with operator(world.cluster, world.folder, "orphan-1"):
         apply(world.cluster, kv_cache("orphan", NAMESPACE, POOL))
         cache = wait_condition(world.cluster, "kvcache/orphan", NAMESPACE, "Ready", "True")

@@ -116,12 +116,22 @@ async def test_units_of_a_process_without_the_bad_counter_are_missing() -> None:
     assert (await read(fake, 1036.0)).above == Above(1030, 30, 0, True)
 
 
-async def test_a_selector_that_matches_nothing_is_no_data() -> None:
-    fake = FakePrometheus()
-    fake.count("requests", [(990.0, 100), (1020.0, 5000)])
-    got = await read(fake, 1036.0)
-    assert (got.above, got.error) == (None, None)
-    assert verdict(got).reason is Reason.NO_DATA
+@pytest.mark.parametrize(
+    ("text", "requests"),
+    [
+        pytest.param(COUNTERS, 5000, id="one-of-two"),
+        pytest.param(COUNTERS, 0, id="both"),
+        pytest.param("exponential(latency)", 0, id="histogram"),
+        pytest.param("depth", 0, id="value"),
+    ],
+)
+async def test_a_selector_that_matches_nothing_is_no_data(text: str, requests: int) -> None:
+    fake = FakePrometheus(expressions={"depth": {"resultType": "vector", "result": []}})
+    if requests:
+        fake.count("requests", [(990.0, 100), (1020.0, requests)])
+    got = await read(fake, 1036.0, text=text)
+    assert (got.above, got.value, got.error) == (None, None, None)
+    assert verdict(got, text).reason is Reason.NO_DATA
 
 
 async def test_stale_samples_are_an_error() -> None:

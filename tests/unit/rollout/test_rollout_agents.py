@@ -364,6 +364,25 @@ async def test_wrong_digest_is_never_called_restored() -> None:
     assert world.condition("Degraded")["reason"] == "BaselineUnproved"
 
 
+async def test_a_proof_of_an_earlier_return_proves_nothing_now() -> None:
+    world = World()
+    await to_canary(world)
+    world.intent("Abort", 1)
+    await world.until("RolledBack")
+    assert world.condition("BaselineRestored")["status"] == "True"
+    world.intent("Retry", 2)
+    await to_canary(world)
+    world.sims["node-0"].cut_off = True
+    world.intent("Abort", 3, attempt=2)
+    await world.run(3)
+    assert world.where[0] == "RollingBack"
+    assert world.condition("CandidateRevoked")["status"] == "False"
+    await world.run(30)
+    assert world.where[0] == "RollingBack"
+    assert world.status["rollback"]["missing"] == ["node-0"]
+    assert world.condition("BaselineRestored")["status"] == "False"
+
+
 async def test_an_agent_that_still_holds_the_candidate_is_neither_revoked_nor_restored() -> None:
     """It has answered, and its proof is of our nonce: what it says is that something is left."""
     world = World()

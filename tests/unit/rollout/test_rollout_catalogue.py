@@ -1,23 +1,31 @@
 """The specification's mutations of a release (N.11 from 22 on).
 
 Its codes as this API writes them are in docs/guides/rollouts.md: the same words in CamelCase, as conditions
-have them, where a rollout is refused; the cause of its return where one is under way. N.11.36 and 38 are of
-the data plane as well: here what they mean for a release.
+have them, where a rollout is refused; the cause of its return where one is under way. N.11.36 and 37 are of
+the data plane as well (docs/release.md names those tests): here what they mean for a release.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.v1 import control_pb2 as control
+from kvtier_core.errors import CoreError, Reason
 from kvtier_evidence import metrics
 from kvtier_evidence.limits import LimitError
-from kvtier_operator.ports import Kind
+from kvtier_operator.ports import JsonObject, Kind, ObjectKey, PatchOp
+from kvtier_operator.proofs import nonce_digest
+from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
+from kvtier_operator.rollout.messenger import checked
 from kvtier_operator.rollout.spec import SpecError, parse_spec
-from kvtier_operator.rollout.vocabulary import STAGE_ORDER, Stage, Verdict
+from kvtier_operator.rollout.vocabulary import STAGE_ORDER, Cause, Stage, Verdict
 from tests.unit.agent.agent_fakes import Bench
 from tests.unit.rollout.rollout_world import World, copied, held
 
@@ -146,6 +154,11 @@ async def test_of_many_such_limits_some_are_named_and_the_message_is_not_cut() -
     [
         pytest.param(stages("Canary", "Ramp", "Full"), id="N.11.22-skips-shadow"),
         pytest.param(stages("Shadow", "Ramp", "Canary", "Full"), id="N.11.22-another-order"),
+        pytest.param(stages("Shadow", "Canary", "Canary", "Full"), id="N.11.22-a-stage-twice"),
+        pytest.param([], id="N.11.22-no-stage"),
+        pytest.param(
+            stages("Shadow", "Canary", "Ramp", "Full", steps=("1%", "50%")), id="N.11.23-below-canary"
+        ),
         pytest.param(
             stages("Shadow", "Canary", "Ramp", "Full", steps=("50%", "10%")), id="N.11.23-goes-down"
         ),
@@ -247,54 +260,87 @@ def lose_the_candidate(world: World) -> None:
     del world.api.objects[next(key for key in world.api.objects if key.kind is Kind.KV_SELECTOR)]
 
 
-@dataclass(frozen=True)
-class Harm:
-    """Something that returns a rollout, and the cause that is written."""
-
-    cause: str
-
-    def happen(self, world: World) -> None:
-        if self.cause == "GateFailed":
-            world.feed.gates["output"] = Verdict.FAIL
-        elif self.cause == "IntentAbort":
-            world.intent("Abort", 1)
-        elif self.cause == "InputDrift":
-            lose_the_candidate(world)
-        elif self.cause == "InfeasibleNode":
-            world.sims["node-0"].refuse = "NO_DESTINATION_CAPACITY"
-            world.sims["node-0"].boot()
-        elif self.cause == "ManifestMismatch":
-            world.sims["node-0"].refuse = "NUMERICS_MISMATCH"
-            world.sims["node-0"].boot()
-        elif self.cause == "AgentLost":
-            world.edit(onLeaseExpired="RollBack")
-            world.sims["node-0"].cut_off = True
-        else:
-            world.clock.seconds += 3600
+def a_gate_fails(world: World) -> None:
+    world.feed.gates["output"] = Verdict.FAIL
 
 
-@pytest.mark.parametrize(
-    "cause",
-    [
-        "GateFailed",
-        "IntentAbort",
-        "InputDrift",
-        "InfeasibleNode",
-        "ManifestMismatch",
-        "AgentLost",
-        "DeadlineExceeded",
-    ],
-)
-async def test_n_11_34_every_return_is_to_the_exact_baseline(cause: str) -> None:
-    world = World(onLeaseExpired="RollBack" if cause == "DeadlineExceeded" else "Resume")
+def a_person_aborts(world: World) -> None:
+    world.intent("Abort", 1)
+
+
+def an_agent_is_full(world: World) -> None:
+    world.sims["node-0"].refuse = "NO_DESTINATION_CAPACITY"
+    world.sims["node-0"].boot()
+
+
+def an_agent_computes_otherwise(world: World) -> None:
+    world.sims["node-0"].refuse = "NUMERICS_MISMATCH"
+    world.sims["node-0"].boot()
+
+
+def an_agent_is_lost(world: World) -> None:
+    world.edit(onLeaseExpired="RollBack")
+    world.sims["node-0"].cut_off = True
+
+
+def the_leases_end(world: World) -> None:
+    world.edit(onLeaseExpired="RollBack")
+    world.clock.seconds += 15
+
+
+def the_time_is_over(world: World) -> None:
+    world.clock.seconds += 3600
+
+
+def it_is_deleted(world: World) -> None:
+    world.api.objects[world.rollout]["metadata"]["finalizers"].append("example.com/somebody-elses")
+    world.api.ask_to_delete(world.rollout)
+
+
+def its_cache_is_deleted(world: World) -> None:
+    del world.api.objects[world.cache_key]
+
+
+RETURNS: list[tuple[Cause, Callable[[World], None]]] = [
+    (Cause.GATE_FAILED, a_gate_fails),
+    (Cause.INTENT_ABORT, a_person_aborts),
+    (Cause.INPUT_DRIFT, lose_the_candidate),
+    (Cause.INFEASIBLE_NODE, an_agent_is_full),
+    (Cause.MANIFEST_MISMATCH, an_agent_computes_otherwise),
+    (Cause.AGENT_LOST, an_agent_is_lost),
+    (Cause.LEASE_EXPIRED, the_leases_end),
+    (Cause.DEADLINE_EXCEEDED, the_time_is_over),
+    (Cause.OBJECT_DELETED, it_is_deleted),
+    (Cause.OBJECT_DELETED, its_cache_is_deleted),
+]
+
+
+@pytest.mark.parametrize(("cause", "harm"), RETURNS, ids=lambda value: getattr(value, "__name__", value))
+async def test_n_11_34_every_return_is_to_the_exact_baseline(
+    cause: Cause, harm: Callable[[World], None]
+) -> None:
+    world = World()
     await world.until("Progressing", "Canary")
     await world.run(3)
-    Harm(cause).happen(world)
+    swap, told = world.api.compare_and_swap, set[tuple[str, str]]()
+
+    async def heard(key: ObjectKey, ops: Sequence[PatchOp], *, subresource: str = "status") -> JsonObject:
+        answer = await swap(key, ops, subresource=subresource)
+        rollback = (answer.get("status") or {}).get("rollback")
+        if key == world.rollout and rollback:
+            told.add((rollback["cause"], rollback["targetDigest"]))
+        return answer
+
+    world.api.compare_and_swap = heard  # type: ignore[method-assign]
+    harm(world)
     await world.run(60)
     assert world.where[1] == "ExactBaseline"
-    rollback = world.status["rollback"]
-    assert (rollback["cause"], rollback["targetDigest"]) == (cause, world.baseline)
+    assert told == {(cause, world.baseline)}, "from the first moment on"
     assert held(world) == []
+
+
+def test_n_11_34_no_cause_of_a_return_is_left_out() -> None:
+    assert {cause for cause, _ in RETURNS} == set(Cause)
 
 
 @pytest.mark.parametrize("completed", [False, True], ids=["in-full", "after-completed"])
@@ -320,6 +366,46 @@ async def test_n_11_36_a_proof_that_is_not_of_our_nonce_restores_nothing(
     assert world.condition("BaselineRestored")["status"] == "False"
 
 
+@pytest.mark.parametrize(
+    ("nonce", "life", "made_over", "counts"),
+    [
+        pytest.param(b"ours", "boot-1", "sha256:b", True, id="ours"),
+        pytest.param(b"of another time", "boot-1", "sha256:b", False, id="another-nonce"),
+        pytest.param(b"ours", "boot-0", "sha256:b", False, id="another-life"),
+        pytest.param(b"ours", "boot-1", "sha256:c", False, id="another-digest-than-it-says"),
+    ],
+)
+def test_n_11_36_what_a_proof_must_be_of(nonce: bytes, life: str, made_over: str, counts: bool) -> None:
+    proof = control.Proof(node="node-0", boot_id=life, baseline_digest="sha256:b")
+    proof.nonce_digest = nonce_digest(nonce, made_over, "", life)
+    assert checked(proof, b"ours", "boot-1").valid is counts
+    proof.nonce_digest = b""
+    assert not checked(proof, b"ours", "boot-1").valid
+
+
+async def test_n_11_36_no_two_questions_have_one_nonce() -> None:
+    """Or the answer to an earlier one would be a proof."""
+    world = World()
+    numbers = itertools.count(1)
+    world.deps = replace(world.deps, nonce=lambda: next(numbers).to_bytes(16, "big"))
+    world.operator = KVRolloutReconciler(world.deps, feed=world.feed)
+    asked: list[bytes] = []
+    for sim in world.sims.values():
+        for verb in ("grant", "revoke"):
+            original = getattr(sim, verb)
+
+            def heard(request: Any, original: Any = original) -> Any:
+                asked.append(request.nonce)
+                return original(request)
+
+            setattr(sim, verb, heard)
+    await world.until("Progressing", "Canary")
+    world.sims["node-1"].lie_about_baseline = "sha256:" + "f" * 64
+    world.intent("Abort", 1)
+    await world.run(5)
+    assert len(asked) > 6 and len(set(asked)) == len(asked)
+
+
 async def test_n_11_37_a_deletion_waits_for_the_lease_of_who_cannot_be_asked() -> None:
     world = World()
     await world.until("Progressing", "Canary")
@@ -341,7 +427,14 @@ async def test_n_11_38_what_was_removed_is_not_served_after_a_restart(tmp_path: 
     again = Bench(tmp_path)
     await again.node.restore()
     assert again.node.caches == {}
-    assert again.node.highest_fence(bench.command().cache.uid) > 0
+    with pytest.raises(CoreError) as unknown:
+        again.node.host(bench.command().cache)
+    assert unknown.value.reason is Reason.CACHE_UNKNOWN
+    # Nor does the command bring it back that first brought it: an older operator may repeat that.
+    with pytest.raises(CoreError) as stale:
+        await again.apply()
+    assert stale.value.reason is Reason.FENCE_STALE
+    assert again.node.caches == {}
 
 
 # What each row is answered with, read from what production code has written.
@@ -374,6 +467,46 @@ async def waited_for(gate: str, stage: str, **spec: Any) -> str:
     assert world.where[1] == stage
     (row,) = [row for row in world.status["gates"] if row["name"] == gate]
     return f"{row['verdict']} {row['name']}"
+
+
+async def proved_by_whom_nobody_asked() -> str:
+    world = World()
+    await world.until("Progressing", "Canary")
+    for sim in world.sims.values():
+        original = sim.revoke
+
+        def forged(request: Any, original: Any = original) -> Any:
+            answer = original(request)
+            answer.proof.nonce_digest = b"of another nonce"
+            return answer
+
+        sim.revoke = forged  # type: ignore[method-assign]
+    world.intent("Abort", 1)
+    await world.run(60)
+    return str(world.condition("BaselineRestored")["reason"])
+
+
+async def deleted_while_a_lease_runs() -> str:
+    world = World()
+    await world.until("Progressing", "Canary")
+    world.sims["node-0"].cut_off = True
+    world.api.ask_to_delete(world.rollout)
+    await world.run(8)
+    return str(world.condition("CandidateRevoked")["reason"])
+
+
+async def asked_for_after_a_removal() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        await bench.apply()
+        await bench.node.remove_cache(bench.command())
+        assert not await bench.node.close(5.0)
+        again = Bench(Path(folder))
+        await again.node.restore()
+        with pytest.raises(CoreError) as refused:
+            again.node.host(bench.command().cache)
+        assert not await again.node.close(5.0)
+        return str(refused.value.reason)
 
 
 def without(*metrics_left_out: str) -> list[dict[str, Any]]:
@@ -418,6 +551,9 @@ ANSWERS: dict[str, tuple[str, str, Any]] = {
     ),
     "33": ("GATE_FAILED", "GateFailed", lambda: returned(metrics.REPLAY_FAILURES)),
     "35": ("RELEASE_ORDER", "GateFailed", lambda: returned("output", "Full")),
+    "36": ("AUTH_FAILED", "Proving", proved_by_whom_nobody_asked),
+    "37": ("LEASES_HELD", "Revoking", deleted_while_a_lease_runs),
+    "38": ("DELETED_SERVED", "CACHE_UNKNOWN", asked_for_after_a_removal),
 }
 
 

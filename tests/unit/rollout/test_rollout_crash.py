@@ -3,12 +3,14 @@ operator goes on from the objects alone, to the same outcome, with the same writ
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from kvtier_operator.ports import JsonObject, ObjectKey, PatchOp, PatchVerb
+from kvtier_operator.reconcile.kvrollout import KVRolloutReconciler
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World, held
 
@@ -186,3 +188,81 @@ async def test_two_operators_at_once_are_harmless() -> None:
         world.clock.seconds += 0.5
     assert world.where[0] == "Completed"
     assert len(held(world)) == 2
+
+
+EFFECTS = ("apply", "compare_and_swap", "delete", "grant", "revoke")
+
+
+class Stopping:
+    """A port of the older operator, which waits before each of its effects."""
+
+    def __init__(self, port: Any, wait: Callable[[], Awaitable[None]]) -> None:
+        self._port, self._wait = port, wait
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._port, name)
+        if name not in EFFECTS:
+            return call
+
+        async def later(*given: Any, **named: Any) -> Any:
+            await self._wait()
+            return await call(*given, **named)
+
+        return later
+
+
+async def stopped_before(n: int, harm: bool) -> bool:
+    """An operator stops before its n-th effect, another works meanwhile, then the first goes on with what it
+    had decided. Whether it came so far at all. `harm`: it is seen after the first has stopped."""
+    world = World(stages=STAGES)
+    deps, effects, numbers = world.deps, 0, list[int]()
+    world.restart()
+    newer, swap = world.operator, world.api.compare_and_swap
+
+    async def watched(key: ObjectKey, ops: Sequence[PatchOp], *, subresource: str = "status") -> JsonObject:
+        answer = await swap(key, ops, subresource=subresource)
+        if key == world.cache_key and (PatchVerb.ADD, "/status/fence") in [(op.verb, op.path) for op in ops]:
+            numbers.append(answer["status"]["fence"])
+        return answer
+
+    async def meanwhile() -> None:
+        nonlocal effects
+        effects += 1
+        if effects != n:
+            return
+        world.operator = newer
+        if harm:
+            world.feed.gates["output"] = Verdict.FAIL
+        for _ in range(8):
+            await world.pass_()
+            world.renew()
+            world.clock.seconds += 1
+
+    world.api.compare_and_swap = watched  # type: ignore[method-assign]
+    api: Any = Stopping(world.api, meanwhile)
+    agents: Any = Stopping(deps.agents, meanwhile)
+    world.operator = KVRolloutReconciler(replace(deps, api=api, agents=agents), feed=world.feed)
+    for _ in range(120):
+        await world.pass_()
+        if world.where[0] == "RolledBack" or (world.where[0] == "Completed" and not (harm and effects >= n)):
+            break
+        world.renew()
+        world.clock.seconds += 1
+    reached = effects >= n
+    assert world.where[0] == ("RolledBack" if harm and reached else "Completed")
+    assert numbers == sorted(set(numbers)), "a number was used twice"
+    for sim in world.sims.values():
+        fences = [fence for fence, _, _ in sim.grants]
+        assert fences == sorted(fences), "an agent obeyed who had been overtaken"
+        assert len({(fence, stage) for fence, stage, _ in sim.grants}) == len(set(fences))
+    assert len(held(world)) == (0 if harm and reached else 2)
+    return reached
+
+
+@pytest.mark.parametrize("harm", [False, True], ids=["it-goes-on", "it-returns"])
+async def test_an_overtaken_operator_that_goes_on_before_any_effect_takes_nothing_back(harm: bool) -> None:
+    """As if no gate had kept it: its numbers are refused by the API server, and by agents."""
+    n = 1
+    while await stopped_before(n, harm):
+        n += 1
+    assert n > 20

@@ -204,7 +204,16 @@ async def test_each_return_is_counted_once_by_its_cause() -> None:
     world.operator = KVRolloutReconciler(world.deps, feed=world.feed)
     await world.until("Progressing", "Canary")
     assert counted == []
+    world.sims["node-1"].cut_off = True
     world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RollingBack")
+    # Another number for the same return is no other return.
+    cache = copied(world.api.objects[world.cache_key])
+    cache["status"]["fence"] += 5
+    world.api.put(cache)
+    await world.run(5)
+    assert (world.where[0], world.status["fence"]) == ("RollingBack", cache["status"]["fence"] + 1)
+    world.sims["node-1"].cut_off = False
     await world.until("RolledBack")
     await world.run(5)
     assert counted == ["GateFailed"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier_operator.ports import Requeue
+from kvtier_operator.ports import Done, Requeue
 from kvtier_operator.rollout.vocabulary import Verdict
 from tests.unit.rollout.rollout_world import World
 
@@ -61,9 +61,10 @@ async def test_the_windows_of_an_attempt_that_is_over_are_forgotten() -> None:
     assert set(forgotten) == {"uid-quest"}
 
 
-async def test_one_that_has_returned_asks_nobody_anything() -> None:
-    """Thousands that are over may stay, and are looked at again every few minutes."""
-    world = World()
+@pytest.mark.parametrize("kept", ["24h", "0s"], ids=["for-a-day", "for-ever"])
+async def test_one_that_has_returned_asks_nobody_anything(kept: str) -> None:
+    """Thousands that are over may stay: one that is to go is looked at once an hour, others never."""
+    world = World(ttlAfterFinished=kept)
     await world.until("Progressing", "Canary")
     world.feed.gates["output"] = Verdict.FAIL
     await world.until("RolledBack")
@@ -74,7 +75,10 @@ async def test_one_that_has_returned_asks_nobody_anything() -> None:
     outcome = await world.pass_()
     await world.run(300, tick=60.0)
     assert (asked, world.feed.looks, world.api.writes) == ([], looks, writes)
-    assert isinstance(outcome, Requeue) and outcome.after_seconds > 3000.0
+    if kept == "24h":
+        assert isinstance(outcome, Requeue) and outcome.after_seconds > 3000.0
+    else:
+        assert outcome == Done()
 
 
 async def test_a_rollout_that_is_deleted_is_forgotten() -> None:

@@ -337,12 +337,19 @@ async def test_each_intent_is_obeyed_once() -> None:
     writes = world.api.writes
     await world.run(30)
     assert world.api.writes == writes
+    # Nor is one lost that comes after an answer.
+    world.intent("Skip", 2)
+    await world.run(5)
+    assert world.where[1] == "Ramp"
+    assert (world.status["lastIntent"]["seq"], world.status["lastIntent"]["result"]) == (2, "Accepted")
 
 
 async def test_abort_needs_no_running_evidence() -> None:
     world = World()
     await world.until("Progressing", "Ramp")
     world.feed.default = Verdict.PROVIDER_ERROR
+    await world.run(5)
+    assert world.condition("Degraded")["reason"] == "ProviderError"
     world.intent("Abort", 9)
     await world.until("RolledBack", limit=30)
     assert world.status["rollback"]["cause"] == "IntentAbort"

@@ -92,8 +92,17 @@ async def test_an_end_is_never_that_of_a_newer_spec(phase: str) -> None:
 async def test_servable_stays_true_from_start_to_end_and_through_a_return() -> None:
     world = World(stages=QUICK)
     seen = set()
-    for verdict, end in ((Verdict.PASS, "Completed"), (Verdict.FAIL, "RolledBack")):
+    for seq, (verb, verdict, end) in enumerate(
+        [
+            ("", Verdict.PASS, "Completed"),
+            ("Abort", Verdict.PASS, "RolledBack"),
+            ("Retry", Verdict.PASS, "Completed"),
+            ("", Verdict.FAIL, "RolledBack"),
+        ]
+    ):
         world.feed.default = verdict
+        if verb:
+            world.intent(verb, seq)
         for _ in range(300):
             await world.pass_()
             rows = {row["type"]: row["status"] for row in world.status.get("conditions") or []}

@@ -90,9 +90,10 @@ async def test_each_look_is_told_once_with_how_late_it_was() -> None:
     assert 'kvtier_operator_look_lateness_intervals_bucket{le="2.0"} 0.0' in shown
 
 
-@pytest.mark.parametrize("what", ["pause", "edit", "resume"])
+@pytest.mark.parametrize("what", ["pause", "edit", "resume", "crash-loop"])
 async def test_the_deadline_is_absolute(what: str) -> None:
-    """Neither a pause, nor an edit of the gates, nor a step that is opened again moves it."""
+    """Neither a pause, nor an edit of the gates, nor a step that is opened again moves it, nor an agent that
+    starts and starts again."""
     world = World(progressDeadline="4m")
     world.feed.default = Verdict.INSUFFICIENT
     await world.until("Progressing", "Shadow")
@@ -105,13 +106,21 @@ async def test_the_deadline_is_absolute(what: str) -> None:
         gates = [dict(gate) for gate in world.api.objects[world.rollout]["spec"]["gates"]]
         gates[0]["max"] = "0.07"
         world.edit(gates=gates)
-    else:
+    elif what == "resume":
         world.clock.seconds += 15
-    await world.run(20)
+
+    async def run(seconds: float) -> None:
+        end = world.clock.seconds + seconds
+        while world.clock.seconds < end:
+            if what == "crash-loop":
+                world.sims["node-1"].boot()
+            await world.run(min(3.0, end - world.clock.seconds))
+
+    await run(20)
     assert world.status["schedule"]["deadlineAt"] == until
-    await world.run(began + 230 - world.clock.seconds)
+    await run(began + 230 - world.clock.seconds)
     assert "rollback" not in world.status
-    await world.run(20)
+    await run(20)
     assert world.status["rollback"]["cause"] == "DeadlineExceeded"
 
 
