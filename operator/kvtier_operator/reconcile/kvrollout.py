@@ -389,6 +389,7 @@ class KVRolloutReconciler:
             state=state,
             spec=facts.spec,
             manifest=facts.compiled.data,
+            notices=run.notices,
         )
         views = {view.node: view for view in facts.pool.views}
         run.tried.update(_mark(rpc, state) for rpc in rpcs)

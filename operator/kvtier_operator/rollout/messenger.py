@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
-from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable, Deps, EventType, JsonObject
+from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable, Deps, JsonObject
 from kvtier_operator.proofs import nonce_digest
 from kvtier_operator.rollout.agentwatch import REFUSED
 from kvtier_operator.rollout.grants import grant_request, revoke_request
-from kvtier_operator.rollout.inputs import AgentView, Grant, ProofView, Revoke, Rpc
+from kvtier_operator.rollout.inputs import AgentView, Grant, Notice, ProofView, Revoke, Rpc
 from kvtier_operator.rollout.observe import Memory
 from kvtier_operator.rollout.spec import RolloutSpec
 from kvtier_operator.rollout.state import RolloutState
@@ -37,6 +37,8 @@ class Sent:
     state: RolloutState
     spec: RolloutSpec | None
     manifest: bytes
+    notices: list[tuple[JsonObject, Notice]]
+    """Where to put what people are told of it, afterwards: no other agent waits for an Event."""
 
     @property
     def uid(self) -> str:
@@ -73,7 +75,7 @@ class Messenger:
                 return await self._once(sent, rpc, target, view, memory, budget)
             except AgentError as error:
                 if error.reason != REBOOTED or not error.facts.get("boot_id"):
-                    return await self._refused(sent, rpc, view, error)
+                    return self._refused(sent, rpc, view, error)
                 # It restarted since it was looked at; the boot id guards against commands of another life.
                 target = replace(target, boot_id=error.facts["boot_id"])
                 memory.boots[target.name] = target.boot_id
@@ -85,7 +87,7 @@ class Messenger:
             try:
                 return await self._once(sent, rpc, target, view, memory, left)
             except AgentError as error:
-                return await self._refused(sent, rpc, view, error)
+                return self._refused(sent, rpc, view, error)
             except AgentUnreachable as error:
                 return self._silent(view, error)
 
@@ -163,15 +165,11 @@ class Messenger:
             refusal="",
         )
 
-    async def _refused(self, sent: Sent, rpc: Rpc, view: AgentView, error: AgentError) -> AgentView:
+    def _refused(self, sent: Sent, rpc: Rpc, view: AgentView, error: AgentError) -> AgentView:
         highest = int(error.facts.get("highest_fence") or 0)
         _log.info("agent refused", extra={"node": error.node, "reason": error.reason})
-        await self._deps.api.event(
-            sent.rollout,
-            EventType.WARNING,
-            f"{type(rpc).__name__}Refused",
-            f"{error.node}: {error.reason}: {error.message}",
-        )
+        said = f"{error.node}: {error.reason}: {error.message}"
+        sent.notices.append((sent.rollout, Notice(True, f"{type(rpc).__name__}Refused", said)))
         return replace(
             view,
             reachable=True,

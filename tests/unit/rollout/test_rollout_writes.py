@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -244,6 +245,33 @@ async def test_what_a_run_that_was_cut_off_had_not_told_the_next_one_tells(
         1,
         1,
     ]
+
+
+async def test_no_agent_is_told_later_because_another_ones_refusal_is_an_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Events may have a store of their own, which may hang."""
+    world = World()
+    world.sims["node-0"].refuse = "BUDGET_EXCEEDED"
+    post, send = world.api.event, world.operator._messenger.send
+    under_way = 0
+
+    async def watched(*arguments: Any) -> Any:
+        nonlocal under_way
+        under_way += 1
+        try:
+            return await send(*arguments)
+        finally:
+            under_way -= 1
+
+    async def event(regarding: JsonObject, type: EventType, reason: str, message: str) -> None:
+        assert not under_way, f"{reason} while agents are told"
+        await post(regarding, type, reason, message)
+
+    monkeypatch.setattr(world.operator._messenger, "send", watched)
+    monkeypatch.setattr(world.api, "event", event)
+    await world.run(30)
+    assert "GrantRefused" in [reason for reason, _ in world.api.events]
 
 
 async def test_what_is_written_before_an_agent_knows_the_candidate() -> None:
