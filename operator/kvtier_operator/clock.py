@@ -8,13 +8,14 @@ from datetime import UTC, datetime
 
 
 class SystemClock:
-    """Implements `kvtier_operator.ports.Clock`."""
+    """Implements `kvtier_operator.ports.Clock`. Its monotonic time goes on while the machine is suspended: a
+    leader that was, must not take the Lease that others have seen end for its own."""
 
     def now(self) -> datetime:
         return datetime.now(UTC)
 
     def monotonic(self) -> float:
-        return time.monotonic()
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -31,8 +31,11 @@ from kvtier_operator.ports import ObjectKey as Key
 _log = logging.getLogger(__name__)
 
 LEASE_NAME = "kvtier-operator"
+LABELS = {"kvtier.dev/component": "operator"}
+"""By which operators watch each other's Lease."""
 # For both requests of a release: a server that is slow then is worth waiting for, or the next leader waits.
 RELEASE_SECONDS = 8.0
+RELEASE_AGAIN_SECONDS = 0.2
 
 
 class LeaseApi(Protocol):
@@ -96,6 +99,10 @@ class LeaseElection:
         self._held_until = 0.0
         self._since: float | None = None
         self._seen = _Seen()
+        self._mine: JsonObject | None = None
+        self._free = asyncio.Event()
+        self.trouble = ""
+        """What the last try failed by; empty when it got an answer."""
 
     def check(self) -> None:
         if self._since is None or self._clock.monotonic() >= self._held_until:
@@ -111,21 +118,41 @@ class LeaseElection:
     async def run(self) -> None:
         """Tries for ever; a failed request is a try that did not succeed."""
         while True:
-            renewed = await self.step()
-            wait = self._timing.renew if renewed else self._timing.retry
-            wait *= 1.0 + self._timing.jitter * self._randomness()
-            if self._since is not None:
-                wait = min(wait, max(0.0, self._held_until - self._clock.monotonic()))
-            await self._clock.sleep(wait)
+            self._free.clear()
+            began = self._clock.monotonic()
+            wait = self.pause(await self.step(), began)
+            # Not wait_for: in Python 3.11 it may swallow a cancellation that comes with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._free.wait()
+
+    def pause(self, renewed: bool, began: float) -> float:
+        """Seconds until the next try. Counted from when the last one began, as the Lease is: from a slow
+        server's answer on, the gate would close before the next answer comes."""
+        now = self._clock.monotonic()
+        wait = self._timing.renew if renewed else self._timing.retry
+        wait *= 1.0 + self._timing.jitter * self._randomness()
+        if renewed:
+            wait = max(0.0, wait - (now - began))
+        if self._since is not None:
+            wait = min(wait, max(0.0, self._held_until - now))
+        return wait
+
+    def look(self) -> None:
+        """The Lease is said to have no holder: who waits for it tries now. In the loop's thread."""
+        if self._since is None:
+            self._free.set()
 
     async def step(self) -> bool:
         """One try to take or renew, and the consequences. True when the Lease is ours by this try."""
         asked = self._clock.monotonic()
         try:
             async with asyncio.timeout(self._timing.duration - self._timing.margin):
-                held = await self._acquire()
+                held = await self._renew() or await self._acquire()
+            self.trouble = ""
         except (ApiError, TimeoutError) as error:
-            _log.warning("election try failed", extra={"error": str(error)})
+            self.trouble = str(error) or f"no answer within {self._timing.duration - self._timing.margin:g} s"
+            _log.warning("election try failed", extra={"error": self.trouble})
             held = False
             if self._since is not None and self._clock.monotonic() < self._held_until:
                 return False  # still ours by what was granted before
@@ -146,21 +173,45 @@ class LeaseElection:
         self._lose()
         if not held:
             return
-        with contextlib.suppress(ApiError, TimeoutError):
+        with contextlib.suppress(NotFound, TimeoutError):
             async with asyncio.timeout(RELEASE_SECONDS):
-                lease = await self._api.get(self._key)
-                if (lease["spec"].get("holderIdentity") or "") == self._identity:
-                    lease["spec"]["holderIdentity"] = ""
-                    lease["spec"]["leaseDurationSeconds"] = 1
-                    await self._api.replace(lease)
+                while not await self._released():
+                    await self._clock.sleep(RELEASE_AGAIN_SECONDS)
+
+    async def _released(self) -> bool:
+        """False: it did not come to it, as when a renewal that was cut off arrived meanwhile."""
+        try:
+            lease = await self._api.get(self._key)
+            if (lease["spec"].get("holderIdentity") or "") == self._identity:
+                lease["spec"]["holderIdentity"] = ""
+                lease["spec"]["leaseDurationSeconds"] = 1
+                await self._api.replace(lease)
+        except NotFound:
+            raise
+        except ApiError as error:
+            _log.warning("the Lease is not given back yet", extra={"error": str(error)})
+            return False
+        return True
 
     def _lose(self) -> None:
         if self._since is None:
             return
         self._since = None
         self._held_until = 0.0
+        self._mine = None
         _log.warning("not leading any more", extra={"identity": self._identity})
         self._callbacks.stopped()
+
+    async def _renew(self) -> bool:
+        """In one request, by the version that the last try has left: of two, each as slow as a server may be,
+        the Lease would end between them. False: to be looked at, as when anybody else has written it."""
+        if self._since is None or self._mine is None:
+            return False
+        lease, self._mine = self._mine, None
+        lease["spec"]["renewTime"] = format_micro_time(self._clock.now())
+        with contextlib.suppress(Conflict, NotFound):
+            self._mine = await self._api.replace(lease)
+        return self._mine is not None
 
     async def _acquire(self) -> bool:
         now = format_micro_time(self._clock.now())
@@ -182,8 +233,9 @@ class LeaseElection:
         spec["holderIdentity"] = self._identity
         spec["renewTime"] = now
         spec["leaseDurationSeconds"] = int(self._timing.duration)
+        lease["metadata"]["labels"] = {**(lease["metadata"].get("labels") or {}), **LABELS}
         try:
-            await self._api.replace(lease)
+            self._mine = await self._api.replace(lease)
         except Conflict:
             return False
         return True
@@ -192,7 +244,7 @@ class LeaseElection:
         lease: JsonObject = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": Kind.LEASE.value,
-            "metadata": {"name": self._key.name, "namespace": self._key.namespace},
+            "metadata": {"name": self._key.name, "namespace": self._key.namespace, "labels": LABELS},
             "spec": {
                 "holderIdentity": self._identity,
                 "acquireTime": now,
@@ -202,7 +254,7 @@ class LeaseElection:
             },
         }
         try:
-            await self._api.create(lease)
+            self._mine = await self._api.create(lease)
         except AlreadyExists:
             return False
         return True

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import time
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier_operator.clock import SystemClock
 from kvtier_operator.election import Callbacks, LeaseElection, Timing
 from kvtier_operator.ports import (
     AlreadyExists,
     ApiError,
+    Clock,
     Conflict,
     JsonObject,
     NotFound,
@@ -30,8 +35,10 @@ class LeaseServer:
         self.lease: JsonObject | None = None
         self.version = 0
         self.down = False
+        self.asked: list[str] = []
 
     async def get(self, key: ObjectKey) -> JsonObject:
+        self.asked.append("get")
         self._up()
         if self.lease is None:
             raise NotFound(404, "NotFound", str(key))
@@ -44,6 +51,7 @@ class LeaseServer:
         return self._put(manifest)
 
     async def replace(self, manifest: JsonObject) -> JsonObject:
+        self.asked.append("replace")
         self._up()
         assert self.lease is not None
         if manifest["metadata"]["resourceVersion"] != self.lease["metadata"]["resourceVersion"]:
@@ -62,7 +70,7 @@ class LeaseServer:
 
 
 class Candidate:
-    def __init__(self, server: LeaseServer, identity: str, clock: FakeClock) -> None:
+    def __init__(self, server: LeaseServer, identity: str, clock: Clock, timing: Timing = TIMING) -> None:
         self.changes: list[str] = []
         self.clock = clock
         self.election = LeaseElection(
@@ -74,7 +82,7 @@ class Candidate:
             callbacks=Callbacks(
                 lambda: self.changes.append("started"), lambda: self.changes.append("stopped")
             ),
-            timing=TIMING,
+            timing=timing,
         )
 
     def leads(self) -> bool:
@@ -83,6 +91,14 @@ class Candidate:
         except NotLeader:
             return False
         return True
+
+
+async def turn_until(reached: Callable[[], bool]) -> None:
+    for _ in range(1_000_000):
+        if reached():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("never")
 
 
 def two() -> tuple[LeaseServer, FakeClock, Candidate, Candidate]:
@@ -140,6 +156,142 @@ async def test_a_released_lease_is_taken_without_waiting_for_its_end() -> None:
     assert other.leads()
 
 
+async def test_who_waits_for_a_lease_tries_at_once_when_it_is_said_to_be_free() -> None:
+    server, clock = LeaseServer(), FakeClock()
+    patient = Timing(duration=15, renew=5, retry=3600, margin=5, jitter=0)
+    one, other = Candidate(server, "one", clock), Candidate(server, "two", clock, patient)
+    await one.election.step()
+    running = asyncio.create_task(other.election.run())
+    await turn_until(lambda: server.asked.count("get") == 2)
+    other.election.look()
+    await turn_until(lambda: server.asked.count("get") == 3)
+    assert not other.leads(), "it was not free"
+    await one.election.release()
+    other.election.look()
+    await turn_until(other.leads)
+    running.cancel()
+
+
+async def test_operators_find_each_others_lease_by_its_label() -> None:
+    """Also that of an operator that had set none."""
+    server, clock, one, other = two()
+    await one.election.step()
+    assert server.lease is not None
+    assert server.lease["metadata"]["labels"] == {"kvtier.dev/component": "operator"}
+    server.lease["metadata"]["labels"] = {"team": "serving"}
+    await other.election.step()
+    clock.advance(TIMING.duration)
+    await other.election.step()
+    assert other.leads()
+    labels = server.lease["metadata"]["labels"]
+    assert labels == {"team": "serving", "kvtier.dev/component": "operator"}
+
+
+async def test_a_renewal_is_one_request() -> None:
+    """Two, each as slow as a server may be, would take longer than the Lease lasts."""
+    server, clock, one, _ = two()
+    await one.election.step()
+    server.asked.clear()
+    for _ in range(3):
+        clock.advance(5)
+        assert await one.election.step()
+    assert server.asked == ["replace"] * 3
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2.5, 4.5])
+async def test_the_gate_of_a_leader_whose_server_is_slow_stays_open(seconds: float) -> None:
+    server, clock, one, _ = two()
+    await one.election.step()
+    replace = server.replace
+    open_: list[bool] = []
+
+    async def slow(manifest: JsonObject) -> JsonObject:
+        clock.advance(seconds)
+        open_.append(one.leads())
+        return await replace(manifest)
+
+    server.replace = slow  # type: ignore[method-assign]
+    renewed, began = True, clock.monotonic()
+    for _ in range(5):
+        clock.advance(one.election.pause(renewed, began))
+        open_.append(one.leads())
+        began = clock.monotonic()
+        renewed = await one.election.step()
+    assert open_ == [True] * 10
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["written by another", "its answer was lost"])
+async def test_a_lease_that_has_another_version_is_looked_at_and_kept(lost: bool) -> None:
+    server, clock, one, _ = two()
+    await one.election.step()
+    assert server.lease is not None
+    if lost:
+        replace = server.replace
+
+        async def unheard(manifest: JsonObject) -> JsonObject:
+            await replace(manifest)
+            raise ApiError(0, "Unreachable", "no answer")
+
+        server.replace = unheard  # type: ignore[method-assign]
+        clock.advance(5)
+        assert not await one.election.step()
+        server.replace = replace  # type: ignore[method-assign]
+    else:
+        server._put(server.lease | {"metadata": server.lease["metadata"] | {"labels": {"by": "hand"}}})
+    clock.advance(4)
+    assert await one.election.step()
+    clock.advance(9)
+    assert one.leads()
+    assert one.changes == ["started"]
+    assert server.lease["spec"]["leaseTransitions"] == 0
+
+
+async def test_a_lease_that_was_deleted_is_made_again() -> None:
+    server, clock, one, _ = two()
+    await one.election.step()
+    server.lease = None
+    replace = server.replace
+
+    async def gone(manifest: JsonObject) -> JsonObject:
+        if server.lease is None:
+            raise NotFound(404, "NotFound", "")
+        return await replace(manifest)
+
+    server.replace = gone  # type: ignore[method-assign]
+    clock.advance(5)
+    assert await one.election.step()
+    assert server.lease is not None and one.changes == ["started"]
+
+
+async def test_a_release_that_meets_a_renewal_or_a_failure_is_tried_again() -> None:
+    """A renewal that was cut off by the end arrives between the two requests of the release."""
+    server, _, one, other = two()
+    await one.election.step()
+    await other.election.step()
+    replace, troubles = server.replace, [Conflict(409, "Conflict", ""), ApiError(500, "InternalError", "")]
+
+    async def troubled(manifest: JsonObject) -> JsonObject:
+        if troubles:
+            raise troubles.pop(0)
+        return await replace(manifest)
+
+    server.replace = troubled  # type: ignore[method-assign]
+    await one.election.release()
+    assert server.lease is not None and server.lease["spec"]["holderIdentity"] == ""
+    await other.election.step()
+    assert other.leads()
+
+
+async def test_why_no_lease_was_taken_is_known_until_a_try_gets_an_answer() -> None:
+    server, _, one, _ = two()
+    server.down = True
+    await one.election.step()
+    assert one.election.trouble == "0 Unreachable: down"
+    server.down = False
+    await one.election.step()
+    assert one.election.trouble == ""
+
+
 async def test_another_clock_on_the_holders_node_does_not_matter() -> None:
     """Its renewTime lies far in the past by our clock; only what we have seen of changes counts."""
     server, clock, one, other = two()
@@ -150,6 +302,17 @@ async def test_another_clock_on_the_holders_node_does_not_matter() -> None:
     clock.advance(TIMING.duration - 1)
     await other.election.step()
     assert not other.leads()
+
+
+async def test_time_in_which_the_machine_was_suspended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CLOCK_MONOTONIC stands still meanwhile: the gate would still be open when others lead."""
+    seconds = {time.CLOCK_BOOTTIME: 1000.0}
+    monkeypatch.setattr(time, "clock_gettime", seconds.__getitem__)
+    one = Candidate(LeaseServer(), "one", SystemClock())
+    await one.election.step()
+    assert one.leads()
+    seconds[time.CLOCK_BOOTTIME] += TIMING.duration - TIMING.margin
+    assert not one.leads()
 
 
 async def test_losing_a_race_is_not_leading() -> None:
