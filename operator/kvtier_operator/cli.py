@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+SPANS_SECONDS = 5.0
+"""For the last spans to leave: a collector that is gone must not hold up the process' end."""
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -116,7 +119,10 @@ async def serve(options: Options, otlp_endpoint: str) -> int:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await asyncio.to_thread(telemetry.shutdown)
+        # A thread of its own, since whoever ends waits for those of the loop.
+        last = threading.Thread(target=telemetry.shutdown, name="last-spans", daemon=True)
+        last.start()
+        await asyncio.to_thread(last.join, SPANS_SECONDS)
     return 0
 
 
@@ -125,8 +131,16 @@ async def _announce(operator: Operator, options: Options) -> None:
     print(json.dumps({"event": "ready", "identity": options.identity}), flush=True)
 
 
+def _end_now(_number: int, _frame: object) -> None:
+    sys.exit(0)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    # Process 1 of a container has no default action: a signal before the loop would be lost, and the process
+    # killed half a minute later, with the Lease.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_now)
     one_heap()
     configure(arguments.log_level)
     try:

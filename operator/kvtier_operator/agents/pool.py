@@ -186,8 +186,8 @@ class GrpcAgents:
 
     async def close(self) -> None:
         connections, self._connections = list(self._connections.values()), {}
-        for connection in connections:
-            await connection.channel.close(CLOSE_GRACE_SECONDS)
+        # At once: two hundred agents, one after the other, are two hundred graces.
+        await asyncio.gather(*(connection.channel.close(CLOSE_GRACE_SECONDS) for connection in connections))
         for task in list(self._closing):
             await task
 

@@ -264,6 +264,21 @@ async def test_channels_of_agents_that_are_gone_are_closed() -> None:
     assert sorted(bench.wire.closed) == ["a:1", "b:1", "b:2", "c:1"]
 
 
+async def test_at_the_end_all_channels_close_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take its grace; one after the other, two hundred would outlast the process' own."""
+    bench = Bench()
+    for name in ("a", "b", "c"):
+        await bench.agents.get_state(node(name))
+    begun = asyncio.Barrier(3)
+
+    async def close(channel: Channel, grace: float) -> None:
+        await begun.wait()
+
+    monkeypatch.setattr(Channel, "close", close)
+    async with asyncio.timeout(60):
+        await bench.agents.close()
+
+
 async def test_an_agent_at_another_address_is_connected_anew() -> None:
     bench = Bench()
     await bench.agents.get_state(node("a", "here:1"))

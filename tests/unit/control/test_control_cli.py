@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from kvtier_operator import cli
 from kvtier_operator.cli import options_from, parser
 
 
@@ -46,6 +51,41 @@ def test_the_smallest_command_line(files: list[str]) -> None:
 def test_what_cannot_be_used_is_named(files: list[str], changed: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         options_from(parser().parse_args([*files, changed]))
+
+
+def test_a_signal_before_the_loop_ends_the_process(files: list[str]) -> None:
+    """By its own hand: as process 1 of a container it has no default action, and the signal would be lost."""
+    program = (
+        "import os, signal, sys\n"
+        "from kvtier_operator import cli\n"
+        "cli.options_from = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(cli.main(sys.argv[1:]) or 9)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, *files], timeout=120, check=False)
+    assert ended.returncode == 0
+
+
+def test_spans_that_no_collector_takes_do_not_hold_up_the_end(
+    files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ends:
+        def __init__(self, *_: object) -> None:
+            self.ready = asyncio.Event()
+
+        async def run(self, stop: asyncio.Event) -> None:
+            return
+
+    class Stuck:
+        def shutdown(self) -> None:
+            threading.Event().wait()
+
+    monkeypatch.setattr(cli, "SPANS_SECONDS", 0.01)
+    monkeypatch.setattr("kvtier_operator.app.Operator", Ends)
+    monkeypatch.setattr("kvtier_operator.telemetry.build_telemetry", lambda **_: Stuck())
+    monkeypatch.setattr(cli, "small_tls_buffers", lambda: None)
+    monkeypatch.setattr(cli, "rare_collections", lambda: None)
+    options = options_from(parser().parse_args(files))
+    assert asyncio.run(asyncio.wait_for(cli.serve(options, ""), 60)) == 0
 
 
 def test_sources_of_external_metrics_are_a_file(files: list[str], tmp_path: Path) -> None:
