@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,21 +21,24 @@ from kvtier_operator.agents.recent import RecentAgents
 from kvtier_operator.agents.renewal import LeaseRenewer
 from kvtier_operator.clock import SystemClock
 from kvtier_operator.controller import Controller, Limits
-from kvtier_operator.election import Callbacks, LeaseElection, Timing
+from kvtier_operator.election import LEASE_NAME, Callbacks, LeaseElection, Timing
 from kvtier_operator.external.config import ExternalOptions
 from kvtier_operator.external.serving import sources
 from kvtier_operator.fleet import StoreFleet
 from kvtier_operator.health import Health, HealthServer
-from kvtier_operator.kube import KubeClient, Transport, connect
+from kvtier_operator.kube import RESOURCES, KubeClient, Transport, connect
 from kvtier_operator.lastreads import LastReads, Seen
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.ports import (
     Agents,
     AgentTls,
-    ApiError,
     Deps,
+    EventType,
+    Forbidden,
+    JsonObject,
     Kind,
     KubeApi,
+    NotLeader,
     ObjectKey,
     Reconciler,
 )
@@ -43,11 +46,12 @@ from kvtier_operator.queue import Backoff
 from kvtier_operator.reconcile import build_reconcilers
 from kvtier_operator.rollout.beatreads import BeatReads
 from kvtier_operator.rollout.feed import EvidenceFeed
+from kvtier_operator.starting import Starting, before
 from kvtier_operator.store import WatchStore
 from kvtier_operator.telemetry import Telemetry
 from kvtier_operator.watch.kopf_thread import KopfThread, WatchDeps
 from kvtier_operator.watch.relist import Relist, Relisted, looks_after
-from kvtier_operator.watch.triggers import RECONCILED, WATCHED
+from kvtier_operator.watch.triggers import RECONCILED
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +64,8 @@ DEFAULT_LIMITS = {
     Kind.KV_ROLLOUT: Limits(workers=32, reserved=8, backoff=Backoff(limit_seconds=10.0)),
 }
 WATCH_DOWN_SECONDS = 60.0
+REST_SECONDS = 0.5
+"""For reconciles to tell of what they have written, before the Lease is given back: the next leader waits."""
 DRAIN_SECONDS = 3.0
 
 
@@ -121,7 +127,9 @@ class Operator:
         """Until `stop` is set, or a part fails for good (then it raises, and the process should end)."""
         self._loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as stack:
-            transport = await connect(self._options.kubeconfig)
+            transport = await before(stop, connect(self._options.kubeconfig))
+            if transport is None:
+                return
             stack.push_async_callback(transport.close)
             await self._run(stop, stack, transport)
 
@@ -167,12 +175,15 @@ class Operator:
         self._relist = relist
         beats = BeatReads(deps.agents, election, clock)
         looks = EvidenceFeed(deps.agents, clock, external, beats)
-        self._build(build_reconcilers(deps, looks), relist.request)
-        kopf_thread = KopfThread(WatchDeps(self.store, self._from_watch, options.kubeconfig, clock))
+        self._build(build_reconcilers(deps, looks), relist.request, partial(self._tell_forbidden, api))
+        kopf_thread = KopfThread(
+            WatchDeps(self.store, self._from_watch, options.kubeconfig, clock, self._lease_is_free)
+        )
+        starting = Starting(relist.one, ungated.schemas, partial(self._tell_waiting, ungated), clock)
         health = Health(
             alive=lambda: kopf_thread.down_seconds() < WATCH_DOWN_SECONDS,
-            ready=lambda: self.ready.is_set(),
-            leading=lambda: election.leading_since() is not None,
+            waits_for=lambda: "" if self.ready.is_set() else starting.waits_for or "its watches",
+            standing_by=lambda: _standing_by(election),
         )
         server = HealthServer(
             health,
@@ -182,7 +193,7 @@ class Operator:
             host=options.bind_address,
         )
         await stack.enter_async_context(_serving(server))
-        await self._first_lists(relist, stop)
+        await before(stop, starting.run())
         if stop.is_set():
             return
         kopf_thread.start()
@@ -201,8 +212,7 @@ class Operator:
         try:
             await _until(stop, tasks)
         finally:
-            for controller in self._controllers.values():
-                controller.stand_by()
+            await asyncio.gather(*(one.rest(REST_SECONDS) for one in self._controllers.values()))
             await _cancel(tasks)
             await election.release()
 
@@ -214,7 +224,12 @@ class Operator:
         """Nothing is running and nothing is due; for tests that wait for calm."""
         return all(controller.idle for controller in self._controllers.values())
 
-    def _build(self, reconcilers: Sequence[Reconciler], on_overflow: Callable[[], None]) -> None:
+    def _build(
+        self,
+        reconcilers: Sequence[Reconciler],
+        on_overflow: Callable[[], None],
+        on_forbidden: Callable[[ObjectKey, Forbidden], Awaitable[None]],
+    ) -> None:
         for reconciler in reconcilers:
             self._controllers[reconciler.kind] = Controller(
                 reconciler,
@@ -224,23 +239,31 @@ class Operator:
                 telemetry=self._telemetry,
                 metrics=self.metrics,
                 on_overflow=on_overflow,
+                on_forbidden=on_forbidden,
             )
 
-    async def _first_lists(self, relist: Relist, stop: asyncio.Event) -> None:
-        """Before anything is decided, everything that exists has been seen once. Waits for CRDs that are
-        still being installed, and for an API server that is still starting."""
-        wait = 0.2
-        while not stop.is_set():
-            try:
-                for kind in WATCHED:
-                    await relist.one(kind)
-                return
-            except ApiError as error:
-                _log.warning("waiting for the API", extra={"error": str(error)})
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait):
-                        await stop.wait()
-                wait = min(5.0, wait * 2)
+    async def _tell_forbidden(self, api: KubeApi, key: ObjectKey, error: Forbidden) -> None:
+        """Where people look: at the object that is not carried on."""
+        obj = self.store.get(key)
+        if obj is not None:
+            with contextlib.suppress(NotLeader):
+                await api.event(obj, EventType.WARNING, "Forbidden", error.message)
+
+    async def _tell_waiting(self, api: KubeApi, message: str) -> None:
+        """On the operator's Lease, which need not exist: it knows no other object that is its own."""
+        lease: JsonObject = {
+            "apiVersion": RESOURCES[Kind.LEASE].api_version,
+            "kind": Kind.LEASE.value,
+            "metadata": {"name": LEASE_NAME, "namespace": self._options.namespace},
+        }
+        await api.event(lease, EventType.WARNING, "NotStarted", message)
+
+    def _lease_is_free(self, namespace: str) -> None:
+        """From kopf's thread."""
+        loop, election = self._loop, self.election
+        if namespace == self._options.namespace and loop is not None and election is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has just been closed
+                loop.call_soon_threadsafe(election.look)
 
     def _started_leading(self) -> None:
         self.metrics.leader(True)
@@ -279,6 +302,12 @@ class Operator:
         controller = self._controllers.get(key.kind)
         if controller is not None:
             controller.add(key, after_seconds, own)
+
+
+def _standing_by(election: LeaseElection) -> str:
+    if election.leading_since() is not None:
+        return ""
+    return f"standing by: {election.trouble}" if election.trouble else "standing by"
 
 
 async def _until(stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:

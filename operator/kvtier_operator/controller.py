@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -20,6 +20,7 @@ from kvtier_operator.ports import (
     ApiError,
     Clock,
     Conflict,
+    Forbidden,
     NotLeader,
     ObjectKey,
     Reconciler,
@@ -34,6 +35,10 @@ MAX_IDLE_SECONDS = 5.0
 MAX_ASKED = 16
 """Of one run's questions; with one more the key runs again in any case."""
 NOT_LEADER_SECONDS = 0.5
+
+
+async def _nobody(_key: ObjectKey, _error: Forbidden) -> None:
+    return
 
 
 class Result(StrEnum):
@@ -66,7 +71,7 @@ class Limits:
     workers: int = 2
     reserved: int = 0
     deadline_seconds: float = 60.0
-    bound: int = 10_000
+    bound: int = 50_000
     backoff: Backoff = field(default_factory=Backoff)
 
 
@@ -83,13 +88,16 @@ class Controller:
         telemetry: TelemetryPort,
         metrics: ControllerMetrics,
         on_overflow: Callable[[], None],
+        on_forbidden: Callable[[ObjectKey, Forbidden], Awaitable[None]] = _nobody,
     ) -> None:
+        """on_forbidden: a run failed for want of a right; bounded by whoever gives it."""
         self._reconciler = reconciler
         self._limits = limits
         self._clock = clock
         self._telemetry = telemetry
         self._metrics = metrics
         self._on_overflow = on_overflow
+        self._on_forbidden = on_forbidden
         self._kind = reconciler.kind.value
         self._state = QueueState(bound=limits.bound, backoff=limits.backoff, randomness=randomness)
         self._changed = asyncio.Event()
@@ -132,6 +140,13 @@ class Controller:
         self._leading.clear()
         for task in self._in_flight:
             task.cancel()
+
+    async def rest(self, seconds: float) -> None:
+        """`stand_by`, but what runs has so long to end: what it has just written, nobody else tells of."""
+        self._leading.clear()
+        if self._in_flight:
+            await asyncio.wait(set(self._in_flight), timeout=seconds)
+        self.stand_by()
 
     async def run(self) -> None:
         """Until cancelled. A run that raises (a defect) ends all of them, so that it is seen. One loop hands
@@ -213,7 +228,7 @@ class Controller:
             "kvtier.resource.namespace": key.namespace,
             "kvtier.resource.name": key.name,
         }
-        result = Result.DONE
+        result = Result.CANCELLED
         requeue: float | None = None
         asked = 0.0
         try:
@@ -221,6 +236,7 @@ class Controller:
                 try:
                     async with asyncio.timeout(self._limits.deadline_seconds):
                         outcome = await self._reconciler.reconcile(key)
+                    result = Result.DONE
                     if isinstance(outcome, Requeue):
                         result, requeue = Result.REQUEUE, outcome.after_seconds
                 except Exception as error:
@@ -234,6 +250,9 @@ class Controller:
             _log.debug("reconcile again", extra={"object": str(key), "error": str(error)})
         except TimeoutError:
             _log.warning("reconcile passed its deadline", extra={"object": str(key)})
+        except Forbidden as error:
+            _log.error("a right is missing", extra={"object": str(key), "error": str(error)})
+            await self._on_forbidden(key, error)
         except Exception:
             _log.exception("reconcile failed", extra={"object": str(key)})
         return result, requeue, asked

@@ -1,7 +1,7 @@
 """Liveness, readiness and metrics over HTTP. Answers questions; decides nothing.
 
 Live means: the loop runs, and the watches have not been down for long. Ready means: everything that exists
-has been listed once. A standby is ready, too.
+has been listed once; until then the answer says what is waited for. A standby is ready, too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 @dataclass(frozen=True)
 class Health:
+    """waits_for: what it needs to start, empty when it has. standing_by: why it does not lead, or empty."""
+
     alive: Callable[[], bool]
-    ready: Callable[[], bool]
-    leading: Callable[[], bool]
+    waits_for: Callable[[], str]
+    standing_by: Callable[[], str]
 
 
 class HealthServer:
@@ -62,9 +64,8 @@ class HealthServer:
         return _answer(self._health.alive(), "ok", "the watches are down")
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        return _answer(
-            self._health.ready(), "leading" if self._health.leading() else "standing by", "still listing"
-        )
+        waits_for = self._health.waits_for()
+        return _answer(not waits_for, self._health.standing_by() or "leading", f"waiting for {waits_for}")
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), content_type="text/plain", charset="utf-8")

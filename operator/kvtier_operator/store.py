@@ -79,6 +79,10 @@ class WatchStore:
             names = self._of_cache.get((namespace, cache), ())
             return [self._spaces[Kind.KV_ROLLOUT][namespace].objects[name] for name in sorted(names)]
 
+    def count(self, kind: Kind) -> int:
+        with self._lock:
+            return self._counts[kind]
+
     def revision(self, kind: Kind) -> int:
         with self._lock:
             return self._revisions[kind]

@@ -20,6 +20,8 @@ from kvtier_operator.kube.resources import RESOURCES, key_of, version_of
 from kvtier_operator.kube.transport import Transport
 from kvtier_operator.ports import (
     FIELD_MANAGER,
+    GROUP,
+    VERSION,
     AlreadyExists,
     ApiError,
     Clock,
@@ -45,6 +47,7 @@ JSON_PATCH = "application/json-patch+json"
 METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 """In place of the object, whose version is in its metadata."""
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+SCHEMAS = f"/openapi/v3/apis/{GROUP}/{VERSION}"
 MAX_SINGLE = 8
 """Objects of a page that are asked for one by one: as many cost about what the page does."""
 
@@ -233,6 +236,10 @@ class KubeClient:
         except NotFound:
             return
 
+    async def schemas(self) -> JsonObject:
+        """What the server publishes of our kinds, as OpenAPI v3."""
+        return await self._request("GET", SCHEMAS)
+
     async def event(self, regarding: JsonObject, type: EventType, reason: str, message: str) -> None:
         metadata = regarding["metadata"]
         uid = metadata.get("uid", "")
@@ -251,8 +258,9 @@ class KubeClient:
             "apiVersion": regarding["apiVersion"],
             "kind": regarding["kind"],
             "name": metadata["name"],
-            "uid": uid,
         }
+        if uid:
+            reference["uid"] = uid
         if metadata.get("namespace"):
             reference["namespace"] = metadata["namespace"]
         body = {

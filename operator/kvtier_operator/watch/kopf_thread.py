@@ -26,7 +26,13 @@ from kvtier_operator.ports import Clock, JsonObject, Kind, ObjectKey
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch.kopf_alone import kopf
 from kvtier_operator.watch.nothing_kept import NoDiffBase, NoProgress
-from kvtier_operator.watch.triggers import SELECTORS, WATCHED, affected, relevant
+from kvtier_operator.watch.triggers import (
+    WATCH_SELECTORS,
+    WATCHED,
+    affected,
+    is_operators_lease,
+    relevant,
+)
 from kvtier_operator.watch.trimmed import trimmed
 
 _log = logging.getLogger(__name__)
@@ -43,12 +49,14 @@ RELOGIN = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class WatchDeps:
-    """`on_keys` is called in kopf's thread. `kubeconfig` None: the pod's service account."""
+    """`on_keys` is called in kopf's thread, and `on_free` when an operator's Lease of that namespace has no
+    holder any more. `kubeconfig` None: the pod's service account."""
 
     store: WatchStore
     on_keys: OnKeys
     kubeconfig: str | None
     clock: Clock
+    on_free: Callable[[str], None] = lambda _namespace: None
 
 
 def register(registry: kopf.OperatorRegistry, deps: WatchDeps) -> None:
@@ -80,6 +88,10 @@ def _handler(deps: WatchDeps) -> Callable[..., Any]:
 def accept(deps: WatchDeps, kind: Kind, deleted: bool, obj: JsonObject) -> None:
     """Takes one event of a watch into the store and passes on the keys it concerns."""
     key = ObjectKey(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+    if is_operators_lease(key):
+        if deleted or not (obj.get("spec") or {}).get("holderIdentity"):
+            deps.on_free(key.namespace)
+        return
     if not relevant(key):
         return
     obj = trimmed(kind, obj)
@@ -161,7 +173,7 @@ def settings() -> kopf.OperatorSettings:
     made.queueing.exit_timeout = 1.0
     # For so long kopf keeps the last event of an object, whole, after it was handled.
     made.queueing.idle_timeout = 0.5
-    for kind, selector in SELECTORS.items():
+    for kind, selector in WATCH_SELECTORS.items():
         resource = RESOURCES[kind]
         made.watching.label_selectors[resource.group, resource.plural] = selector
     return made
@@ -182,14 +194,15 @@ class KopfThread:
         self._sleep = sleep
         self._restart_seconds = restart_seconds
         self._stop = threading.Event()
-        self._down_since: float | None = deps.clock.monotonic()
+        self._down_since: float | None = None
         self._thread = threading.Thread(target=self._supervise, name="kopf", daemon=True)
 
     def start(self) -> None:
+        self._down_since = self._deps.clock.monotonic()
         self._thread.start()
 
     def down_seconds(self) -> float:
-        """How long kopf has not been running; 0 while it is."""
+        """How long kopf has not been running since `start`; 0 while it is."""
         down = self._down_since
         return 0.0 if down is None else self._deps.clock.monotonic() - down
 

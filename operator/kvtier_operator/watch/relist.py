@@ -37,7 +37,7 @@ class Lister(Protocol):
         field_selector: str = "",
         *,
         each: Callable[[JsonObject], JsonObject],
-        known: Known,
+        known: Known | None,
     ) -> list[JsonObject]: ...
 
 
@@ -116,11 +116,11 @@ class Relist:
 
     async def _list(self, kind: Kind) -> list[JsonObject]:
         """Only what the read cache lacks, and trimmed as it comes: all of a thousand objects at once, whole,
-        would be a third of the memory."""
+        would be a third of the memory. Where nothing is known yet, metadata would only double the
+        requests."""
         keep = partial(trimmed, kind)
-        return await self._api.list_all(
-            kind, label_selector=SELECTORS.get(kind, ""), each=keep, known=self._store.get
-        )
+        known = self._store.get if self._store.count(kind) else None
+        return await self._api.list_all(kind, label_selector=SELECTORS.get(kind, ""), each=keep, known=known)
 
     async def one(self, kind: Kind) -> Repair:
         """Raises ApiError, and then changes nothing."""

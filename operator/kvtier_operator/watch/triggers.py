@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvtier_operator.election import LEASE_NAME
 from kvtier_operator.fleet import condition_of, lease_end, parse_time, pool_of
 from kvtier_operator.ports import LEASE_PREFIX, JsonObject, Kind, ObjectKey, Store
 
@@ -27,6 +28,8 @@ SELECTORS = {
     Kind.LEASE: f"{COMPONENT_LABEL}=agent",
     Kind.DAEMON_SET: f"{COMPONENT_LABEL}=agent",
 }
+WATCH_SELECTORS = {**SELECTORS, Kind.LEASE: f"{COMPONENT_LABEL} in (agent,operator)"}
+"""A standby hears from the watch that its leader has gone; what is listed are agents' alone."""
 WATCHED = (*RECONCILED, Kind.NODE, Kind.LEASE, Kind.DAEMON_SET)
 
 
@@ -38,6 +41,10 @@ _FINISHED = ("Completed", "RolledBack", "Invalid")
 def relevant(key: ObjectKey) -> bool:
     """False for objects of a watched kind that are not ours: other Leases."""
     return key.kind is not Kind.LEASE or key.name.startswith(LEASE_PREFIX)
+
+
+def is_operators_lease(key: ObjectKey) -> bool:
+    return key.kind is Kind.LEASE and key.name == LEASE_NAME
 
 
 def affected(

@@ -25,6 +25,7 @@ from kvtier_operator.ports import (
     ApiError,
     Conflict,
     Done,
+    Forbidden,
     Kind,
     NotLeader,
     ObjectKey,
@@ -84,6 +85,7 @@ class Bench:
         self.spans = InMemorySpanExporter()
         self.metrics = Metrics(CollectorRegistry())
         self.overflows: list[bool] = []
+        self.forbidden: list[tuple[ObjectKey, Forbidden]] = []
         self.controller = Controller(
             self.reconciler,
             limits=limits,
@@ -97,7 +99,11 @@ class Bench:
             ),
             metrics=self.metrics,
             on_overflow=lambda: self.overflows.append(True),
+            on_forbidden=self._forbidden,
         )
+
+    async def _forbidden(self, one: ObjectKey, error: Forbidden) -> None:
+        self.forbidden.append((one, error))
 
     def results(self) -> list[str]:
         return [
@@ -262,6 +268,50 @@ async def test_without_the_lease_nothing_runs_and_what_ran_is_cancelled_and_kept
         bench.controller.lead()
         await bench.reconciler.until(3)
     assert sorted(bench.reconciler.ran) == ["a", "a", "b"]
+
+
+async def test_at_the_end_what_runs_may_tell_of_what_it_has_written() -> None:
+    async with running(workers=1) as bench:
+        bench.reconciler.gate.clear()
+        bench.controller.add(key("a"))
+        bench.controller.add(key("b"))
+        async with asyncio.timeout(60):
+            await bench.reconciler.entered.wait()
+        resting = asyncio.create_task(bench.controller.rest(3600.0))
+        await asyncio.sleep(0)
+        bench.reconciler.gate.set()
+        async with asyncio.timeout(60):
+            await resting
+        assert bench.reconciler.ran == ["a"], "and nothing else begins"
+        assert bench.results() == ["done"]
+
+
+async def test_at_the_end_what_hangs_is_not_waited_for() -> None:
+    async with running(workers=1) as bench:
+        bench.reconciler.gate.clear()
+        bench.controller.add(key("a"))
+        async with asyncio.timeout(60):
+            await bench.reconciler.entered.wait()
+            await bench.controller.rest(0.01)
+            await bench.reconciler.until(1)
+    assert bench.results() == ["cancelled"]
+
+
+async def test_a_missing_right_is_told_of_the_object_that_wants_it() -> None:
+    async with running(workers=1) as bench:
+        words = 'daemonsets.apps is forbidden: User "x" cannot patch resource "daemonsets"'
+        bench.reconciler.script = [refuse(Forbidden(403, "Forbidden", words)), Done]
+        bench.controller.add(key("a"))
+        await bench.reconciler.until(2)
+    assert [(one.name, error.message) for one, error in bench.forbidden] == [("a", words)]
+
+
+def test_ten_thousand_objects_of_a_kind_find_room() -> None:
+    """One that did not would have everything listed and looked at anew, every few seconds."""
+    bench = Bench(Limits())
+    for index in range(12_000):
+        bench.controller.add(key(f"cache-{index}"))
+    assert bench.overflows == []
 
 
 async def test_a_full_queue_asks_for_a_relist() -> None:

@@ -509,6 +509,28 @@ def test_a_daemonset_wakes_the_pool_that_owns_it(bench: Bench) -> None:
     assert affected(key(Kind.DAEMON_SET, "kvtier-agent-default"), None, obj, bench.store) == {POOL}
 
 
+@pytest.mark.parametrize(
+    "name, holder, deleted, free",
+    [
+        pytest.param("kvtier-operator", "", False, ["kvtier-system"], id="given back"),
+        pytest.param("kvtier-operator", None, False, ["kvtier-system"], id="without a holder"),
+        pytest.param("kvtier-operator", "one", True, ["kvtier-system"], id="deleted"),
+        pytest.param("kvtier-operator", "one", False, [], id="renewed"),
+        pytest.param("kvnode-a", "", False, [], id="an agent's"),
+    ],
+)
+def test_an_operators_lease_is_not_kept_and_who_waits_hears_that_it_is_free(
+    name: str, holder: str | None, deleted: bool, free: list[str]
+) -> None:
+    store, told = WatchStore(), []
+    deps = WatchDeps(store, lambda _keys, _seen: None, None, FakeClock(), told.append)
+    spec = {} if holder is None else {"holderIdentity": holder}
+    lease = {"metadata": {"name": name, "namespace": "kvtier-system", "resourceVersion": "1"}, "spec": spec}
+    accept(deps, Kind.LEASE, deleted, lease)
+    assert told == free
+    assert len(store.list_all(Kind.LEASE)) == (name == "kvnode-a")
+
+
 def test_leases_that_are_not_agents_are_not_kept() -> None:
     store, woken = WatchStore(), []
     deps = WatchDeps(store, lambda keys, _seen: woken.append(keys), None, FakeClock())
@@ -545,6 +567,7 @@ class Lister:
         self.broken = broken
         self.found = found or {}
         self.asked: list[tuple[Kind, str]] = []
+        self.told: list[bool] = []
 
     async def list_all(
         self,
@@ -554,9 +577,10 @@ class Lister:
         field_selector: str = "",
         *,
         each: Callable[[JsonObject], JsonObject],
-        known: Known,
+        known: Known | None,
     ) -> list[JsonObject]:
         self.asked.append((kind, label_selector))
+        self.told.append(known is not None)
         if kind in self.broken:
             raise ApiError(500, "InternalError", "no")
         return [each(obj) for obj in self.found.get(kind, [])]
@@ -575,6 +599,17 @@ async def test_a_kind_that_cannot_be_listed_keeps_what_it_had() -> None:
     assert done == [Relisted({}, missed=True)]
     assert [kind for kind, _ in lister.asked] == list(WATCHED)
     assert dict(lister.asked)[Kind.LEASE] == "kvtier.dev/component=agent"
+
+
+async def test_where_nothing_is_known_whole_pages_are_asked_for_at_once() -> None:
+    """At the start metadata would only double the requests: of ten thousand objects a hundred."""
+    found = version(2, kind="KVCache", apiVersion="kvtier.dev/v1alpha1")
+    found["metadata"]["namespace"] = "serving"
+    lister = Lister(found={Kind.KV_CACHE: [found]})
+    relist = Relist(lister, WatchStore(), FakeClock(), lambda: 0.5, lambda _: None)
+    for _ in range(2):
+        await relist.one(Kind.KV_CACHE)
+    assert lister.told == [False, True]
 
 
 async def test_an_overflowing_queue_brings_the_relist_forward() -> None:
