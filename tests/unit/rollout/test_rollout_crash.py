@@ -215,7 +215,7 @@ async def stopped_before(n: int, harm: bool) -> bool:
     """An operator stops before its n-th effect, another works meanwhile, then the first goes on with what it
     had decided. Whether it came so far at all. `harm`: it is seen after the first has stopped."""
     world = World(stages=STAGES)
-    deps, effects, numbers = world.deps, 0, list[int]()
+    deps, effects, numbers, written = world.deps, 0, list[int](), list[int]()
     world.restart()
     newer, swap = world.operator, world.api.compare_and_swap
 
@@ -223,6 +223,8 @@ async def stopped_before(n: int, harm: bool) -> bool:
         answer = await swap(key, ops, subresource=subresource)
         if key == world.cache_key and (PatchVerb.ADD, "/status/fence") in [(op.verb, op.path) for op in ops]:
             numbers.append(answer["status"]["fence"])
+        if key == world.rollout and "fence" in (answer.get("status") or {}):
+            written.append(answer["status"]["fence"])
         return answer
 
     async def meanwhile() -> None:
@@ -251,6 +253,7 @@ async def stopped_before(n: int, harm: bool) -> bool:
     reached = effects >= n
     assert world.where[0] == ("RolledBack" if harm and reached else "Completed")
     assert numbers == sorted(set(numbers)), "a number was used twice"
+    assert written == sorted(written), "a status was written over by who had been overtaken"
     for sim in world.sims.values():
         fences = [fence for fence, _, _ in sim.grants]
         assert fences == sorted(fences), "an agent obeyed who had been overtaken"
