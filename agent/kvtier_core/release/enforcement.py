@@ -105,7 +105,7 @@ class CacheEnforcement:
         self._last_granted = 0
         self._epoch = 0
         self._returned = returned
-        self._revoke_reason = ""
+        self._revoke_reason = "Revoked"
         self._in_flight = 0
         self._judged: GrantTerms | None = None
         self._reached: dict[tuple[str, str, str, ServedArm], bool] = {}
@@ -156,7 +156,6 @@ class CacheEnforcement:
         self._lease = Lease(terms, received_ns + terms.ttl_ms * NANOS_PER_MS, self._epoch)
         self._last_granted = terms.fence.value
         self._returned = None
-        self._revoke_reason = ""
         return self._lease
 
     @_locked
@@ -239,7 +238,7 @@ class CacheEnforcement:
 
     def _lease_of(self, session: Assignment) -> Lease | None:
         held = self.lease()
-        if held is None or not 0 < session.epoch == held.epoch:
+        if held is None or session.epoch != held.epoch:
             return None
         return held if self._reaches(held.terms, session) else None
 
@@ -268,7 +267,7 @@ class CacheEnforcement:
             return self._returned.reason.value
         if held is not None:
             return "OutOfRadius" if held.epoch == session.epoch else "CandidateReplaced"
-        return self._revoke_reason or "Revoked"
+        return self._revoke_reason
 
 
 def _below_fraction(terms: GrantTerms, facts: SessionFacts) -> bool:

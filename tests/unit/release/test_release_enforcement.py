@@ -20,7 +20,8 @@ from kvtier_core.release.enforcement import (
     SessionFacts,
 )
 from kvtier_core.release.fences import Judgement
-from kvtier_core.release.leases import BlastRadius, FenceToken, GrantTerms
+from kvtier_core.release.leases import MAX_TTL_MS, BlastRadius, FenceToken, GrantTerms, since
+from kvtier_evidence import assignment
 
 MS = 1_000_000
 
@@ -170,6 +171,53 @@ def test_bad_terms_name_the_field(change: dict[str, object], field: str) -> None
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"ttl_ms": 1}, id="shortest"),
+        pytest.param({"ttl_ms": MAX_TTL_MS}, id="longest"),
+        pytest.param({"traffic_fraction": Decimal(0), "sample_fraction": Decimal(1)}, id="fractions"),
+        pytest.param({"fence": FenceToken(1, "r", 1, "Shadow"), "traffic_fraction": Decimal(0)}, id="shadow"),
+    ],
+)
+def test_terms_at_their_bounds_are_taken(change: dict[str, object]) -> None:
+    clock = FakeClock()
+    wanted = replace(terms(), **change)  # type: ignore[arg-type]
+    lease = granted(clock, wanted).lease()
+    assert lease is not None
+    assert lease.remaining_ms(clock()) == wanted.ttl_ms
+    assert lease.remaining_ms(lease.expires_ns + MS) == 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "counts"),
+    [
+        pytest.param(0, 50, id="nobody-says"),
+        pytest.param(40, 40, id="as-it-was-sent"),
+        pytest.param(60, 50, id="never-later-than-its-arrival"),
+    ],
+)
+def test_since_when_a_permission_counts(sent: int, counts: int) -> None:
+    assert since(sent, 50) == counts
+
+
+def test_a_revocation_is_the_last_word_though_the_lease_had_ended_by_itself() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock)
+    session = enforcement.assign(facts())
+    clock.advance_ms(1000)
+    assert enforcement.why_exact(session) == "LeaseExpired"
+    enforcement.revoke("GateFailed")
+    assert enforcement.returned is None
+    assert enforcement.why_exact(session) == "GateFailed"
+    enforcement.revoke("")
+    assert enforcement.why_exact(session) == "Revoked"
+    again = enforcement.grant(terms(2), Judgement.ADVANCE, clock())
+    assert again.remaining_ms(clock()) == 1000
+    clock.advance_ms(1000)
+    assert enforcement.why_exact(session) == "LeaseExpired"
+
+
+@pytest.mark.parametrize(
     ("radius", "arm"),
     [
         pytest.param(BlastRadius(), ServedArm.CANDIDATE, id="all"),
@@ -177,6 +225,9 @@ def test_bad_terms_name_the_field(change: dict[str, object], field: str) -> None
         pytest.param(BlastRadius(frozenset({"gamma"})), ServedArm.BASELINE, id="tenant-outside"),
         pytest.param(
             BlastRadius(frozenset({"beta"}), frozenset({"long"})), ServedArm.BASELINE, id="class-outside"
+        ),
+        pytest.param(
+            BlastRadius(frozenset({"beta"}), frozenset({"chat"})), ServedArm.CANDIDATE, id="class-inside"
         ),
     ],
 )
@@ -224,6 +275,8 @@ def test_shadow_compares_but_publishes_the_exact_answer() -> None:
         pytest.param(True, ServedArm.CANDIDATE, False, Reason.NO_CANDIDATE, id="probe-without-grant"),
         pytest.param(False, ServedArm.CANDIDATE, True, Reason.BAD_ARGUMENT, id="forced-without-probe"),
         pytest.param(True, None, True, ServedArm.BASELINE, id="probe-unforced"),
+        pytest.param(True, ServedArm.BASELINE, False, ServedArm.BASELINE, id="probe-on-baseline-alone"),
+        pytest.param(True, None, False, ServedArm.BASELINE, id="probe-unforced-without-grant"),
     ],
 )
 def test_probes(probe: bool, arm: ServedArm | None, held: bool, expected: ServedArm | Reason) -> None:
@@ -402,6 +455,55 @@ def test_a_compared_session_outside_a_narrowed_radius_is_compared_no_more() -> N
     enforcement.grant(terms(2, fraction="0", sample="1", radius=outside), Judgement.ADVANCE, clock())
     plan = enforcement.plan_step(session, "root", 4, True)
     assert (plan.publish, plan.compare, plan.fallback) == (ServedArm.BASELINE, False, "")
+
+
+def test_a_compared_session_is_compared_also_under_the_grant_of_the_next_stage() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock, terms(stage="Shadow", fraction="0", sample="1"))
+    session = enforcement.assign(facts())
+    enforcement.grant(terms(2, fraction="0", sample="1"), Judgement.ADVANCE, clock())
+    plan = enforcement.plan_step(session, "root", 4, True)
+    assert (plan.publish, plan.compare, plan.fallback) == (ServedArm.BASELINE, True, "")
+
+
+@pytest.mark.parametrize("arm", list(ServedArm))
+def test_a_session_that_was_not_sampled_is_never_compared(arm: ServedArm) -> None:
+    fraction = "1" if arm is ServedArm.CANDIDATE else "0"
+    enforcement = granted(FakeClock(), terms(fraction=fraction, sample="0"))
+    session = enforcement.assign(facts())
+    assert session.arm is arm
+    plans = [enforcement.plan_step(session, "root", step, step == 0) for step in range(64)]
+    assert not any(plan.compare for plan in plans)
+
+
+def test_whom_a_grant_still_reaches_is_found_once_for_each_session_and_kept_for_so_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each step of each layer asks, and sessions come for as long as a grant lasts."""
+    monkeypatch.setattr("kvtier_core.release.enforcement._MAX_REACHED", 3)
+    clock = FakeClock()
+    enforcement = granted(clock)
+    sessions = [enforcement.assign(facts(f"root-{number}")) for number in range(10)]
+    enforcement.grant(terms(2), Judgement.ADVANCE, clock())
+    looked: list[str] = []
+    below = assignment.is_candidate
+
+    def counted(rollout: str, tenant: str, root: str, fraction: float) -> bool:
+        looked.append(root)
+        return below(rollout, tenant, root, fraction)
+
+    monkeypatch.setattr(assignment, "is_candidate", counted)
+    for session in sessions:
+        assert enforcement.may_publish(session) and enforcement.may_publish(session)
+        assert len(enforcement._reached) <= 3
+    assert looked == [f"root-{number}" for number in range(10)]
+
+
+def test_who_asks_for_the_last_return_first_learns_of_a_lease_that_has_ended() -> None:
+    clock = FakeClock()
+    enforcement = granted(clock)
+    clock.advance_ms(1000)
+    assert enforcement.returned == LocalReturn(ReturnReason.LEASE_EXPIRED, 1, "rollout")
 
 
 def test_a_probe_is_of_the_candidate_whatever_the_radius() -> None:

@@ -63,6 +63,15 @@ def test_uid_that_is_no_uid_is_refused(tmp_path: Path, uid: str) -> None:
     assert refused.value.reason is Reason.BAD_ARGUMENT
 
 
+@pytest.mark.parametrize("uid", ["", "../escape", "a/b"])
+def test_a_uid_that_cannot_name_a_file_is_stored_nowhere(tmp_path: Path, uid: str) -> None:
+    store = FileFenceStore(tmp_path / "fences")
+    (tmp_path / "fences").mkdir()
+    with pytest.raises(OSError, match="cannot name a file"):
+        store.save(record(1, uid=uid))
+    assert [path.name for path in tmp_path.rglob("*")] == ["fences"]
+
+
 def test_fences_of_caches_are_independent(tmp_path: Path) -> None:
     book = book_at(tmp_path, record(9))
     assert book.judge("other-uid", 1, CommandKind.APPLY, "a") is Judgement.ADVANCE
