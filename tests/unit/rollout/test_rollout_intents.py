@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,6 +36,58 @@ SEEN = LastIntent(4, "Pause", IntentResult.ACCEPTED, "", 0.0)
 )
 def test_judgement(state: RolloutState, intent: Intent, expected: str) -> None:
     assert judge_intent(state, intent)[0] == expected
+
+
+APPROVED = RolloutState(phase=Phase.COMPLETED, stage=Stage.FULL, grant_expires=9.0)
+RETURNED = RolloutState(phase=Phase.ROLLED_BACK, stage=Stage.EXACT_BASELINE)
+
+
+@pytest.mark.parametrize(
+    ("state", "verbs"),
+    [
+        pytest.param(RolloutState(), {"Abort"}, id="pending"),
+        pytest.param(RolloutState(phase=Phase.INVALID), {"Abort"}, id="invalid"),
+        pytest.param(CANARY, {"Pause", "Promote", "Skip", "Abort"}, id="progressing"),
+        pytest.param(
+            replace(CANARY, phase=Phase.PAUSED), {"Resume", "Promote", "Skip", "Abort"}, id="paused"
+        ),
+        pytest.param(APPROVED, {"Abort"}, id="approved"),
+        pytest.param(replace(APPROVED, grant_expires=0.0), set(), id="adopted"),
+        pytest.param(replace(RETURNED, phase=Phase.ROLLING_BACK), set(), id="returning"),
+        pytest.param(RETURNED, {"Retry"}, id="returned"),
+    ],
+)
+def test_what_may_be_asked_in_which_phase(state: RolloutState, verbs: set[str]) -> None:
+    asked = {verb: Intent(1, verb, state.attempt, str(state.stage), state.step) for verb in Verb}
+    judged = {verb: judge_intent(state, intent)[0] for verb, intent in asked.items()}
+    assert {str(verb) for verb, result in judged.items() if result is IntentResult.ACCEPTED} == verbs
+    assert set(judged.values()) <= {IntentResult.ACCEPTED, IntentResult.NOT_APPLICABLE}
+
+
+@pytest.mark.parametrize(
+    ("facts", "verbs"),
+    [
+        pytest.param({"suspended": True}, {"Pause", "Abort"}, id="the-cache-is-suspended"),
+        pytest.param({"spec_error": "no stage"}, {"Abort"}, id="the-spec-cannot-be-run"),
+        pytest.param({"created_with": True}, set(), id="it-was-created-with-it"),
+    ],
+)
+def test_what_may_be_asked_of_a_running_one_while(facts: dict[str, Any], verbs: set[str]) -> None:
+    asked = [Intent(1, verb, 2, "Canary", 0) for verb in Verb]
+    done = [one for one in asked if judge_intent(CANARY, one, **facts)[0] is IntentResult.ACCEPTED]
+    assert {str(one.verb) for one in done} == verbs
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "expected"),
+    [
+        pytest.param("", 0, "Accepted", id="no-stage-named"),
+        pytest.param("ExactBaseline", 3, "Accepted", id="the-step-that-it-returned-from"),
+        pytest.param("Canary", 0, "WrongStage", id="the-stage-that-it-returned-from"),
+    ],
+)
+def test_a_retry_names_the_baseline_and_no_step(stage: str, step: int, expected: str) -> None:
+    assert judge_intent(RETURNED, Intent(1, Verb.RETRY, 1, stage, step))[0] == expected
 
 
 @pytest.mark.parametrize("seq", [4, 3, 1], ids=["same", "older", "oldest"])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvtier.v1 import common_pb2 as common
+from kvtier.v1 import control_pb2 as control
 from kvtier_operator.agents.errors import ERROR_KEY, error_for
 from kvtier_operator.agents.renewal import LeaseRenewer
-from kvtier_operator.ports import AgentError, AgentUnreachable, NotLeader
+from kvtier_operator.ports import CACHE_FINALIZER, AgentError, AgentUnreachable, NodeView, NotLeader
 from kvtier_operator.rollout.status import StatusUnreadable
-from tests.unit.rollout.rollout_world import World, held
+from tests.unit.rollout.rollout_world import World, copied, held
 
 
 async def granted() -> World:
@@ -62,17 +64,73 @@ async def test_nothing_is_renewed_once_the_fence_has_moved() -> None:
     assert held(world) == []
 
 
-@pytest.mark.parametrize("state", ["RolledBack", "Deleted", "CacheDeleted"])
+@pytest.mark.parametrize(
+    "state", ["RolledBack", "Deleted", "MadeAgain", "CacheDeleted", "CacheLeaves", "CacheWithoutStatus"]
+)
 async def test_nothing_is_renewed_for_what_has_ended(state: str) -> None:
+    """By what the server says: the read cache has not heard of it yet."""
     world = await granted()
+    before = copied(world.api.objects[world.rollout])
+    world.deps.store.list_all = lambda kind, namespace="": [before]  # type: ignore[method-assign]
+    metadata = world.api.objects[world.rollout]["metadata"]
     if state == "RolledBack":
         world.status.update(phase="RolledBack", stage="ExactBaseline")
+        metadata["resourceVersion"] = "900"
     elif state == "Deleted":
         world.api.ask_to_delete(world.rollout)
-    else:
+    elif state == "MadeAgain":
+        metadata["uid"] = "uid-of-another"
+    elif state == "CacheDeleted":
         del world.api.objects[world.cache_key]
+    elif state == "CacheLeaves":
+        world.api.objects[world.cache_key]["metadata"]["finalizers"] = [CACHE_FINALIZER]
+        world.api.ask_to_delete(world.cache_key)
+    else:
+        del world.api.objects[world.cache_key]["status"]
     await beat(world, LeaseRenewer(world.deps), 11)
     assert held(world) == []
+
+
+@pytest.mark.parametrize("how", ["cordoned", "dead"])
+async def test_who_is_out_of_service_is_not_renewed(how: str) -> None:
+    """Though it would take it: on a Node that is to be emptied, or whose agent's Lease has ended."""
+    world = await granted()
+    members = world.deps.fleet.members
+
+    def without_first(pool_namespace: str, pool_name: str) -> list[NodeView]:
+        first, *rest = members(pool_namespace, pool_name)
+        return [replace(first, cordoned=how == "cordoned", live=how != "dead"), *rest]
+
+    world.deps.fleet.members = without_first  # type: ignore[method-assign]
+    await beat(world, LeaseRenewer(world.deps), 11)
+    assert held(world) == ["node-1"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "woken"),
+    [
+        pytest.param(AgentUnreachable("n", "UNAVAILABLE", "no answer"), False, id="silent"),
+        pytest.param(AgentError("n", "BOOT_ID_MISMATCH", "restarted", 0.0, {}), True, id="restarted"),
+        pytest.param(NotLeader(), False, id="another-leads"),
+        pytest.param(common.LEASE_EXPIRED, True, id="the-lease-has-ended"),
+        pytest.param(common.FENCE_STALE, False, id="another-fence-is-on-its-way"),
+    ],
+)
+async def test_whom_a_renewal_that_fails_wakes(fails: Any, woken: bool) -> None:
+    world = await granted()
+    world.woken.clear()
+
+    async def failing(node: Any, request: control.RenewRequest, **_: Any) -> control.RenewResponse:
+        if isinstance(fails, Exception):
+            raise fails
+        answer = control.RenewResponse()
+        for item in request.items:
+            answer.results.add(cache=item.cache).error.reason = fails
+        return answer
+
+    world.deps.agents.renew = failing  # type: ignore[method-assign]
+    await LeaseRenewer(world.deps).tick()
+    assert (world.rollout in world.woken) is woken
 
 
 async def test_silent_agent_is_tried_again_before_its_lease_ends() -> None:

@@ -65,6 +65,46 @@ def test_a_completed_one_yields_to_any_that_has_begun() -> None:
     assert superseded_by(done, [done, rollout("c", 3, "Pending")], completed=True) == ""
 
 
+def leaving(made: Any) -> Any:
+    made["metadata"]["deletionTimestamp"] = "2027-01-09T00:00:00Z"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("other", "busy"),
+    [
+        pytest.param(leaving(rollout("older", 1, "Pending")), "", id="not-begun"),
+        pytest.param(leaving(rollout("older", 1)), "", id="unseen"),
+        pytest.param(leaving(rollout("b", 9, "Progressing", "Canary")), "b", id="holds"),
+        pytest.param(leaving(rollout("b", 9, "RollingBack", "ExactBaseline")), "b", id="returns"),
+        pytest.param(leaving(rollout("b", 9, "Pending", revoking={"rollout": "x"})), "b", id="revokes"),
+    ],
+)
+def test_one_that_is_deleted_goes_first_only_where_agents_may_hold_a_candidate(other: Any, busy: str) -> None:
+    assert busy_with(ME, [ME, other]) == busy
+
+
+@pytest.mark.parametrize(
+    ("other", "completed", "name"),
+    [
+        pytest.param(rollout("b", 1, "Progressing", "Canary"), False, "b", id="older"),
+        pytest.param(rollout("b", 9, "Progressing", "Canary"), False, "", id="younger"),
+        pytest.param(rollout("b", 9, "Progressing", "Canary"), True, "b", id="younger-than-an-approved"),
+        pytest.param(rollout("b", 1, "RolledBack", "ExactBaseline"), False, "", id="returned"),
+        pytest.param(rollout("b", 1, "Completed", "Full"), True, "", id="approved-itself"),
+        pytest.param(rollout("b", 1, "Pending"), False, "", id="not-begun"),
+        pytest.param(rollout("b", 1, "Progressing", "Canary", cache="other"), True, "", id="other-cache"),
+    ],
+)
+def test_whom_one_that_has_begun_yields_to(other: Any, completed: bool, name: str) -> None:
+    assert superseded_by(ME, [ME, other], completed=completed) == name
+
+
+def test_of_several_that_one_yields_to_the_oldest_is_named() -> None:
+    others = [rollout(f"r{age}", age, "Progressing", "Shadow") for age in (3, 2, 4)]
+    assert superseded_by(ME, others, completed=False) == "r2"
+
+
 class Server:
     """Lists what it has. refuses: a field selector, with this status."""
 
