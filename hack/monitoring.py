@@ -83,7 +83,8 @@ ALERTS = (
         "max(kvtier_operator_leader) < 1 or absent(kvtier_operator_leader)",
         "2m",
         "critical",
-        "No operator leads: candidates return to the baseline when their leases end.",
+        "No operator leads: candidates return to the baseline when their leases end; see "
+        "docs/runbooks/operator.md.",
     ),
     Alert(
         "KvtierTwoLeaders",
@@ -105,7 +106,7 @@ ALERTS = (
         '{result=~"error|deadline"}[5m])) > 0',
         "10m",
         "warning",
-        "Reconciles of a kind keep failing; the operator's log says why.",
+        "Reconciles of a kind keep failing; log and Events say why, docs/runbooks/operator.md what to do.",
     ),
     Alert(
         "KvtierQueueWaits",
