@@ -99,9 +99,11 @@ class KVCacheReconciler:
         # Of a cache that is deleted, when this process first saw that, on the monotonic clock.
         self._leaving: dict[str, float] = {}
         self._overtaken: dict[str, int] = {}
+        self._uids: dict[ObjectKey, str] = {}
 
     async def reconcile(self, key: ObjectKey) -> ReconcileOutcome:
         cache = self._deps.store.get(key)
+        self._meet(key, "" if cache is None else _uid(cache))
         if cache is None:
             return Done()
         if "deletionTimestamp" in cache["metadata"]:
@@ -426,6 +428,18 @@ class KVCacheReconciler:
             )
         except NotFound:
             _log.debug("gone already", extra={"object": str(key)})
+        self._forget(uid)
+        return Done()
+
+    def _meet(self, key: ObjectKey, uid: str) -> None:
+        """Forgets another object that had this name: it may have gone without our finalizer being asked."""
+        before = self._uids.pop(key, "")
+        if uid:
+            self._uids[key] = uid
+        if before and before != uid:
+            self._forget(before)
+
+    def _forget(self, uid: str) -> None:
         self._nodes.forget(uid)
         self._orphans.forget(uid)
         self._removal_fence.pop(uid, None)
@@ -434,7 +448,6 @@ class KVCacheReconciler:
         self._labelled.pop(uid, None)
         self._revisions.pop(uid, None)
         self._overtaken.pop(uid, None)
-        return Done()
 
     def _rollouts(self, cache: JsonObject) -> list[JsonObject]:
         return self._deps.store.rollouts_of(_namespace(cache), cache["metadata"]["name"])

@@ -16,6 +16,7 @@ from kvtier_operator.ports import AgentError, AgentTarget, AgentUnreachable, Dep
 from kvtier_operator.proofs import ProofVerdict, check_proof
 from kvtier_operator.reconcile.kvcache_plan import NodeFinding, Standing
 from kvtier_operator.reconcile.kvcache_predicted import node_plan
+from kvtier_operator.reconcile.second_asks import SecondAsks
 
 PROOF_SECONDS = 300.0
 REBOOTED = "BOOT_ID_MISMATCH"
@@ -61,14 +62,18 @@ class CacheNodes:
 
     def __init__(self, deps: Deps) -> None:
         self._deps = deps
-        self._proved: dict[tuple[str, str], _Proved] = {}
+        # By cache, then by node.
+        self._proved: dict[str, dict[str, _Proved]] = {}
         self._looked: dict[str, float] = {}
-        self._silent: set[tuple[str, str]] = set()
+        self._seconds = SecondAsks(deps)
+
+    def __len__(self) -> int:
+        """Proofs and silent agents that are remembered."""
+        return len(self._seconds) + sum(len(nodes) for nodes in self._proved.values())
 
     def forget(self, uid: str) -> None:
         self._looked.pop(uid, None)
-        self._silent = {key for key in self._silent if key[0] != uid}
-        self._proved = {key: value for key, value in self._proved.items() if key[0] != uid}
+        self._proved.pop(uid, None)
 
     async def converge(
         self,
@@ -85,6 +90,9 @@ class CacheNodes:
         now = self._deps.clock.monotonic()
         recent = again or now - self._looked.get(uid, now) >= BEAT_SECONDS
         self._looked[uid] = now
+        proved = self._proved.get(uid, {})
+        for left in proved.keys() - {view.target.name for view in views}:
+            del proved[left]
         return list(
             await asyncio.gather(
                 *(self._node(view, baseline, uid, rollout=rollout, recent=recent) for view in views)
@@ -108,8 +116,8 @@ class CacheNodes:
         """recent: what it told somebody else a moment ago will do."""
         name = view.target.name
         if not view.live:
-            self._proved.pop((uid, name), None)
-            self._silent.discard((uid, name))
+            self._unprove(uid, name)
+            self._seconds.heard(name)
             return NodeResult(NodeFinding(name, Standing.LOST))
         try:
             state = await self._state(view.target, uid, recent=recent)
@@ -124,7 +132,7 @@ class CacheNodes:
         target = replace(view.target, boot_id=state.boot_id)
         if not rollout and _lacks_number(held, baseline):
             # It would refuse it, as each of them, before the number is taken.
-            self._proved.pop((uid, name), None)
+            self._unprove(uid, name)
             detail = f"FENCE_CONFLICT: {baseline.fence} has brought other words"
             return NodeResult(NodeFinding(name, Standing.REFUSED, detail), highest, fence_refused=True)
         try:
@@ -133,7 +141,7 @@ class CacheNodes:
             if error.reason == REBOOTED and recent:
                 # What it said was of the life before.
                 return await self._node(view, baseline, uid, rollout=rollout, recent=False)
-            self._proved.pop((uid, name), None)
+            self._unprove(uid, name)
             return NodeResult(
                 NodeFinding(name, Standing.REFUSED, _short(error)),
                 max(highest, int(error.facts.get("highest_fence", 0))),
@@ -149,16 +157,15 @@ class CacheNodes:
     async def _state(self, target: AgentTarget, uid: str, *, recent: bool) -> control.GetStateResponse:
         """What the agent says of itself. One that has proved itself and does not answer in time is asked once
         more before anybody is told that it cannot be reached: a machine that stood still for some seconds is
-        no outage. The next time only if it has answered in between."""
-        key = uid, target.name
+        no outage. The next time only if it has answered in between, whomever; and once for all caches."""
+        since = self._deps.clock.monotonic()
         try:
             state = await self._ask(target, uid, recent=recent)
         except AgentUnreachable as error:
-            if error.code != TOO_LATE or key not in self._proved or key in self._silent:
+            if error.code != TOO_LATE or target.name not in self._proved.get(uid, {}):
                 raise
-            self._silent.add(key)
-            state = await self._ask(target, uid, recent=recent)
-        self._silent.discard(key)
+            state = await self._seconds.ask(target, since, error)
+        self._seconds.heard(target.name)
         return state
 
     async def _ask(self, target: AgentTarget, uid: str, *, recent: bool) -> control.GetStateResponse:
@@ -170,9 +177,9 @@ class CacheNodes:
     async def _prove(
         self, target: AgentTarget, held: control.CacheState | None, baseline: Baseline, *, rollout: bool
     ) -> NodeFinding:
-        memory = (baseline.cache.uid, target.name)
+        uid = baseline.cache.uid
         now = self._deps.clock.monotonic()
-        known = self._proved.get(memory)
+        known = self._proved.get(uid, {}).get(target.name)
         applied = held is not None and held.baseline_digest == baseline.digest
         if applied and held is not None and held.HasField("admission") and not rollout:
             # The number that brought the digest says no other words: the agent wants a higher one for them.
@@ -191,7 +198,6 @@ class CacheNodes:
             if held is None or held.baseline_digest != baseline.digest:
                 # An engine measures when it is built. Where only what it is told has changed, all else is as
                 # it was, and its highest number is the one just sent.
-                uid = baseline.cache.uid
                 held = _held(await self._deps.agents.get_state(target, uid), uid)
         nonce = self._deps.nonce()
         highest = held.highest_fence if held is not None else 0
@@ -213,11 +219,14 @@ class CacheNodes:
             candidate_allowed=True,
         )
         if verdict is not ProofVerdict.HOLDS:
-            self._proved.pop(memory, None)
+            self._unprove(uid, target.name)
             detail = f"{verdict.value}: runs {answer.proof.baseline_digest[:19]}"
             return _found(target, Standing.UNPROVED, held, detail)
-        self._proved[memory] = _Proved(target.boot_id, baseline.digest, now)
+        self._proved.setdefault(uid, {})[target.name] = _Proved(target.boot_id, baseline.digest, now)
         return _found(target, Standing.PROVED, held)
+
+    def _unprove(self, uid: str, node: str) -> None:
+        self._proved.get(uid, {}).pop(node, None)
 
     async def _apply(
         self, target: AgentTarget, held: control.CacheState | None, baseline: Baseline, *, rollout: bool

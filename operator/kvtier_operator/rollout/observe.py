@@ -90,6 +90,10 @@ class Observer:
             if view.boot_id:
                 memory.boots[view.node] = view.boot_id
             targets[view.node] = _under(member.target, view.boot_id)
+        for known in (memory.boots, memory.proofs):
+            # Of nodes that have left; an approval may last for months, nodes of a pool that scales do not.
+            for node in known.keys() - targets.keys():
+                del known[node]
         return Pool(
             tuple(view if view.node in chosen else replace(view, selected=False) for view in views),
             targets,

@@ -107,3 +107,16 @@ async def test_a_rollout_that_goes_without_our_finalizer_is_forgotten(again: boo
     await world.pass_()
     assert remembered(world) == ({"uid-other"} if again else set())
     assert forgotten == ["uid-quest"]
+
+
+async def test_of_nodes_that_have_left_its_pool_nothing_is_kept() -> None:
+    """An approval lasts for months; nodes of a pool that scales with its traffic do not."""
+    world = World(nodes=4)
+    await world.until("Completed")
+    memory = world.operator._kept["uid-quest"].memory
+    for name in ("node-2", "node-3"):
+        world.sims.pop(name)
+    # As long as a lease of theirs may last.
+    await world.run(30)
+    assert set(memory.boots) == {"node-0", "node-1"}
+    assert (memory.held, set(memory.proofs)) == ({"node-0", "node-1"}, set())
