@@ -29,7 +29,7 @@ from kvtier_operator.ports import (
 )
 from kvtier_operator.revisions import Role
 from kvtier_operator.rollout import effects
-from kvtier_operator.rollout.evaluation import current_look, summary_verdict
+from kvtier_operator.rollout.evaluation import current_look, next_due, summary_verdict
 from kvtier_operator.rollout.feed import EvidenceFeed, LookSource
 from kvtier_operator.rollout.gather import Facts, Gatherer, Kept, Run
 from kvtier_operator.rollout.inputs import GateVerdict, Notice, Plan, Rpc
@@ -285,11 +285,15 @@ class KVRolloutReconciler:
     def _quiet_seconds(self, facts: Facts, plan: Plan, kept: Kept) -> float:
         """How long after the last write one waits that tells of no more than moved numbers. Those of an
         approved candidate move all day; that its verdict is another is told once it has stayed so."""
+        state, spec, at = facts.state, facts.spec, facts.inputs.now
         if plan.state.phase is not Phase.COMPLETED:
             return QUIET_WRITE_SECONDS
-        if current_look(facts.state, facts.inputs) is None:
+        if current_look(state, facts.inputs) is None:
+            if spec is not None and at >= next_due(state, spec, at):
+                # One was due and there is none: nobody knows what it has been meanwhile.
+                kept.other_verdict = None
             return AUDIT_WRITE_SECONDS
-        if summary_verdict(plan.state.gates) == summary_verdict(facts.state.gates):
+        if summary_verdict(plan.state.gates) == summary_verdict(state.gates):
             kept.other_verdict = None
             return AUDIT_WRITE_SECONDS
         now = self._deps.clock.monotonic()

@@ -333,3 +333,23 @@ async def test_a_look_at_an_approved_candidate_that_is_incomplete_for_a_moment_i
         world.feed.default = Verdict.PASS
         await world.run(10)
     assert world.api.writes == before
+
+
+async def test_what_nobody_has_looked_at_for_a_while_is_not_told_as_if_it_had_stayed_so() -> None:
+    world = await approved_and_told_insufficient()
+    before = world.api.writes
+    look = world.feed.look
+
+    async def of_another_window(reading: Reading, state: RolloutState, spec: RolloutSpec, now: float) -> Look:
+        found = await look(reading, state, spec, now)
+        return replace(found, opening_fence=found.opening_fence - 1)
+
+    world.feed.default = Verdict.PASS
+    await world.run(10)
+    world.feed.look = of_another_window  # type: ignore[method-assign]
+    await world.run(VERDICT_SECONDS)
+    world.feed.look = look  # type: ignore[method-assign]
+    await world.run(VERDICT_SECONDS - 10)
+    assert world.api.writes == before
+    await world.run(20)
+    assert world.status["verdict"] == "Pass" and world.api.writes == before + 1
