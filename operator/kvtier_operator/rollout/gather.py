@@ -37,6 +37,7 @@ from kvtier_operator.rollout.inputs import (
     Look,
     Notice,
 )
+from kvtier_operator.rollout.members import Members
 from kvtier_operator.rollout.moments import measured, waits
 from kvtier_operator.rollout.moves import is_mine, lease_wait, tick_seconds
 from kvtier_operator.rollout.observe import (
@@ -138,6 +139,7 @@ class Gatherer:
         self._observer = Observer(deps.agents)
         self._specs = SpecReads(deps)
         self._beats = PoolBeats(deps.store)
+        self._members = Members(deps)
 
     async def gather(self, pair: Pair, kept: Kept, run: Run) -> Facts:
         key, rollout, cache = pair.key, pair.rollout, pair.cache
@@ -148,7 +150,7 @@ class Gatherer:
         # Written down; from here on the status remembers them, and for how long.
         kept.memory.held -= {one.node for one in state.vanished}
         subject = Subject(key, rollout, pair.cache_key, cache)
-        members = self._members(cache, state)
+        members = await self._members.of(cache, state)
         compiled = await self._compile(key, cache, rollout, kept, beginning=state.stage is Stage.OFF)
         ref = compiled.view.ref or state.candidate
         exact = None if ref is None else ref.kind is CandidateClass.EXACT
@@ -234,19 +236,6 @@ class Gatherer:
             return None
         pool = str((cache["spec"].get("poolRef") or {}).get("name", ""))
         return replace(view, beat=self._beats.share(cache["metadata"]["namespace"], pool))
-
-    def _members(self, cache: JsonObject | None, state: RolloutState) -> list[NodeView]:
-        """In a return, of a pool that is deleted only those that live: nobody starts the others again, so
-        they have left it as if their Nodes were deleted, and their proof would be waited for without end."""
-        if cache is None:
-            return []
-        namespace, pool = cache["metadata"]["namespace"], cache["spec"]["poolRef"]["name"]
-        members = self._deps.fleet.members(namespace, pool)
-        if state.phase is not Phase.ROLLING_BACK or self._deps.store.get(
-            ObjectKey(Kind.AGENT_POOL, namespace, pool)
-        ):
-            return members
-        return [member for member in members if member.live]
 
     async def _compile(
         self,

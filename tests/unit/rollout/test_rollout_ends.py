@@ -84,6 +84,37 @@ async def test_a_return_waits_for_a_dead_agent_while_its_pool_is_there() -> None
     assert world.says("RollingBack")
 
 
+@pytest.mark.parametrize("refused", [False, True], ids=["it-is-there", "the-server-refuses"])
+async def test_a_pool_that_only_the_read_cache_misses_leaves_no_agent_out(
+    monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """Or all that live would be called all, and a proof claimed that one of them owes."""
+    world = World()
+    await world.until("Progressing", "Canary")
+    pool = ObjectKey(Kind.AGENT_POOL, "serving", "default")
+    seen, get, asked = world.deps.store.get, world.api.get, 0
+
+    async def told(key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
+        nonlocal asked
+        asked += key == pool
+        if refused and key == pool:
+            raise ApiError(403, "Forbidden", "agentpools is forbidden")
+        return await get(key, known=known)
+
+    monkeypatch.setattr(world.deps.store, "get", lambda key: None if key == pool else seen(key))
+    monkeypatch.setattr(world.api, "get", told)
+    world.sims["node-1"].alive = False
+    world.intent("Abort", 1)
+    await world.run(60)
+    assert world.says("RollingBack") and world.status["rollback"]["missing"] == ["node-1"]
+    assert world.condition("BaselineRestored")["status"] == "False"
+    refused = False
+    del world.api.objects[pool]
+    asked = 0
+    await world.until("RolledBack", limit=10)
+    assert asked == 1, "nobody asks again of what is gone"
+
+
 # --- probe sets that cannot be read ------------------------------------------------------------------------
 
 
