@@ -255,9 +255,9 @@ def _resume(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | No
 
 
 def _reopen(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
-    """Stages, gates, radius or lease were edited: finished stages stay, the open one starts again. After
-    Completed the audit does, under the new numbers. No stage has compared for whom a wider radius brings it
-    then: that is a person's word."""
+    """Stages, gates, radius or lease were edited: finished stages stay, the open one starts again, for all of
+    the radius as it is now. After Completed the audit does, under the new numbers. No stage has compared for
+    whom a wider radius brings it then: that is a person's word."""
     if state.phase is Phase.COMPLETED and state.window is not None:
         window = replace(state.window, spec_hash=spec.window_hash, opened_at=inputs.now)
         approved = inputs.cache.approved if inputs.cache is not None else None
@@ -277,7 +277,7 @@ def _reopen(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
         inputs,
         spec,
         step,
-        "spec edited; the open step starts again",
+        f"spec edited; the open step starts again for {spec.blast_radius.told()}",
         spend_share=True,
         phase=state.phase,
     )

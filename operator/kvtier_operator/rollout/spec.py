@@ -36,6 +36,7 @@ MAX_LEASE_TTL = 3600.0
 """The longest that the schema takes."""
 MAX_WORD = 64
 """Characters of a verb that nobody knows: as many as the status has room for."""
+MAX_TOLD = 4
 DEFAULT_SETTLE = 120.0
 DEFAULT_WARMUP = 60.0
 DEFAULT_DEADLINE = 72 * 3600.0
@@ -97,6 +98,18 @@ class BlastRadius:
         """Whether it holds requests that the other does not. Nodes say nothing of requests."""
         pairs = (self.tenants, other.tenants), (self.request_classes, other.request_classes)
         return any(old and (not new or not set(new) <= set(old)) for new, old in pairs)
+
+    def told(self) -> str:
+        """Whose requests, for people."""
+        pairs = ("tenants", self.tenants), ("request classes", self.request_classes)
+        parts = [f"{what} {_some(names)}" for what, names in pairs if names]
+        return "; ".join(parts) or "all requests"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few."""
+    rest = len(names) - MAX_TOLD
+    return ", ".join(names[:MAX_TOLD]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def blast_radius(raw: Mapping[str, Any]) -> BlastRadius:

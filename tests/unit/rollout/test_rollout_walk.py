@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier_crds.models.rolloutstatus import KVRolloutStatus
-from kvtier_operator.ports import Kind, ObjectKey
+from kvtier_operator.ports import JsonObject, Kind, ObjectKey
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.state import DesignEffect
 from kvtier_operator.rollout.vocabulary import Verdict
@@ -512,6 +512,27 @@ async def test_edited_gates_open_the_step_again_and_spend_a_share() -> None:
     assert (after["stage"], after["attempt"]) == ("Canary", 1)
     assert after["window"]["openingFence"] > before["window"]["openingFence"]
     assert after["digestBudget"]["attemptsUsed"] == before["digestBudget"]["attemptsUsed"] + 1
+
+
+@pytest.mark.parametrize(
+    ("radius", "whose"),
+    [
+        ({"tenants": list("abcdef")}, "tenants a, b, c, d and 2 more"),
+        ({"tenants": ["a"], "requestClasses": ["chat"], "maxNodes": 2}, "tenants a; request classes chat"),
+        ({"maxNodes": 2}, "all requests"),
+    ],
+    ids=["many", "some", "all"],
+)
+async def test_a_step_that_an_edit_opens_again_says_whose_requests_it_serves(
+    radius: JsonObject, whose: str
+) -> None:
+    world = World(blastRadius={"tenants": ["b"]})
+    await world.until("Progressing", "Full")
+    world.edit(blastRadius=radius)
+    await world.run(2)
+    said = [message for reason, message in world.api.events if reason == "StageEntered"]
+    assert said[-1] == f"Full: spec edited; the open step starts again for {whose}"
+    assert "overridden" not in world.status, "it is compared before it is promoted"
 
 
 async def test_share_is_kept_by_digest_when_the_rollout_is_made_again() -> None:
