@@ -245,6 +245,16 @@ class DesignEffect(Struct):
     """Requests in a block."""
 
 
+class WindowProbeSet(Struct):
+    """What a probeRef's ConfigMap held when it was read for the window."""
+
+    config_map: Annotated[str, Field(max_length=253)]
+    digest: Annotated[str, Field(max_length=71)] = ""
+    """Absent: there was no plan that could be read."""
+    size: Int64 = 0
+    """Prompts."""
+
+
 class Window(Struct):
     """The evidence window that is open."""
 
@@ -256,6 +266,10 @@ class Window(Struct):
     pair_thresholds: Annotated[
         tuple[PairThreshold, ...], Field(max_length=24, json_schema_extra=map_list("gate"))
     ] = ()
+    probe_sets: Annotated[
+        tuple[WindowProbeSet, ...], Field(max_length=16, json_schema_extra=map_list("configMap"))
+    ] = ()
+    """What the gates are judged by while a ConfigMap cannot be read; absent where the status has no room."""
 
 
 class DigestBudgetStatus(Struct):

@@ -22,7 +22,7 @@ from kvtier_crds.models.tierclass import TierClass
 from kvtier_operator.ports import JsonObject
 from kvtier_operator.revisions import revision_name
 from kvtier_operator.rollout.inputs import CandidateView
-from kvtier_operator.rollout.state import CandidateRef, ManifestRef
+from kvtier_operator.rollout.state import CandidateRef, ManifestRef, RolloutState
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass
 from kvtier_operator.selectors import refusal
 
@@ -32,11 +32,12 @@ OVERRIDABLE = ("placement", "tiers", "admission")
 @dataclass(frozen=True)
 class Compiled:
     """What the objects say now. `data` is the candidate's canonical encoding, empty when there is none, and
-    `manifest` what it encodes."""
+    `manifest` what it encodes. unread: why the baseline's manifest could not be read."""
 
     view: CandidateView
     data: bytes = b""
     manifest: RuntimeManifest | None = None
+    unread: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ class Sources:
     selector_name: str
     selector: JsonObject | None
     tier_classes: Mapping[str, JsonObject]
+
+
+def unread_baseline(state: RolloutState, why: str) -> Compiled:
+    """One that agents may hold is not said to have changed, and none begins on what nobody can read."""
+    view = CandidateView(None, Blocker.BASELINE_MISSING, why)
+    if state.holds_candidate and state.candidate is not None:
+        view = CandidateView(state.candidate)
+    return Compiled(view, unread=why)
 
 
 class Blocked(Exception):

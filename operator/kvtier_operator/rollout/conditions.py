@@ -215,6 +215,8 @@ def _degraded(state: RolloutState, inputs: Inputs) -> Finding:
         )
     if state.phase is Phase.ROLLING_BACK and state.rollback and state.rollback.revoked_at:
         return "True", "BaselineUnproved", f"missing {', '.join(state.rollback.missing[:6])}"
+    if state.holds_candidate and inputs.unread_baseline:
+        return "True", "BaselineUnreadable", inputs.unread_baseline
     if state.holds_candidate and inputs.spec is not None:
         # Its gate has no evidence: a plan that is broken now, or a Job that nobody runs.
         unusable, why = probe_fault(inputs.spec.probes)

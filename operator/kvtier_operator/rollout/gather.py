@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from kvtier_crds.beside import needs_own_engine
 from kvtier_crds.manifest import ManifestError, RuntimeManifest
-from kvtier_crds.quantity import QuantityError, parse_duration
 from kvtier_operator.feasible import room_beside
 from kvtier_operator.fleet import in_service
-from kvtier_operator.ports import Deps, JsonObject, Kind, NodeView, NotFound, ObjectKey
+from kvtier_operator.ports import ApiError, Deps, JsonObject, Kind, NodeView, NotFound, ObjectKey
 from kvtier_operator.revisions import RevisionDamaged, read_revision
 from kvtier_operator.rollout.beats import PoolBeats
 from kvtier_operator.rollout.cacheview import cache_view
@@ -23,6 +22,7 @@ from kvtier_operator.rollout.candidate import (
     selector_named,
     shape_fault,
     tier_class_names,
+    unread_baseline,
 )
 from kvtier_operator.rollout.effects import Subject
 from kvtier_operator.rollout.evaluation import next_due
@@ -61,7 +61,7 @@ from kvtier_operator.rollout.spec import (
     MAX_LEASE_TTL,
     RolloutSpec,
 )
-from kvtier_operator.rollout.specreads import SpecRead, SpecReads, asks_to_end
+from kvtier_operator.rollout.specreads import SpecRead, SpecReads, asks_to_end, duration_of
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import read_holders
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass, Phase, Stage
@@ -151,7 +151,7 @@ class Gatherer:
         kept.memory.held -= {one.node for one in state.vanished}
         subject = Subject(key, rollout, pair.cache_key, cache)
         members = await self._members.of(cache, state)
-        compiled = await self._compile(key, cache, rollout, kept, beginning=state.stage is Stage.OFF)
+        compiled = await self._compile(key, cache, rollout, kept, state)
         ref = compiled.view.ref or state.candidate
         exact = None if ref is None else ref.kind is CandidateClass.EXACT
         read = await self._spec(key, rollout, kept, exact, run, state)
@@ -173,6 +173,7 @@ class Gatherer:
             intent=parsed.intent,
             spec_blocker=parsed.blocker,
             unread_probes=read.unread,
+            unread_baseline=compiled.unread,
             deleting="deletionTimestamp" in rollout["metadata"],
             cache=self._cache_view(cache),
             busy_with="",
@@ -187,8 +188,8 @@ class Gatherer:
             quiet_since=self._quiet_since(now),
             waited={since: steady - first for since, first in kept.waits.items()},
             nows={at: wall + steady - then for at, (wall, then) in kept.firsts.items()},
-            ttl=_duration(rollout, "ttlAfterFinished", 0.0),
-            lease_ttl=_duration(rollout, "leaseTTL", DEFAULT_LEASE_TTL, MAX_LEASE_TTL),
+            ttl=duration_of(rollout, "ttlAfterFinished", 0.0),
+            lease_ttl=duration_of(rollout, "leaseTTL", DEFAULT_LEASE_TTL, MAX_LEASE_TTL),
             older_ttl=told.lease_ttl,
         )
         inputs = await self._with_rivals(inputs, state, rollout)
@@ -209,6 +210,7 @@ class Gatherer:
             rollout,
             kept.read,
             run.probes,
+            state=state,
             exact=exact,
             max_age=max(SHARED_SECONDS, self._max_age(state, before) / 2),
             walks=state.holds_candidate
@@ -221,7 +223,7 @@ class Gatherer:
         """Whether it returns whatever evidence says."""
         written, length = (
             state.started_at,
-            _duration(rollout, "progressDeadline", DEFAULT_DEADLINE),
+            duration_of(rollout, "progressDeadline", DEFAULT_DEADLINE),
         )
         if state.phase is Phase.COMPLETED:
             written, length = state.grant_expires, 0.0
@@ -243,10 +245,10 @@ class Gatherer:
         cache: JsonObject | None,
         rollout: JsonObject,
         kept: Kept,
-        *,
-        beginning: bool,
+        state: RolloutState,
     ) -> Compiled:
-        """beginning: with the manifest itself, which nobody asks for later; only its bytes are kept then."""
+        """With the manifest itself where it begins: nobody asks for it later, and only its bytes are kept."""
+        beginning = state.stage is Stage.OFF
         candidate = (rollout.get("spec") or {}).get("candidate")
         if cache is None or not candidate:
             return Compiled(CandidateView())
@@ -261,7 +263,12 @@ class Gatherer:
         present = {name: obj for name, obj in classes.items() if obj is not None}
         view = cache_view(cache)
         baseline = view.baseline if view else None
-        running = None if candidate.get("selectorRef") else await self._running(key, baseline, kept)
+        running: RuntimeManifest | None = None
+        unread = ""
+        if not candidate.get("selectorRef"):
+            running, unread = await self._running(key, baseline, kept)
+        if unread:
+            return unread_baseline(state, unread)
         # Compiling is milliseconds of validation; its inputs are these versions and nothing else.
         sources = [cache, rollout, *([selector] if selector else []), *present.values()]
         versions = (
@@ -308,20 +315,23 @@ class Gatherer:
 
     async def _running(
         self, key: ObjectKey, baseline: ManifestRef | None, kept: Kept
-    ) -> RuntimeManifest | None:
-        """The baseline's manifest, which never changes under its digest; None when it cannot be read."""
+    ) -> tuple[RuntimeManifest | None, str]:
+        """The baseline's manifest, which never changes under its digest; None when there is none that is
+        whole, or it cannot be read, and then why."""
         if baseline is None:
-            return None
+            return None, ""
         if kept.running is None or kept.running[0] != baseline.digest:
             where = ObjectKey(Kind.CONTROLLER_REVISION, key.namespace, baseline.revision)
             try:
                 revision = read_revision(await self._deps.api.get(where))
                 if revision.digest != baseline.digest:
-                    return None
+                    return None, ""
                 kept.running = baseline.digest, RuntimeManifest.parse(revision.data)
             except (NotFound, RevisionDamaged, ManifestError):
-                return None
-        return kept.running[1]
+                return None, ""
+            except ApiError as error:
+                return None, f"ControllerRevision {where.name} cannot be read: {error.status} {error.reason}"
+        return kept.running[1], ""
 
     async def _pool(
         self,
@@ -446,7 +456,7 @@ class Gatherer:
         return replace(
             inputs,
             # The longest legal one when it is not there any more.
-            approved_ttl=_duration(owner or {}, "leaseTTL", least, MAX_LEASE_TTL),
+            approved_ttl=duration_of(owner or {}, "leaseTTL", least, MAX_LEASE_TTL),
             approved_vanished=tuple(dict.fromkeys(vanished)),
             busy_with=busy_with(rollout, others),
             superseded_by=superseded_by(rollout, others, completed=state.phase is Phase.COMPLETED),
@@ -477,12 +487,3 @@ def _known_rate(kept: Kept, state: RolloutState) -> float:
         if told or look.requests_per_second > 0.0:
             kept.rate = look.requests_per_second
     return kept.rate
-
-
-def _duration(rollout: JsonObject, name: str, default: float, unreadable: float | None = None) -> float:
-    """Read by itself, since it counts also when the rest of the spec cannot be run."""
-    text = (rollout.get("spec") or {}).get(name)
-    try:
-        return parse_duration(text, f"spec.{name}") if text else default
-    except QuantityError:
-        return default if unreadable is None else unreadable

@@ -259,7 +259,9 @@ def _reopen(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
     the radius as it is now. After Completed the audit does, under the new numbers. No stage has compared for
     whom a wider radius brings it then: that is a person's word."""
     if state.phase is Phase.COMPLETED and state.window is not None:
-        window = replace(state.window, spec_hash=spec.window_hash, opened_at=inputs.now)
+        window = replace(
+            state.window, spec_hash=spec.window_hash, opened_at=inputs.now, probes=spec.judged_by
+        )
         approved = inputs.cache.approved if inputs.cache is not None else None
         wider = approved is not None and spec.blast_radius.reaches_beyond(approved.radius)
         target = replace(state, window=window, overridden=state.overridden or wider)
@@ -319,7 +321,7 @@ def _ready(state: RolloutState, inputs: Inputs) -> bool:
     """Every agent of the radius holds the candidate under this fence and can say that it runs it, none that
     held it is silent, and what it is judged by can be read."""
     chosen = [agent for agent in inputs.agents if agent.selected]
-    if not chosen or state.lost or inputs.unread_probes:
+    if not chosen or state.lost or inputs.unread:
         return False
     return all(agent.reachable and holds(agent, state) and agent.running_candidate != "" for agent in chosen)
 
@@ -377,6 +379,8 @@ def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
         agent.node
         for agent in inputs.agents
         if agent.selected and agent.reachable and not holds(agent, state)
+        # Without it there is no manifest to send.
+        if not inputs.unread_baseline
         # Who holds it keeps it under a later number, too, or a pause would end all leases of the suspended.
         if not suspended(inputs) or _held_before(agent, state, inputs)
     ]

@@ -150,7 +150,8 @@ class Inputs:
     nothing of renewals sent before that. waited: how long this process has waited for leases since a time
     that was written down, in seconds that nobody can set. nows: see `now_for`. probe_trouble: reason and
     sentence of a probe Job that makes no evidence. unread_probes: a probe set that could not be read, so that
-    the spec is what it was when it could. intent: also of a spec that cannot be run.
+    the spec is what it was when it could. unread_baseline: why the manifest could not be read on which the
+    candidate stands, so that it is taken to be what it was. intent: also of a spec that cannot be run.
     spec_blocker: what kind of error `spec_error` is."""
 
     now: float
@@ -181,6 +182,12 @@ class Inputs:
     intent: Intent | None = None
     spec_blocker: Blocker = Blocker.SPEC_INVALID
     unread_probes: str = ""
+    unread_baseline: str = ""
+
+    @property
+    def unread(self) -> str:
+        """What could not be read, so that nothing passes."""
+        return self.unread_baseline or self.unread_probes
 
     def now_for(self, written: float) -> float:
         """What time it is, to hold beside one that was written down: `now`, but for what the wall clock was

@@ -156,7 +156,8 @@ def _obey(state: RolloutState, inputs: Inputs, intent: Intent) -> Plan:
         return advance(state, inputs, replace(state, phase=Phase.PROGRESSING))
     if inputs.spec is None:
         raise ValueError("an intent was read from a spec")
-    overridden = not all_pass(state, inputs, inputs.spec)
+    # What it was judged by and cannot be read now passes no more.
+    overridden = bool(inputs.unread) or not all_pass(state, inputs, inputs.spec)
     why = f"{intent.verb} by intent seq {intent.seq}" + (" without a Pass" if overridden else "")
     return promote(state, inputs, inputs.spec, why, overridden)
 

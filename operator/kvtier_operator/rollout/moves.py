@@ -160,7 +160,7 @@ def _opened(state: RolloutState, inputs: Inputs, spec: RolloutSpec, resumes: int
     """A new window, with what the one that closes now and earlier ones of the attempt have measured for it:
     of the newest look that was taken, since the lease or the spec may have ended before another."""
     before, look = state.window, inputs.last_look
-    fresh = Window(0, inputs.now, spec.window_hash, resumes)
+    fresh = Window(0, inputs.now, spec.window_hash, resumes, probes=spec.judged_by)
     if before is None:
         return fresh
     fresh = replace(fresh, pair_thresholds=before.pair_thresholds, effects=before.effects)

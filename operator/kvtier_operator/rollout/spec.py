@@ -241,6 +241,11 @@ class RolloutSpec:
         return self.terms.gates_of(step)
 
     @property
+    def judged_by(self) -> tuple[tuple[str, str, int], ...]:
+        """Of each probe set its ConfigMap, digest and prompts, as a window keeps them."""
+        return tuple((name, one.digest, one.size) for name, one in self.probes)
+
+    @property
     def ratio_gates(self) -> tuple[GateSpec, ...]:
         """Gates that compare two arms, of any step; by name the last step's."""
         return self.terms.ratio_gates

@@ -51,7 +51,9 @@ class Window:
     """The evidence window that is open. `opening_fence` is part of its key; a re-fencing that keeps the
     evidence keeps it. pair_thresholds: (gate, value as printed), fixed as it opened, from windows closed
     before: it is part of what agents are told, and a repeat must tell them the same. effects: measured in
-    windows closed before and fixed as it opened, so that they cannot follow the data they are used on."""
+    windows closed before and fixed as it opened, so that they cannot follow the data they are used on.
+    probes: (ConfigMap, digest, prompts) of the sets that are part of its key, for whoever cannot read them;
+    empty in a status of an earlier version, or of one that has no room."""
 
     opening_fence: int
     opened_at: float
@@ -59,6 +61,7 @@ class Window:
     resumes: int = 0
     pair_thresholds: tuple[tuple[str, str], ...] = ()
     effects: tuple[DesignEffect, ...] = ()
+    probes: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

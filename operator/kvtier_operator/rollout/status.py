@@ -21,7 +21,6 @@ from kvtier_operator.rollout.evaluation import summary_verdict
 from kvtier_operator.rollout.state import (
     CandidateRef,
     Condition,
-    DesignEffect,
     ExcludedAgent,
     GateStatus,
     Holders,
@@ -32,7 +31,6 @@ from kvtier_operator.rollout.state import (
     Rollback,
     RolloutState,
     Schedule,
-    Window,
 )
 from kvtier_operator.rollout.vocabulary import (
     STATUS_LIMIT_BYTES,
@@ -45,6 +43,7 @@ from kvtier_operator.rollout.vocabulary import (
     Stage,
     Verdict,
 )
+from kvtier_operator.rollout.windowstatus import window_from_json, window_to_json
 
 Json = dict[str, Any]
 MESSAGE_LIMIT = 240
@@ -121,7 +120,7 @@ def _cut(state: RolloutState, gates: int, cells: int, passes: int, nodes: int, t
     for little, a mismatch of a closed window for nothing."""
     window, rollback, intent = state.window, state.rollback, state.last_intent
     if window is not None and passes == 0:
-        window = replace(window, pair_thresholds=(), effects=())
+        window = replace(window, pair_thresholds=(), effects=(), probes=())
     if rollback is not None:
         rollback = replace(rollback, missing=rollback.missing[:nodes], message=rollback.message[:text])
     if intent is not None:
@@ -179,13 +178,7 @@ def _render(state: RolloutState, deadline_seconds: float) -> Json:
         if state.candidate.budgets:
             status["candidate"]["budgets"] = budget_entries(state.candidate.budgets)
     if state.window is not None:
-        thresholds = [{"gate": gate, "value": value} for gate, value in state.window.pair_thresholds]
-        fence = {"openingFence": state.window.opening_fence}
-        effects = [
-            {"gate": one.gate, "k": one.k, "blocks": one.blocks, "meanBlock": one.mean_block}
-            for one in state.window.effects
-        ]
-        status["window"] = _clean({**fence, "pairThresholds": thresholds, "designEffects": effects})
+        status["window"] = window_to_json(state.window)
         status["resumes"] = state.window.resumes
     begun = state.started_at or state.pending_since
     status["schedule"] = _clean(
@@ -329,7 +322,12 @@ def _read(status: Mapping[str, Any]) -> RolloutState:
         baseline=read_reference(status.get("baseline")),
         candidate=read_candidate(status.get("candidate")),
         candidate_hash=candidate_hash,
-        window=_read_window(status, schedule, window_hash),
+        window=window_from_json(
+            status.get("window"),
+            opened_at=parse_stamp(schedule.get("stepStartedAt")),
+            spec_hash=window_hash,
+            resumes=int(status.get("resumes") or 0),
+        ),
         gates=tuple(_read_gate(row) for row in status.get("gates") or []),
         carry=carry_from_json(status.get("carry")),
         schedule=_read_schedule(schedule),
@@ -391,25 +389,6 @@ def read_candidate(row: Mapping[str, Any] | None) -> CandidateRef | None:
     budgets = tuple(budgets_in(row).items())
     kind = CandidateClass(row["class"])
     return CandidateRef(str(row["digest"]), str(row.get("revision") or ""), kind, budgets)
-
-
-def _read_window(status: Mapping[str, Any], schedule: Mapping[str, Any], spec_hash: str) -> Window | None:
-    row = status.get("window")
-    if not row:
-        return None
-    return Window(
-        opening_fence=int(row["openingFence"]),
-        opened_at=parse_stamp(schedule.get("stepStartedAt")),
-        spec_hash=spec_hash,
-        resumes=int(status.get("resumes") or 0),
-        pair_thresholds=tuple(
-            (str(one["gate"]), str(one["value"])) for one in row.get("pairThresholds") or []
-        ),
-        effects=tuple(
-            DesignEffect(str(one["gate"]), str(one["k"]), int(one["blocks"]), str(one["meanBlock"]))
-            for one in row.get("designEffects") or []
-        ),
-    )
 
 
 def _read_schedule(row: Mapping[str, Any]) -> Schedule | None:

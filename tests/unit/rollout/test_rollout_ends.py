@@ -9,7 +9,7 @@ import pytest
 
 from kvtier_operator.ports import ApiError, JsonObject, Kind, ObjectKey
 from kvtier_operator.rollout.vocabulary import Verdict
-from tests.unit.rollout.rollout_world import World, held
+from tests.unit.rollout.rollout_world import World, copied, held
 
 STAGES = [("Progressing", stage) for stage in ("Shadow", "Canary", "Ramp", "Full")] + [("Completed", "Full")]
 LADDER = [
@@ -118,13 +118,13 @@ async def test_a_pool_that_only_the_read_cache_misses_leaves_no_agent_out(
 # --- probe sets that cannot be read ------------------------------------------------------------------------
 
 
-def shut(world: World) -> Callable[[], None]:
-    """The API server refuses ConfigMaps, until what is returned is called."""
+def shut(world: World, kind: Kind = Kind.CONFIG_MAP) -> Callable[[], None]:
+    """The API server refuses objects of a kind, until what is returned is called."""
     get = world.api.get
 
     async def refused(key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
-        if key.kind is Kind.CONFIG_MAP:
-            raise ApiError(403, "Forbidden", "configmaps is forbidden")
+        if key.kind is kind:
+            raise ApiError(403, "Forbidden", f"{kind} is forbidden")
         return await get(key, known=known)
 
     world.api.get = refused  # type: ignore[method-assign]
@@ -160,8 +160,7 @@ async def test_a_probe_set_that_cannot_be_read_keeps_nobody_from_ending(how: str
     shut(world)
     if restarted:
         world.restart()
-        with pytest.raises(ApiError):
-            await world.pass_()
+        await world.pass_()
     if how == "abort":
         world.intent("Abort", 1)
     elif how == "deletion":
@@ -182,11 +181,91 @@ async def test_an_approval_ends_with_its_grant_though_its_probe_set_cannot_be_re
     await world.until("Completed")
     shut(world)
     world.restart()
-    with pytest.raises(ApiError):
-        await world.pass_()
+    await world.pass_()
     world.clock.seconds += 25 * 3600
     await world.run(20)
     assert world.says("RolledBack") and "approved" not in world.cache_status
+
+
+@in_every_stage
+async def test_the_next_operator_finds_harm_though_it_never_read_the_probe_set(
+    phase: str, stage: str
+) -> None:
+    """It is judged by what the window was opened with, as the status says: nothing passes, harm returns."""
+    world = World(stages=LADDER)
+    await world.until(phase, stage)
+    window, share = world.status["window"], world.status["digestBudget"]
+    shut(world)
+    world.restart()
+    await world.run(30)
+    assert world.where[:2] == (phase, stage)
+    assert (world.status["window"], world.status["digestBudget"]) == (window, share)
+    assert world.condition("Degraded")["reason"] == "ProbePlanUnreadable"
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack", limit=10)
+    assert world.status["rollback"]["cause"] == "GateFailed"
+
+
+async def test_the_next_operator_goes_on_in_the_same_window_when_it_can_read_the_probe_set() -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    window = world.status["window"]
+    open_again = shut(world)
+    world.restart()
+    await world.run(10)
+    open_again()
+    await world.run(5)
+    assert world.says("Progressing", "Canary") and world.status["window"] == window
+    assert world.condition("Degraded")["status"] == "False"
+    await world.until("Progressing", "Ramp", limit=30)
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["the-same-operator", "the-next-operator"])
+@pytest.mark.parametrize("probes", ["golden", "silver"], ids=["the-same-set", "another-set"])
+async def test_an_edit_while_the_probe_set_cannot_be_read_hides_no_harm(probes: str, restarted: bool) -> None:
+    world = World()
+    await world.until("Progressing", "Canary")
+    shut(world)
+    if restarted:
+        world.restart()
+    gates = copied(world.api.objects[world.rollout]["spec"]["gates"])
+    for gate in gates:
+        gate |= {"probeRef": {"name": probes}} if "probeRef" in gate else {"minSamples": 77}
+    world.edit(gates=gates)
+    await world.run(60)
+    assert world.says("Progressing", "Canary"), "nothing passes"
+    assert world.status["digestBudget"]["attemptsUsed"] == 2, "the edit opened the step again, once"
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack", limit=10)
+
+
+async def test_nobody_guesses_what_a_window_is_judged_by() -> None:
+    """A status of an earlier version has no word of it."""
+    world = World()
+    await world.until("Progressing", "Canary")
+    window = world.status["window"]
+    del window["probeSets"]
+    open_again = shut(world)
+    world.restart()
+    with pytest.raises(ApiError):
+        await world.pass_()
+    open_again()
+    before = world.api.writes
+    await world.run(5)
+    assert world.status["window"] == window and world.api.writes == before, "it is not written for that"
+    await world.until("Progressing", "Ramp", limit=30)
+    assert [row["configMap"] for row in world.status["window"]["probeSets"]] == ["golden"]
+
+
+@pytest.mark.parametrize("verb", ["Promote", "Skip"])
+async def test_a_promotion_while_the_probe_set_cannot_be_read_is_a_persons_word(verb: str) -> None:
+    world = World(stages=[{"name": "Shadow", "minDuration": "9h"}, {"name": "Full", "soak": "1h"}])
+    await world.until("Progressing", "Shadow")
+    await world.run(5)
+    shut(world)
+    world.intent(verb, 1)
+    await world.until("Progressing", "Full", limit=10)
+    assert world.status["overridden"]
 
 
 async def test_a_rollout_begins_when_its_probe_set_can_be_read() -> None:
@@ -199,6 +278,66 @@ async def test_a_rollout_begins_when_its_probe_set_can_be_read() -> None:
         "ProbePlanInvalid",
         "ConfigMap golden: cannot be read: 403 Forbidden",
     )
+    open_again()
+    await world.until("Progressing", "Shadow", limit=30)
+
+
+# --- a baseline whose manifest cannot be read --------------------------------------------------------------
+
+
+def exact_world(**spec: object) -> World:
+    placement = {"policy": "headGroups", "headGroups": {"stagingBytes": "8Mi"}}
+    return World(candidate={"overrides": {"placement": placement}}, gates=[], **spec)
+
+
+@pytest.mark.parametrize("how", ["harm", "abort", "deletion", "deadline"])
+async def test_the_next_operator_ends_an_exact_candidate_though_it_cannot_read_the_baseline(how: str) -> None:
+    world = exact_world(progressDeadline="10m")
+    await world.until("Progressing", "Canary")
+    window, name = world.status["window"], world.status["baseline"]["revision"]
+    shut(world, Kind.CONTROLLER_REVISION)
+    world.restart()
+    await world.run(60)
+    assert world.says("Progressing", "Canary") and world.status["window"] == window, "and nothing passes"
+    said = world.condition("Degraded")
+    assert (said["status"], said["reason"]) == ("True", "BaselineUnreadable")
+    assert said["message"] == f"ControllerRevision {name} cannot be read: 403 Forbidden"
+    if how == "harm":
+        world.feed.gates["outputMismatches"] = Verdict.FAIL
+    elif how == "abort":
+        world.intent("Abort", 1)
+    elif how == "deletion":
+        world.api.ask_to_delete(world.rollout)
+    else:
+        world.clock.seconds += 600
+    await world.run(20)
+    assert held(world) == []
+    assert world.rollout not in world.api.objects if how == "deletion" else world.says("RolledBack")
+
+
+async def test_nothing_is_granted_while_the_baseline_cannot_be_read() -> None:
+    """There is no manifest to send; an agent would say that it is another."""
+    world = exact_world()
+    await world.until("Progressing", "Canary")
+    open_again = shut(world, Kind.CONTROLLER_REVISION)
+    world.restart()
+    await world.run(2)
+    grants = [len(sim.grants) for sim in world.sims.values()]
+    world.sims["node-1"].boot()
+    await world.run(15)
+    assert [len(sim.grants) for sim in world.sims.values()] == grants
+    assert held(world) == ["node-0"] and world.says("Progressing", "Canary")
+    open_again()
+    await world.run(5)
+    assert held(world) == ["node-0", "node-1"]
+
+
+async def test_an_exact_candidate_begins_when_its_baseline_can_be_read() -> None:
+    world = exact_world()
+    open_again = shut(world, Kind.CONTROLLER_REVISION)
+    await world.run(3)
+    assert world.where[:2] == ("Pending", "Off")
+    assert "cannot be read: 403 Forbidden" in world.condition("Progressing")["message"]
     open_again()
     await world.until("Progressing", "Shadow", limit=30)
 

@@ -71,7 +71,10 @@ def thresholds(state: RolloutState) -> Window:
     assert state.window is not None
     effects = (DesignEffect("tail", "1.95", 312, "20.5"),)
     return replace(
-        state.window, effects=effects, pair_thresholds=(("tail", "0.0312"), ("tail-median", "1.5e-05"))
+        state.window,
+        effects=effects,
+        pair_thresholds=(("tail", "0.0312"), ("tail-median", "1.5e-05")),
+        probes=(("broken", "", 0), ("golden", DIGEST, 40)),
     )
 
 
@@ -184,6 +187,7 @@ def test_every_list_at_its_longest_stays_under_8_kib(count: int) -> None:
             2,
             tuple((name, "0.031234567") for name in names),
             tuple(DesignEffect(name, "1.23456", 123456, "123.456") for name in names),
+            tuple((name.ljust(253, "x"), DIGEST, 200) for name in names),
         ),
         gates=(*gates, failing),
         carry=carry,
