@@ -50,9 +50,13 @@ def cel(rule: str, message: str, *, field_path: str = "", message_expression: st
 def when_changed(entry: Json, same: str = "") -> Json:
     """A rule that objects may be older than: whoever leaves alone what it speaks of, and writes a status, a
     finalizer or an intent, is not refused. same: CEL over `self` and `oldSelf.value()`, whether that is left
-    alone; empty where it can never change."""
-    kept = "oldSelf.hasValue()" + (f" && {same}" if same else "")
-    return {**entry, "rule": f"{kept} || ({entry['rule']})", "optionalOldSelf": True}
+    alone; empty where it can never change.
+
+    The rule comes before the comparison: nearly every object keeps it, and every write of one, a status too,
+    would pay for a comparison in which the API server wraps all that is compared, field by field."""
+    kept, rule = "oldSelf.hasValue()", f"({entry['rule']})"
+    either = f"{rule} || ({kept} && {same})" if same else f"{kept} || {rule}"
+    return {**entry, "rule": either, "optionalOldSelf": True}
 
 
 def rules(*entries: Json) -> Json:
