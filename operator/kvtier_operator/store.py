@@ -91,7 +91,7 @@ class WatchStore:
         """From a watch. Returns what was there before; an older version of the same object is ignored."""
         with self._lock:
             before = self._get(key)
-            if before is not None and _is_older(obj, before):
+            if before is not None and is_older(obj, before):
                 return before
             self._put(key, obj)
             self._touch(key)
@@ -120,7 +120,7 @@ class WatchStore:
         with self._lock:
             for key, obj in fresh.items():
                 before = self._get(key)
-                if self._changed_at.get(key, 0) > since or (before is not None and _is_older(obj, before)):
+                if self._changed_at.get(key, 0) > since or (before is not None and is_older(obj, before)):
                     continue
                 if before is None or _version(before) != _version(obj):
                     self._put(key, obj)
@@ -192,7 +192,7 @@ def _version(obj: JsonObject) -> str:
     return str(obj["metadata"].get("resourceVersion", ""))
 
 
-def _is_older(obj: JsonObject, than: JsonObject) -> bool:
+def is_older(obj: JsonObject, than: JsonObject) -> bool:
     """Only for the same object (uid); its resource versions grow."""
     if obj["metadata"].get("uid") != than["metadata"].get("uid"):
         return False

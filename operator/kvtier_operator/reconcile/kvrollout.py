@@ -374,7 +374,9 @@ class KVRolloutReconciler:
         """Read once more, since asking agents took time: both objects still carry this fence, and none was
         deleted meanwhile: an uninstall counts the end of leases from there. The next pass looks at what was
         read."""
-        run.known = await self._pairs.again(subject.key, subject.cache_key)
+        run.known = await self._pairs.again(
+            subject.key, subject.cache_key, rollout=subject.rollout, cache=subject.cache
+        )
         if run.known is None or run.known.cache is None:
             return False
         rollout, cache = run.known.rollout, run.known.cache

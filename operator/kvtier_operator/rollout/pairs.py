@@ -11,6 +11,7 @@ import asyncio
 from dataclasses import dataclass
 
 from kvtier_operator.ports import Deps, JsonObject, Kind, NotFound, ObjectKey
+from kvtier_operator.store import is_older
 
 VOUCHED_SECONDS = 30.0
 """Half of the default lease: for so long a rollout may be looked at without a request to the server. Its
@@ -58,7 +59,7 @@ class Pairs:
             rollout = await self._get(key)
             pair = None if rollout is None else Pair(key, rollout, cache_key_of(key, rollout), None)
         else:
-            pair = await self.again(key, cache_key_of(key, known))
+            pair = await self.again(key, cache_key_of(key, known), rollout=None, cache=None)
         if pair is None:
             return None
         cache_key = cache_key_of(key, pair.rollout)
@@ -66,16 +67,21 @@ class Pairs:
             pair = Pair(key, pair.rollout, cache_key, await self._get(cache_key))
         return pair
 
-    async def again(self, key: ObjectKey, cache_key: ObjectKey) -> Pair | None:
-        """Both from the server, at once."""
-        rollout, cache = await asyncio.gather(self._get(key), self._get(cache_key))
+    async def again(
+        self, key: ObjectKey, cache_key: ObjectKey, *, rollout: JsonObject | None, cache: JsonObject | None
+    ) -> Pair | None:
+        """Both from the server, at once. rollout and cache: as the server gave or took them last. Of what was
+        written a moment ago the read cache hears later than whoever wrote it."""
+        rollout, cache = await asyncio.gather(self._get(key, rollout), self._get(cache_key, cache))
         return None if rollout is None else Pair(key, rollout, cache_key, cache)
 
-    async def _get(self, key: ObjectKey) -> JsonObject | None:
+    async def _get(self, key: ObjectKey, held: JsonObject | None = None) -> JsonObject | None:
         deps = self._deps
         asked = deps.clock.monotonic()
+        cached = deps.store.get(key)
+        known = cached if held is None or (cached is not None and is_older(held, cached)) else held
         try:
-            obj = await deps.api.get(key, known=deps.store.get(key))
+            obj = await deps.api.get(key, known=known)
         except NotFound:
             deps.reads.forget(key)
             return None

@@ -96,6 +96,31 @@ async def test_what_a_renewal_reads_tells_the_next_look_that_the_read_cache_is_b
     assert asked[0] == world.rollout
 
 
+@pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.PASS])
+async def test_what_a_run_has_written_does_not_travel_again(verdict: Verdict) -> None:
+    """A watch tells of it later; before agents hear of it the server is asked only if it is still there."""
+    world, _ = await resting()
+    await world.pass_()
+    world.feed.default = verdict
+    get, travelled = world.api.get, list[ObjectKey]()
+
+    async def noted(key: ObjectKey, *, known: JsonObject | None = None) -> JsonObject:
+        found = await get(key, known=known)
+        if key.kind in OURS and found is not known:
+            travelled.append(key)
+        return found
+
+    world.api.get = noted  # type: ignore[method-assign]
+    stop_watching(world)
+    fence, calls = world.cache_status["fence"], list(world.faults.names)
+    world.clock.seconds += 12
+    await world.pass_()
+    assert world.cache_status["fence"] > fence
+    verb = "Revoke" if verdict is Verdict.FAIL else "Grant"
+    assert any(name.startswith(verb) for name in world.faults.names[len(calls) :])
+    assert travelled == []
+
+
 async def test_harm_is_written_down_without_another_request() -> None:
     world, asked = await resting()
     await world.pass_()
