@@ -17,6 +17,7 @@ from pathlib import Path
 from kubectl_kvtier import commands
 from kubectl_kvtier.completion import NAME_SECONDS, SHELLS, complete, script
 from kubectl_kvtier.outcomes import Exit, Failure
+from kubectl_kvtier.printing import printable
 from kvtier_crds.models.kvrollout import Verb
 from kvtier_crds.quantity import QuantityError, parse_duration
 
@@ -36,6 +37,11 @@ _UNINSTALL = (
     "or a deadline shorter than leases, 4 a finalizer was dropped, 5 something is left at the deadline."
 )
 LONGEST_DEADLINE = 86400.0
+LONGEST_WATCH = 30 * 86400.0
+_KINDS = {
+    **dict.fromkeys(("kvr", "kvrollout", "kvrollouts", "kvrollout.kvtier.dev"), ""),
+    **dict.fromkeys(("kvc", "kvcache", "kvcaches", "kvcache.kvtier.dev"), "cache/"),
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,32 +64,39 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     status = add("status", "a rollout as a tree; without a name, all", cluster, output, completes=_ROLLOUTS)
-    status.add_argument("name", nargs="?", help="KVRollout")
+    status.add_argument("name", nargs="?", type=_named, help="KVRollout")
     status.add_argument("-A", "--all-namespaces", action="store_true")
     status.add_argument("-w", "--watch", action="store_true", help="draw again at each change, until it ends")
+    status.add_argument(
+        "--timeout",
+        type=_watch_seconds,
+        metavar="30m",
+        help="of --watch: ends with 5 when the rollout has not ended by then (without: never)",
+    )
     status.add_argument("--ascii", action="store_true", help="no characters outside ASCII")
     explain = add("explain", "why the next step has not happened", cluster, output, completes=_ROLLOUTS)
-    explain.add_argument("name", help="KVRollout, or cache/NAME")
+    explain.add_argument("name", type=_named, help="KVRollout, or cache/NAME")
     history = add(
         "history", "what became of a cache's rollouts, or of one", cluster, output, completes=_ROLLOUTS
     )
-    history.add_argument("name", help="KVRollout, or cache/NAME")
+    history.add_argument("name", type=_named, help="KVRollout, or cache/NAME")
     diff = add("diff", "what differs between two manifests", cluster, output, completes=_ROLLOUTS)
-    diff.add_argument("name", help="KVRollout (its baseline and candidate), or cache/NAME with two revisions")
+    diff.add_argument(
+        "name", type=_named, help="KVRollout (its baseline and candidate), or cache/NAME with two revisions"
+    )
     diff.add_argument("revisions", nargs="*", metavar="REVISION", help="name or first digits of the digest")
     for verb, text in _VERBS.items():
         sub = add(verb.value.lower(), text, cluster, output, completes=_ROLLOUTS)
-        sub.add_argument("name", help="KVRollout")
+        sub.add_argument("name", type=_named, help="KVRollout")
+        sub.add_argument("--dry-run", action="store_true", help="have the server judge it, and write nothing")
         sub.add_argument("--no-wait", action="store_true", help="do not wait for the operator's answer")
-        sub.add_argument(
-            "--timeout", type=_seconds, default=30.0, metavar="SECONDS", help="of that wait (30)"
-        )
+        sub.add_argument("--timeout", type=_seconds, default=30.0, metavar="30s", help="of that wait (30s)")
         sub.set_defaults(verb=verb)
     top = add("top", "bytes by tier", cluster, output)
     top.add_argument("what", nargs="?", choices=("nodes", "caches"), help="without: both")
     top.add_argument("-A", "--all-namespaces", action="store_true")
     trace = add("trace", "a rollout's trace as a tree", cluster, output, completes=_ROLLOUTS)
-    trace.add_argument("name", help="KVRollout, or 32 hexadecimal digits of a trace id")
+    trace.add_argument("name", type=_named, help="KVRollout, or 32 hexadecimal digits of a trace id")
     source = trace.add_mutually_exclusive_group(required=True)
     source.add_argument("--file", type=Path, help="OTLP/JSON, as a collector's file exporter writes it")
     source.add_argument(
@@ -129,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _complete(arguments.words)
         return asyncio.run(commands.run(arguments, sys.stdout, sys.stdin))
     except Failure as failure:
-        print(f"kubectl kvtier: {failure}", file=sys.stderr)
+        print(f"kubectl kvtier: {printable(str(failure))}", file=sys.stderr)
         return failure.status
     except KeyboardInterrupt:
         return 130
@@ -187,7 +200,7 @@ def _cluster_flags() -> argparse.ArgumentParser:
     made.add_argument("--kubeconfig", help="file; without: as kubectl finds it")
     made.add_argument("--context", help="of the kubeconfig")
     made.add_argument(
-        "--request-timeout", type=_seconds, default=10.0, metavar="SECONDS", help="of one request (10)"
+        "--request-timeout", type=_seconds, default=10.0, metavar="10s", help="of one request (10s)"
     )
     return made
 
@@ -203,13 +216,31 @@ def _duration(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
+    """As kubectl takes it: 30, 30s, 0.5s, 5m."""
+    return _up_to(text, 3600.0, "an hour")
+
+
+def _watch_seconds(text: str) -> float:
+    return _up_to(text, LONGEST_WATCH, "30 days")
+
+
+def _up_to(text: str, most: float, named: str) -> float:
     try:
         value = float(text.removesuffix("s"))
     except ValueError:
-        value = 0.0
-    if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 3600")
+        try:
+            value = parse_duration(text, "it")
+        except QuantityError:
+            value = 0.0
+    if not 0 < value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration above 0 and up to {named}, as 30s or 5m")
     return value
+
+
+def _named(text: str) -> str:
+    """A name as `kubectl get -o name` prints it is one, too."""
+    kind, slash, name = text.partition("/")
+    return _KINDS[kind] + name if slash and kind in _KINDS else text
 
 
 if __name__ == "__main__":

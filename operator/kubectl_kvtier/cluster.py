@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -15,7 +16,7 @@ from urllib.parse import quote
 import aiohttp
 
 from kubectl_kvtier.kubeconfig import load
-from kubectl_kvtier.outcomes import Exit, Failure, Forbidden
+from kubectl_kvtier.outcomes import Exit, Failure, Forbidden, Unavailable
 from kubectl_kvtier.ports import Api, Changed, Json, Objects, of_metadata
 from kvtier_crds.models.common import GROUP, VERSION
 from kvtier_operator.execlogin import ExecLogin, LoginError
@@ -24,11 +25,14 @@ Query = list[tuple[str, str]]
 LIST_PAGE = 500
 WATCH_SECONDS = 60
 PAUSE_SECONDS = 1.0
+PATIENCE_SECONDS = 60.0
+"""How long a watch waits for an API server that has gone: it is started again in less."""
 CLOSE_SECONDS = 5.0
 CLUSTER_SCOPED = ("kvnodes", "tierclasses")
 CACHE_UID_LABEL = "kvtier.dev/cache-uid"
 JSON_PATCH = "application/json-patch+json"
 UNAUTHORIZED = 401
+LATER = (429, 500, 502, 503, 504)
 
 
 class ClusterApi:
@@ -62,11 +66,13 @@ class ClusterApi:
         selector = f"regarding.kind={kind},regarding.name={name}"
         return await self._all(path, [("fieldSelector", selector)])
 
-    async def patch(self, plural: str, name: str, operations: Objects, *, namespace: str = "") -> Json:
+    async def patch(
+        self, plural: str, name: str, operations: Objects, *, namespace: str = "", dry_run: bool = False
+    ) -> Json:
         return await self._request(
             "PATCH",
             _object(plural, namespace or self._namespace, name),
-            query=[("fieldManager", "kubectl-kvtier")],
+            query=[("fieldManager", "kubectl-kvtier"), *([("dryRun", "All")] if dry_run else [])],
             body=operations,
         )
 
@@ -75,18 +81,32 @@ class ClusterApi:
         await self._request("DELETE", _object(plural, namespace or self._namespace, name), body=options)
 
     async def follow(self, plural: str, name: str) -> AsyncIterator[Json]:
+        # A watch ends every minute: what it begins again with has often been seen.
+        seen = ""
+        silent: float | None = None
         while True:
-            found = await self.get(plural, name)
-            yield found
-            version = of_metadata(found, "resourceVersion")
-            async for event in self._watch(plural, name, version):
-                if event.get("type") == "DELETED":
-                    raise Failure(Exit.NOT_FOUND, f"{plural} {self._namespace}/{name} was deleted")
-                if event.get("type") not in ("ADDED", "MODIFIED"):
-                    # Its version is too old, say; a server that goes on saying so is not asked without end.
-                    await asyncio.sleep(PAUSE_SECONDS)
-                    break
-                yield event["object"]
+            try:
+                found = await self.get(plural, name)
+                silent, version = None, of_metadata(found, "resourceVersion")
+                if version != seen:
+                    seen = version
+                    yield found
+                async for event in self._watch(plural, name, version):
+                    if event.get("type") == "DELETED":
+                        raise Failure(Exit.NOT_FOUND, f"{plural} {self._namespace}/{name} was deleted")
+                    if event.get("type") not in ("ADDED", "MODIFIED"):
+                        # Its version is too old, say; a server that goes on saying so is not asked without
+                        # end.
+                        await asyncio.sleep(PAUSE_SECONDS)
+                        break
+                    seen = of_metadata(event["object"], "resourceVersion")
+                    yield event["object"]
+            except Unavailable:
+                now = time.monotonic()
+                silent = now if silent is None else silent
+                if not seen or now - silent > PATIENCE_SECONDS:
+                    raise
+                await asyncio.sleep(PAUSE_SECONDS)
 
     async def _watch(self, plural: str, name: str, version: str) -> AsyncIterator[Json]:
         """Events until the watch ends, at the latest after WATCH_SECONDS. One that breaks has ended, too: the
@@ -171,7 +191,7 @@ def _answering() -> Iterator[None]:
     except LoginError as error:
         raise Failure(Exit.FAILED, f"not logged in: {error}") from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise Failure(Exit.FAILED, f"no answer from the API server: {str(error) or 'timed out'}") from error
+        raise Unavailable(f"no answer from the API server: {str(error) or 'timed out'}") from error
 
 
 def _parsed(body: bytes) -> Json:
@@ -231,4 +251,6 @@ def _failure(status: int, body: bytes, path: str) -> Exception:
     # A failed `test` of a JSON patch is a 422 that names no object.
     if status == 409 or (status == 422 and not (details.get("kind") or details.get("causes"))):
         return Changed(message)
+    if status in LATER:
+        return Unavailable(f"{path}: {message}")
     return Failure(Exit.FAILED, f"{path}: {message}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import re
 import time
@@ -15,7 +16,7 @@ from kubectl_kvtier import history, intents, manifests, top, traces
 from kubectl_kvtier.explain import explain, explain_cache
 from kubectl_kvtier.lint.files import lint, parse, read
 from kubectl_kvtier.lint.findings import Severity
-from kubectl_kvtier.outcomes import Exit, Failure
+from kubectl_kvtier.outcomes import Exit, Failure, Unavailable
 from kubectl_kvtier.ports import Api
 from kubectl_kvtier.printing import Out
 from kubectl_kvtier.rollouts import Unread, read_as, read_rollout, readable, status_of
@@ -30,7 +31,6 @@ from kvtier_crds.models.rolloutstatus import Phase
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 _NEGATIVE = (Phase.ROLLED_BACK, Phase.ROLLING_BACK, Phase.INVALID)
 _ENDED = (Phase.ROLLED_BACK, Phase.COMPLETED, Phase.INVALID)
-_CLEAR = "\x1b[H\x1b[2J"
 
 
 @asynccontextmanager
@@ -61,7 +61,7 @@ async def run(arguments: argparse.Namespace, stdout: TextIO, stdin: TextIO) -> E
 async def in_cluster(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
     match arguments.command:
         case "status" if arguments.name is None:
-            if arguments.watch:
+            if arguments.watch or arguments.timeout is not None:
                 raise Failure(Exit.USAGE, "--watch follows one rollout: it needs a NAME")
             return await list_rollouts(api, arguments.all_namespaces, out)
         case "status":
@@ -118,25 +118,45 @@ async def list_rollouts(api: Api, everywhere: bool, out: Out) -> Exit:
 
 
 async def show_status(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
-    """NEGATIVE for a rollout that was not released. Watching in JSON gives a document at each change."""
+    """NEGATIVE for a rollout that was not released, TIMED_OUT for one that goes on when the watch has to end.
+    Watching in JSON gives a document at each change."""
     if arguments.all_namespaces:
         raise Failure(Exit.USAGE, f"a rollout by its name is of one namespace: {arguments.name} or -A")
-    terminal = out.stream.isatty() and not out.as_json
-    look = Look(colour=terminal, unicode=not arguments.ascii and drawable(out.stream.encoding))
-    rollout = read_rollout(await api.get(intents.PLURAL, arguments.name))
-    if not arguments.watch:
+    if arguments.timeout is not None and not arguments.watch:
+        raise Failure(Exit.USAGE, "--timeout is of a watch: status NAME --watch --timeout 30m")
+    look = Look(colour=out.colour, unicode=not arguments.ascii and drawable(out.stream.encoding))
+    if arguments.watch:
+        rollout = await _watched(api, arguments.name, arguments.timeout, look, out)
+    else:
+        rollout = read_rollout(await api.get(intents.PLURAL, arguments.name))
         nodes, lost = readable(await api.list("kvnodes"), _node)
         lines = tree(rollout, nodes, out.clock(), look)
         out.write(_facts(rollout, out.clock()), [*lines, *(one.line for one in lost)])
-    else:
-        async for document in api.follow(intents.PLURAL, arguments.name):
-            rollout = read_rollout(document)
-            nodes, lost = readable(await api.list("kvnodes"), _node)
-            lines = [*tree(rollout, nodes, out.clock(), look), *(one.line for one in lost)]
-            out.write(_facts(rollout, out.clock()), [(_CLEAR if terminal else "") + lines[0], *lines[1:]])
-            if status_of(rollout).phase in _ENDED:
-                break
     return Exit.NEGATIVE if status_of(rollout).phase in _NEGATIVE else Exit.OK
+
+
+async def _watched(api: Api, name: str, seconds: float | None, look: Look, out: Out) -> KVRollout:
+    """Drawn at each change, until it has ended: that one. seconds: None for as long as that takes."""
+    rollout: KVRollout | None = None
+    nodes: list[KVNode] = []
+    try:
+        async with asyncio.timeout(seconds):
+            async for document in api.follow(intents.PLURAL, name):
+                rollout = read_rollout(document)
+                try:
+                    nodes, lost = readable(await api.list("kvnodes"), _node)
+                    notes = [one.line for one in lost]
+                except Unavailable as failure:
+                    # The rollout has changed, and that is what is waited for.
+                    notes = [f"nodes as they were last seen: {failure}"]
+                out.clear()
+                out.write(_facts(rollout, out.clock()), [*tree(rollout, nodes, out.clock(), look), *notes])
+                if status_of(rollout).phase in _ENDED:
+                    return rollout
+    except TimeoutError:
+        pass
+    why = explain(rollout, out.clock()).sentence if rollout is not None else "the API server has not answered"
+    raise Failure(Exit.TIMED_OUT, f"{name} has not ended within {seconds or 0:g} s: {why}")
 
 
 async def show_reason(api: Api, name: str, out: Out) -> Exit:
@@ -243,7 +263,13 @@ async def show_trace(trace_id: str, arguments: argparse.Namespace, out: Out) -> 
 
 async def command(api: Api, arguments: argparse.Namespace, out: Out) -> Exit:
     """NEGATIVE when the operator refuses the intent, TIMED_OUT when nobody answers it."""
-    intent, _ = await intents.send(api, arguments.name, arguments.verb)
+    intent, _ = await intents.send(api, arguments.name, arguments.verb, dry_run=arguments.dry_run)
+    if arguments.dry_run:
+        where = f"{intent['expectedStage']} step {intent['expectedStep']}, attempt {intent['attempt']}"
+        out.write(
+            intent, [f"{arguments.name}: {intent['verb']} seq {intent['seq']} of {where} would be written"]
+        )
+        return Exit.OK
     if arguments.no_wait:
         out.write(intent, [f"{arguments.name}: {intent['verb']} seq {intent['seq']} written"])
         return Exit.OK

@@ -51,9 +51,10 @@ def intent_for(rollout: KVRollout, verb: Verb) -> Json:
     }
 
 
-async def send(api: Api, name: str, verb: Verb) -> tuple[Json, Json]:
+async def send(api: Api, name: str, verb: Verb, *, dry_run: bool = False) -> tuple[Json, Json]:
     """Writes the intent; (what was written, the object as written). Failure NEGATIVE when the rollout went on
-    to another step meanwhile: the person decided about the one before; and when it has no status yet."""
+    to another step meanwhile: the person decided about the one before; and when it has no status yet.
+    dry_run: the API server judges all of it, rights too, and keeps nothing."""
     document = await api.get(PLURAL, name)
     if not status_of(read_rollout(document)).observed_generation:
         raise Failure(
@@ -73,7 +74,7 @@ async def send(api: Api, name: str, verb: Verb) -> tuple[Json, Json]:
             )
         intent = intent_for(rollout, verb)
         try:
-            written = await api.patch(PLURAL, name, _operations(document, intent))
+            written = await api.patch(PLURAL, name, _operations(document, intent), dry_run=dry_run)
         except Changed:
             document = await api.get(PLURAL, name)
             continue

@@ -27,6 +27,13 @@ class Failure(Exception):
         self.status = status
 
 
+class Unavailable(Failure):
+    """No answer, or one that says to ask again later; whoever may wait does."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Exit.FAILED, message)
+
+
 class Forbidden(Failure):
     """A right is missing; the message is the server's, which names it."""
 

@@ -34,7 +34,7 @@ def of_metadata(document: Json, name: str) -> str:
 
 class Api(Protocol):
     """Objects as the API server gives them. Failure: NOT_FOUND by name, FAILED with the server's words,
-    Forbidden for a missing right."""
+    Forbidden for a missing right, Unavailable where another try may be answered."""
 
     @property
     def namespace(self) -> str:
@@ -50,12 +50,15 @@ class Api(Protocol):
     async def events(self, kind: str, name: str) -> Objects:
         """events.k8s.io/v1, of one object of ours in `namespace`."""
 
-    async def patch(self, plural: str, name: str, operations: Objects, *, namespace: str = "") -> Json:
+    async def patch(
+        self, plural: str, name: str, operations: Objects, *, namespace: str = "", dry_run: bool = False
+    ) -> Json:
         """A JSON patch; Changed when one of its tests fails. namespace: of the object, where it is not that
-        of the command."""
+        of the command. dry_run: judged as it would be, and not kept."""
 
     async def delete(self, plural: str, name: str, *, uid: str, namespace: str = "") -> None:
         """Exactly the object of that uid; Changed when another has its name."""
 
     def follow(self, plural: str, name: str) -> AsyncIterator[Json]:
-        """The object now and at each change, without end."""
+        """The object now and at each change, without end. An API server that is away for a while, after
+        it has answered once, is waited for; then Unavailable."""

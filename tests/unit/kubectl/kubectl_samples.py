@@ -89,6 +89,7 @@ class MemoryApi:
         self.kept_events: list[Json] = []
         self.before_patch: list[Any] = []
         self.patches: list[list[Json]] = []
+        self.judged: list[list[Json]] = []
         self._operator = operator
 
     def put(self, plural: str, document: Json) -> None:
@@ -108,13 +109,16 @@ class MemoryApi:
     async def events(self, kind: str, name: str) -> list[Json]:
         return self.kept_events
 
-    async def patch(self, plural: str, name: str, operations: list[Json]) -> Json:
+    async def patch(self, plural: str, name: str, operations: list[Json], *, dry_run: bool = False) -> Json:
         stored = self.objects[plural, name]
         if self.before_patch:
             self.before_patch.pop(0)(stored)
         for one in operations:
             if one["op"] == "test" and stored["metadata"][one["path"].rsplit("/", 1)[-1]] != one["value"]:
                 raise Changed("test failed")
+        if dry_run:
+            self.judged.append(operations)
+            return copy.deepcopy(stored)
         self.patches.append(operations)
         stored["spec"]["intent"] = operations[-1]["value"]
         stored["metadata"]["resourceVersion"] += "1"

@@ -159,16 +159,47 @@ def test_a_watch_that_ends_is_begun_anew(
         elif "/kvnodes" in handler.path:
             whole(b'{"metadata": {}, "items": []}')(handler)
         else:
-            again = any("watch=true" in path for path in seen)
-            done: dict[str, Any] = {"phase": "Completed", "stage": "Full"} if again else {}
-            whole(json.dumps(document(**done)).encode())(handler)
+            watches = sum("watch=true" in path for path in seen)
+            whole(json.dumps(completed() if watches > 1 else document()).encode())(handler)
 
     with serving(answer, tmp_path) as config:
         ended = main(["status", "quest-on-chat", "-w", "-o", "json", "--kubeconfig", config])
     assert ended == Exit.OK
     told = capsys.readouterr().out
-    # One document at each change, and no end before the rollout's.
-    assert '"phase": "Progressing"' in told and told.index("Progressing") < told.index('"phase": "Completed"')
+    # One document at each change: none where a new watch begins with what was seen; and no end before the
+    # rollout's.
+    assert told.count('"phase": "Progressing"') == 1 == told.count('"phase": "Completed"')
+    assert told.index("Progressing") < told.index('"phase": "Completed"')
+
+
+def completed() -> dict[str, Any]:
+    made = document(phase="Completed", stage="Full")
+    made["metadata"]["resourceVersion"] = "8"
+    return made
+
+
+@pytest.mark.parametrize("back", [True, False], ids=["comes-back", "stays-away"])
+def test_a_watch_outlives_an_api_server_that_is_away_for_a_while(
+    back: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "PATIENCE_SECONDS", 60.0 if back else 0.0)
+    away: list[str] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        if "/kvnodes" in handler.path:
+            whole(b'{"metadata": {}, "items": []}')(handler)
+        elif "watch=true" in handler.path or (away and (len(away) < 4 or not back)):
+            away.append(handler.path)
+            refused(503, "starting")(handler)
+        else:
+            whole(json.dumps(completed() if away else document()).encode())(handler)
+
+    with serving(answer, tmp_path) as config:
+        ended = main(["status", "quest-on-chat", "-w", "--kubeconfig", config])
+    told = capsys.readouterr()
+    assert ended == (Exit.OK if back else Exit.FAILED)
+    assert ("is complete" in told.out) is back and ("starting" in told.err) is not back
 
 
 def test_an_intent_that_was_written_is_told_though_its_answer_cannot_be_read(

@@ -11,7 +11,7 @@ import pytest
 
 from kubectl_kvtier import commands, intents
 from kubectl_kvtier.cli import main, make_parser
-from kubectl_kvtier.outcomes import Exit, Failure
+from kubectl_kvtier.outcomes import Exit, Failure, Unavailable
 from kvtier_crds.models.kvrollout import Verb
 from tests.unit.crds.crds_samples import example
 from tests.unit.kubectl.kubectl_samples import NOW, MemoryApi, at, document
@@ -136,6 +136,97 @@ async def test_exit_statuses_tell_scripts(command: str, status: dict[str, Any], 
 async def test_watching_ends_with_the_rollout() -> None:
     found, text = await ran(api_with(phase="Completed", stage="Full"), "status", "quest-on-chat", "-w")
     assert found is Exit.OK and "is complete" in text
+
+
+async def test_a_watch_ends_with_its_time_and_says_what_is_waited_for() -> None:
+    with pytest.raises(Failure, match=r"has not ended within 0.05 s: .* 800 of 18000") as caught:
+        await ran(api_with(), "status", "quest-on-chat", "-w", "--timeout", "50ms")
+    assert caught.value.status is Exit.TIMED_OUT
+
+
+@pytest.mark.parametrize("words", [("quest-on-chat", "--timeout", "5m"), ("--timeout", "5m")], ids=str)
+async def test_a_time_without_a_watch_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(Failure, match="watch") as caught:
+        await ran(api_with(), "status", *words)
+    assert caught.value.status is Exit.USAGE
+
+
+async def test_a_watch_goes_on_where_nodes_cannot_be_read() -> None:
+    api = api_with(phase="Completed", stage="Full")
+
+    async def away(plural: str, *, everywhere: bool = False) -> list[dict[str, Any]]:
+        raise Unavailable("shutting down")
+
+    api.list = away  # type: ignore[method-assign]
+    found, text = await ran(api, "status", "quest-on-chat", "-w")
+    assert found is Exit.OK and "is complete" in text
+    assert "nodes as they were last seen: shutting down" in text
+
+
+async def test_a_dry_run_is_judged_and_not_written() -> None:
+    api = api_with()
+    found, text = await ran(api, "promote", "quest-on-chat", "--dry-run")
+    assert found is Exit.OK and api.patches == [] and len(api.judged) == 1
+    assert text == "quest-on-chat: Promote seq 1 of Canary step 0, attempt 1 would be written\n"
+    assert "intent" not in api.objects["kvrollouts", "quest-on-chat"]["spec"]
+
+
+@pytest.mark.parametrize(
+    "text,seconds", [("30", 30.0), ("0.5s", 0.5), ("5m", 300.0), ("1h", 3600.0), ("250ms", 0.25)]
+)
+def test_times_are_given_as_to_kubectl(text: str, seconds: float) -> None:
+    parsed = make_parser().parse_args(["abort", "x", "--timeout", text, "--request-timeout", text])
+    assert (parsed.timeout, parsed.request_timeout) == (seconds, seconds)
+
+
+@pytest.mark.parametrize(
+    "given,name",
+    [
+        ("kvrollout.kvtier.dev/x", "x"),
+        ("kvr/x", "x"),
+        ("kvcache.kvtier.dev/x", "cache/x"),
+        ("cache/x", "cache/x"),
+        ("pod/x", "pod/x"),
+        ("kvr/a/b", "a/b"),
+    ],
+)
+def test_a_name_as_kubectl_prints_it_is_one(given: str, name: str) -> None:
+    assert make_parser().parse_args(["explain", given]).name == name
+
+
+async def test_what_an_event_says_does_not_steer_the_terminal() -> None:
+    api = api_with()
+    note = "\x1b]0;title\x07\x1b[2Jgone\r\x9b1A"
+    api.kept_events = [{"eventTime": at(-1), "type": "Normal", "reason": "R", "note": note, "metadata": {}}]
+    _, text = await ran(api, "history", "quest-on-chat")
+    assert r"\x1b]0;title\x07\x1b[2Jgone\x0d\x9b1A" in text
+    assert not set(text) & set("\x1b\x07\r\x9b")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "name,value,coloured,cleared",
+    [("NO_COLOR", "", True, True), ("NO_COLOR", "1", False, True), ("TERM", "dumb", False, False)],
+    ids=["colour", "no-color", "dumb"],
+)
+async def test_a_terminal_is_asked_for_what_it_can(
+    name: str, value: str, coloured: bool, cleared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv(name, value)
+    stream = Terminal()
+    out = commands.Out(stream, False, lambda: NOW)
+    arguments = make_parser().parse_args(["status", "quest-on-chat", "-w", "--timeout", "50ms"])
+    with pytest.raises(Failure, match="has not ended"):
+        await commands.in_cluster(api_with(), arguments, out)
+    text = stream.getvalue()
+    assert ("\x1b[32mPass" in text) is coloured and text.startswith("\x1b[H\x1b[2J") is cleared
+    assert ("\x1b" in text) is (coloured or cleared)
 
 
 async def test_a_list_has_a_line_a_rollout() -> None:
