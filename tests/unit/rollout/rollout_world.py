@@ -12,10 +12,11 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
+from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
 from kvtier_core.errors import CoreError
 from kvtier_core.release.enforcement import CacheEnforcement, LocalReturn, ReturnReason
@@ -61,6 +62,7 @@ from tests.unit.selecting import selected
 
 EXAMPLES = Path(__file__).parents[3] / "crds" / "examples"
 EPOCH = 1_800_000_000.0
+_T = TypeVar("_T")
 PLAN = '{"prompts": [{"digest": "a"}, {"digest": "b"}]}'
 
 
@@ -71,9 +73,10 @@ def examples() -> list[Any]:
     return [obj for obj in found if obj["kind"] != "KVCache" or obj["metadata"]["name"] == "chat"]
 
 
-def copied(value: Any) -> Any:
+def copied(value: _T) -> _T:
     """A deep copy of plain data, several times faster than `copy.deepcopy`."""
-    return pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    made: _T = pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    return made
 
 
 class Killed(BaseException):
@@ -414,7 +417,7 @@ class AgentSim:
                 result.renewed = True
             except CoreError as error:
                 result.error.message = error.message
-                result.error.reason = 5
+                result.error.reason = common.LEASE_EXPIRED
         return answer
 
 
