@@ -76,6 +76,11 @@ class Alert:
     severity: str
     says: str
 
+    @property
+    def runbook(self) -> str:
+        """In the repository: where it is served is its owner's to say."""
+        return f"docs/runbooks/alerts.md#{self.name.lower()}"
+
 
 ALERTS = (
     Alert(
@@ -217,7 +222,7 @@ def alert_rules() -> dict[str, Any]:
             "expr": one.expression,
             "for": one.wait,
             "labels": {"severity": one.severity},
-            "annotations": {"summary": one.says},
+            "annotations": {"summary": one.says, "runbook": one.runbook},
         }
         for one in ALERTS
     ]
@@ -302,7 +307,8 @@ def reference(known: dict[str, list[Metric]]) -> Iterator[str]:
     yield "|---|---|---|"
     for alert in ALERTS:
         expression = alert.expression.replace("|", "\\|")
-        yield f"| {alert.name} ({alert.severity}) | `{expression}`, {alert.wait} | {alert.says} |"
+        link = f"[{alert.name}](../runbooks/alerts.md#{alert.name.lower()})"
+        yield f"| {link} ({alert.severity}) | `{expression}`, {alert.wait} | {alert.says} |"
     yield ""
     yield "Which cause a rollout returned for is in its status and Events: [runbooks](../runbooks/README.md)."
 

@@ -46,6 +46,7 @@ from kvtier_operator.queue import Backoff
 from kvtier_operator.reconcile import build_reconcilers
 from kvtier_operator.rollout.beatreads import BeatReads
 from kvtier_operator.rollout.feed import EvidenceFeed
+from kvtier_operator.rollout.vocabulary import Cause
 from kvtier_operator.starting import Starting, before
 from kvtier_operator.store import WatchStore
 from kvtier_operator.telemetry import Telemetry
@@ -230,6 +231,7 @@ class Operator:
         on_overflow: Callable[[], None],
         on_forbidden: Callable[[ObjectKey, Forbidden], Awaitable[None]],
     ) -> None:
+        self.metrics.from_zero([one.kind for one in reconcilers], list(Cause))
         for reconciler in reconcilers:
             self._controllers[reconciler.kind] = Controller(
                 reconciler,

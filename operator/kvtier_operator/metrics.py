@@ -6,6 +6,7 @@ The registry is passed in, so two operators in one process do not share counters
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -79,6 +80,14 @@ class Metrics:
         self._watched = Gauge(
             "kvtier_operator_watched_objects", "Objects in the read cache.", ["kind"], registry=registry
         )
+
+    def from_zero(self, kinds: Iterable[str], causes: Iterable[str]) -> None:
+        """Shows 0 for what has not happened yet: `increase` sees nothing of a series that begins with 1, so
+        an alert would miss the first rollback of each cause, and the first refusal of each queue."""
+        for kind in kinds:
+            self._of(self._queue_refused, kind)
+        for cause in causes:
+            self._of(self._rollbacks, cause)
 
     def _of(self, metric: MetricWrapperBase, *labels: str) -> Any:
         """The time series of these labels: looked up once, not by each of some hundred calls a second."""

@@ -8,11 +8,17 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
+import grpc
 import pytest
 import yaml
+
+from kvtier_operator.app import Operator
+from kvtier_operator.controller import Result
+from kvtier_operator.rollout.vocabulary import Cause
+from kvtier_operator.watch.triggers import RECONCILED
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MONITORING = REPOSITORY / "charts" / "kvtier" / "monitoring"
@@ -48,6 +54,54 @@ def test_every_alert_is_a_rule(generator: ModuleType) -> None:
         assert all(text.count(a) == text.count(b) for a, b in ("()", "[]", "{}"))
         assert re.fullmatch(r"\d+[smh]", rule["for"])
         assert rule["annotations"]["summary"].endswith(".")
+
+
+def test_every_alert_leads_to_what_it_means_and_what_to_do(generator: ModuleType) -> None:
+    rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"][0]["rules"]
+    page = (REPOSITORY / "docs/runbooks/alerts.md").read_text()
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
+    assert list(sections) == [one.name for one in generator.ALERTS]
+    for rule in rules:
+        path, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert (REPOSITORY / path).exists() and anchor == rule["alert"].lower()
+        text = sections[rule["alert"]]
+        assert all(part in text for part in ("**Means.** ", "```\nkubectl ", "**Do.** ")), rule["alert"]
+
+
+def test_what_an_alert_takes_the_increase_of_begins_at_zero(generator: ModuleType) -> None:
+    """`increase` and a short window see nothing of a series whose first sample is 1: the first rollback of a
+    cause since the operator began, which is the one that counts, would not be told."""
+    watched = {
+        name for one in generator.ALERTS for name in re.findall(r"increase\((kvtier_\w+)", one.expression)
+    }
+    assert watched == {"kvtier_operator_rollbacks_total", "kvtier_operator_queue_refused_total"}
+    operator = Operator(cast(Any, SimpleNamespace(limits={}, identity="a")), cast(Any, None))
+    reconcilers = [cast(Any, SimpleNamespace(kind=kind)) for kind in RECONCILED]
+    operator._build(reconcilers, lambda: None, cast(Any, None))
+    seen = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in operator.metrics.registry.collect()
+        for sample in family.samples
+    }
+    for cause in Cause:
+        assert seen["kvtier_operator_rollbacks_total", cause.value] == 0
+    for kind in RECONCILED:
+        assert seen["kvtier_operator_queue_refused_total", kind.value] == 0
+
+
+def test_values_that_alerts_look_for_are_values_that_are_emitted(generator: ModuleType) -> None:
+    known = {
+        "result": {one.value for one in Result},
+        "code": {one.name for one in grpc.StatusCode},
+    }
+    found = [
+        (label, value)
+        for one in generator.ALERTS
+        for label, values in re.findall(r'(\w+)=~"([^"]*)"', one.expression)
+        for value in values.split("|")
+    ]
+    assert len(found) == 4
+    assert [one for one in found if one[1] not in known[one[0]]] == []
 
 
 WRONG: dict[str, tuple[str, str]] = {

@@ -43,7 +43,11 @@ def commands(text: str) -> list[str]:
 
 
 ALL = sorted(
-    {line for cause in Cause for line in (commands(page(cause).read_text()) if page(cause).exists() else ())}
+    {
+        line
+        for path in (*(page(cause) for cause in Cause), PAGES / "alerts.md")
+        for line in (commands(path.read_text()) if path.exists() else ())
+    }
 )
 
 
