@@ -125,6 +125,10 @@ def test_an_intent_passes_the_servers_rules_and_its_answer_is_waited_for(
 ) -> None:
     name = f"intent-{result.lower()}"
     make(plugin.cluster, name)
+    # The server judges a dry run by the same rules, and keeps nothing.
+    judged, said, _ = plugin.run("promote", f"kvrollout.kvtier.dev/{name}", "--dry-run")
+    assert judged == Exit.OK and "Promote seq 1 of Canary step 0, attempt 1 would be written" in said
+    assert "intent" not in plugin.cluster.get("kvr", name, "-n", NAMESPACE)["spec"]
     operator = answer(plugin.cluster, name, result)
     found, out, err = plugin.run("promote", name, "--timeout", "50")
     operator.join(60)
@@ -153,6 +157,13 @@ def test_a_watch_draws_again_and_ends_with_the_rollout(plugin: Plugin) -> None:
         rest = running.stdout.read()
         assert "RolledBack  ExactBaseline" in rest
         assert running.wait(30) == Exit.NEGATIVE
+
+
+def test_a_watch_ends_with_its_time(plugin: Plugin) -> None:
+    make(plugin.cluster, "slow")
+    ended, out, err = plugin.run("status", "slow", "-w", "--timeout", "5s")
+    assert ended == Exit.TIMED_OUT and out.count("KVRollout") == 1, out
+    assert "slow has not ended within 5 s: slow stays in Canary" in err
 
 
 def test_revisions_events_and_bytes_are_read_from_the_cluster(plugin: Plugin) -> None:
