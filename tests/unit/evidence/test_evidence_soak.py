@@ -20,7 +20,7 @@ from kvtier_evidence.grid import index
 from kvtier_evidence.metrics import Stage
 from kvtier_evidence.units import CollectedGate
 from kvtier_evidence.window import SESSION_BLOCKS, WindowCounts
-from tests.soak.gates import contrast
+from tests.soak.gates import contrast, guard
 from tests.soak.gates.claims import ENOUGH, KNOWN_MISSES, claims, news, quantile_of, upper
 from tests.soak.gates.counting import STALL_LIMIT, Counter, DirectSource, ReaderSource, closing
 from tests.soak.gates.ledger import Row, append, contrast_chunk, read, seed_of, simulate_chunk
@@ -314,3 +314,18 @@ def test_contrast_and_table() -> None:
     text = markdown({"contrast: 1.00% above": row, "detect: stall 2x": one}, seed=1, machine="a machine")
     assert "| stall 2x | 5 |" in text
     assert "| this judge | " in text
+
+
+def test_what_the_median_guard_needs_lies_inside_its_goal_and_a_look_adds_what_has_come_by_then() -> None:
+    """As the page says of the row that misses: it looks every 25 units."""
+    rates = {
+        (fraction, scales): round(guard.expected_units(fraction, scales))
+        for fraction in (0.25, 0.05)
+        for scales in (guard.ONE_LAW, guard.FIVE_AGENTS)
+    }
+    assert list(rates.values()) == [38, 43, 37, 41]
+    goal = GUARDED["detect: tail 2x, f 25 %"]
+    single, every_25 = (guard.quantiles(40, 5, 0.25, guard.FIVE_AGENTS, look) for look in (1, 25))
+    assert single[0] <= 1.25 * rates[0.25, guard.FIVE_AGENTS]
+    assert single[1] <= goal
+    assert single[0] < every_25[0] <= single[0] + 25
