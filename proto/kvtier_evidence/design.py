@@ -109,6 +109,17 @@ def design_effect(sums: BlockSums) -> float:
     return max(1.0, _quadratic(sums, {"n": -q, "x": 1.0}) / (n * q * (1.0 - q)))
 
 
+def one_arm(sums: BlockSums, *, candidate: bool) -> BlockSums:
+    """The blocks of one arm among those of two; `design_effect` answers for them, shared shocks included."""
+    mine = {"nc": "n", "xc": "x"} if candidate else {"nb": "n", "xb": "x"}
+    found = {}
+    for name, v in sums.sums.items():
+        parts = name.split("*")
+        if all(part in mine for part in parts):
+            found["*".join(mine[part] for part in parts)] = v
+    return BlockSums(sums.blocks, found)
+
+
 def design_effect_pair(sums: BlockSums, fraction: float) -> float:
     """Two arms: the same for z = (1 - f) x_c - f x_b, in which shared shocks cancel; at least 1."""
     nc, xc, nb, xb = (sums.sums.get(name, 0.0) for name in _TWO_ARM)

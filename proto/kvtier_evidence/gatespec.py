@@ -54,10 +54,12 @@ class GateDeclaration:
     probe_set_digest: str = ""
     probe_set_size: int = 0
     external: ExternalTerms | None = None
+    absolute: Decimal | None = None
+    """In Full the candidate's own quantile may be at most so many times what the baseline's was before."""
 
     def __post_init__(self) -> None:
         metric = METRICS.get(self.metric)
-        if metric is None or metric.kind in (Kind.COUNT, Kind.SPLIT):
+        if metric is None or metric.kind in (Kind.COUNT, Kind.SPLIT, Kind.REFERENCE):
             raise LimitError(f"gate {self.name}: {self.metric} is not a metric that can be gated")
         if (metric.kind is Kind.EXTERNAL) != (self.external is not None):
             raise LimitError(f"gate {self.name}: a query is for {metrics.EXTERNAL}, and needed there")
@@ -74,6 +76,10 @@ class GateDeclaration:
             raise LimitError(f"gate {self.name}: {self.metric} {'needs a' if needs else 'takes no'} quantile")
         if self.design_effect is not None and self.design_effect < 1:
             raise LimitError(f"gate {self.name}: a design effect is at least 1")
+        if self.absolute is not None and (metric.kind is not Kind.RATIO or not 1 <= self.absolute <= 100):
+            raise LimitError(
+                f"gate {self.name}: absoluteInFull is for {metrics.TPOT_RATIO}, at least 1 and at most 100"
+            )
         if metric.limits is not None:
             self._check_limits(metric.limits)
         if self.scope is Scope.PROBE_SET and metric.kind is not Kind.PAIRED:
@@ -105,6 +111,8 @@ class GateSpec:
     probe_set_digest: str = ""
     probe_set_size: int = 0
     external: ExternalTerms | None = None
+    absolute: Decimal | None = None
+    """Of a ratio gate: its windows measure the reference of the absolute limit in Full."""
 
     @property
     def budgeted(self) -> bool:
@@ -113,7 +121,7 @@ class GateSpec:
             return self.scope is Scope.POPULATION
         if self.external is not None:
             return self.external.form.counts and self.external.can_fail
-        return self.metric.kind in (Kind.QUANTILE, Kind.RATIO, Kind.MEAN)
+        return self.metric.kind in (Kind.QUANTILE, Kind.RATIO, Kind.MEAN, Kind.REFERENCE)
 
 
 def with_defaults(declared: Sequence[GateDeclaration], *, exact: bool) -> tuple[GateDeclaration, ...]:
@@ -140,6 +148,7 @@ def with_defaults(declared: Sequence[GateDeclaration], *, exact: bool) -> tuple[
             out.append(GateDeclaration(name, name, Decimal(0)))
     names = [g.name for g in out]
     names += [g.name + metrics.MEDIAN_GUARD_SUFFIX for g in out if g.metric == metrics.TPOT_RATIO]
+    names += [g.name + metrics.ABSOLUTE_SUFFIX for g in out if g.absolute is not None]
     for name in names:
         if names.count(name) > 1:
             raise LimitError(f"gate name {name} is used twice")
@@ -154,7 +163,7 @@ def resolve(
     min_samples: int | None = None,
     design_effect: Decimal | None = None,
 ) -> tuple[GateSpec, ...]:
-    """The gates of one stage, in a fixed order, each ratio gate followed by its median guard.
+    """The gates of one stage, in a fixed order, each ratio gate followed by its guards.
 
     `min_samples` is the stage's and `design_effect` the rollout's; a gate's own comes first.
     """
@@ -171,6 +180,7 @@ def resolve(
             scope=g.scope,
             min_samples=_first(g.min_samples, min_samples, metrics.DEFAULT_MIN_SAMPLES),
             design_effect=g.design_effect if g.design_effect is not None else design_effect,
+            absolute=g.absolute,
             required=_waits(g, metric, stage) and (g.external is None or g.external.waited_for),
             probe_set_digest=g.probe_set_digest,
             probe_set_size=g.probe_set_size,
@@ -179,6 +189,8 @@ def resolve(
         out.append(spec)
         if metric.kind is Kind.RATIO and g.quantile is not None:
             out.append(median_guard(spec))
+            if g.absolute is not None and stage is Stage.FULL:
+                out.append(absolute_guard(spec, g.absolute))
     return tuple(out)
 
 
@@ -199,6 +211,20 @@ def median_guard(gate: GateSpec) -> GateSpec:
         metric=gate.metric,
         limit=max(metrics.MEDIAN_GUARD_LIMIT, gate.limit),
         quantile=Decimal(50),
+        min_samples=gate.min_samples,
+        design_effect=gate.design_effect,
+        required=False,
+    )
+
+
+def absolute_guard(gate: GateSpec, limit: Decimal) -> GateSpec:
+    """The Fail-only companion in Full: what is held back there is too little to compare a tail with, and
+    nothing at all with a holdback of 0, so the candidate's is held against the baseline's of before."""
+    return GateSpec(
+        name=gate.name + metrics.ABSOLUTE_SUFFIX,
+        metric=METRICS[metrics.TPOT_REFERENCE],
+        limit=limit,
+        quantile=gate.quantile,
         min_samples=gate.min_samples,
         design_effect=gate.design_effect,
         required=False,

@@ -52,6 +52,8 @@ class Terms:
     false_rollback: float = 0.01
     estimates: Mapping[str, Estimate] = field(default_factory=dict)
     """Design effects by gate, measured before this window opened."""
+    references: Mapping[str, float] = field(default_factory=dict)
+    """By absolute guard what its limit is a multiple of (`measure.references`), fixed before it opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,12 @@ class _Look:
                 g,
                 evidence.merged,
                 evidence.agents,
-                Setting(self._alpha_pass, terms.fraction, terms.estimates.get(g.name)),
+                Setting(
+                    self._alpha_pass,
+                    terms.fraction,
+                    terms.estimates.get(g.name),
+                    terms.references.get(g.name),
+                ),
             )
             for g in gates
             if g.budgeted and g.external is None

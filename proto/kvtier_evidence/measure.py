@@ -14,9 +14,17 @@ from decimal import Decimal
 from fractions import Fraction
 
 from kvtier_evidence import bounds, forecast
-from kvtier_evidence.design import BlockSums, Estimate, design_effect, design_effect_pair, used_effect
+from kvtier_evidence.design import (
+    BlockSums,
+    Estimate,
+    design_effect,
+    design_effect_pair,
+    one_arm,
+    used_effect,
+)
 from kvtier_evidence.external import ExternalReading, Form
 from kvtier_evidence.gates import (
+    NO_EFFECT,
     ONE,
     Effect,
     Evidence,
@@ -33,12 +41,15 @@ from kvtier_evidence.gates import (
     quantile_harm,
 )
 from kvtier_evidence.gatespec import GateSpec
+from kvtier_evidence.grid import index
 from kvtier_evidence.limits import share_above
-from kvtier_evidence.metrics import Arm, Kind
+from kvtier_evidence.metrics import ABSOLUTE_SUFFIX, TPOT_RATIO, Arm, Kind
 from kvtier_evidence.verdicts import Reason
 from kvtier_evidence.window import SESSION_BLOCKS, MetricCounts, WindowCounts
 
 _ENOUGH_FOR_A_LAW = 20
+REFERENCE_ALPHA = 0.01
+"""With at most this probability the baseline's quantile lies over what is remembered as its bound."""
 Alphas = Callable[[float], float]
 
 
@@ -67,6 +78,8 @@ class Setting:
     fraction: float
     estimate: Estimate | None
     """Design effect measured before this window opened."""
+    reference: float | None = None
+    """What the candidate's quantile is held against in Full, seconds; None: no earlier window said."""
 
 
 def measure(
@@ -78,6 +91,8 @@ def measure(
             return _quantile(gate, merged, agents, at)
         case Kind.RATIO:
             return _ratio(gate, merged, at)
+        case Kind.REFERENCE:
+            return _reference(gate, merged, at)
         case Kind.MEAN:
             return _mean(gate, merged, agents, at)
         case Kind.PAIRED:
@@ -155,7 +170,16 @@ def estimates(
         sessions = closed.blocks.get(gate.name + SESSION_BLOCKS, sums)
         k_hat = _k_hat(gate, sums, sessions, fraction)
         out[gate.name] = Estimate(k_hat, sums.blocks, max(sums.mean_block, sessions.mean_block))
+        if gate.absolute is not None:
+            out[gate.name + ABSOLUTE_SUFFIX] = _of_one_arm(sums, sessions, candidate=True)
     return out
+
+
+def _of_one_arm(sums: BlockSums, sessions: BlockSums, *, candidate: bool) -> Estimate:
+    """Of a ratio gate's blocks, of which each arm alone has more in common than their difference."""
+    mine, grouped = one_arm(sums, candidate=candidate), one_arm(sessions, candidate=candidate)
+    k_hat = max(design_effect(mine), design_effect(grouped))
+    return Estimate(k_hat, mine.blocks, max(mine.mean_block, grouped.mean_block))
 
 
 def pair_thresholds(gates: Sequence[GateSpec], closed: WindowCounts) -> dict[str, float]:
@@ -167,6 +191,30 @@ def pair_thresholds(gates: Sequence[GateSpec], closed: WindowCounts) -> dict[str
             value = h.quantile(1.0 - share_above(_percent(gate)))
             if value:
                 out[gate.name] = value
+    return out
+
+
+def references(gates: Sequence[GateSpec], closed: WindowCounts) -> dict[str, float]:
+    """What an absolute limit in Full is a multiple of: the upper bound of the baseline's quantile in a window
+    before it. By the guard's name; none where too little was measured for a bound."""
+    out = {}
+    for gate in gates:
+        if gate.absolute is None:
+            continue
+        h = closed.get(gate.metric.name, Arm.BASELINE).histogram
+        effect = NO_EFFECT
+        if gate.design_effect is not None:
+            effect = Effect(float(gate.design_effect), float(gate.design_effect))
+        else:
+            sums = closed.blocks.get(gate.name, BlockSums())
+            sessions = closed.blocks.get(gate.name + SESSION_BLOCKS, sums)
+            known = used_effect(_of_one_arm(sums, sessions, candidate=False))
+            # Without blocks nobody knows what the units are worth.
+            k = known.k_fail if sums.blocks else max(1.0, float(h.n))
+            effect = Effect(k, k)
+        bound = bounds.quantile_upper(h, share_above(_percent(gate)), REFERENCE_ALPHA, effect)
+        if 0.0 < bound < math.inf:
+            out[gate.name + ABSOLUTE_SUFFIX] = bound
     return out
 
 
@@ -264,6 +312,41 @@ def _ratio(gate: GateSpec, merged: WindowCounts, at: Setting) -> Measured:
         warm.lower,
         lambda: forecast.units_for_ratio(b.histogram, share, ratio, at.fraction, k or effect.k_pass),
         blocked,
+    )
+
+
+def _reference(gate: GateSpec, merged: WindowCounts, at: Setting) -> Measured:
+    """4.1 for the candidate alone against a multiple of what an earlier window said of the baseline. Counted
+    on the grid, outward: the limit is not known when agents are told what to count."""
+    share, reference = share_above(_percent(gate)), at.reference or math.nan
+    counts = merged.get(TPOT_RATIO, Arm.CANDIDATE)
+    h, both = counts.histogram, counts.with_warmup().histogram
+    base = gate.name.removesuffix(ABSOLUTE_SUFFIX)
+    sums, sessions = (merged.blocks.get(name) for name in (base, base + SESSION_BLOCKS))
+    k, effect = _effect_of(
+        gate,
+        None if sums is None else one_arm(sums, candidate=True),
+        both.n,
+        at,
+        None if sessions is None else one_arm(sessions, candidate=True),
+    )
+    found, value = Evidence(0.0, 0.0), h.quantile(1.0 - share)
+    if at.reference is not None:
+        line = float(gate.limit) * reference
+        # Units of the line's own bin lie on either side of it.
+        certain = both.exceed((index(line) >> both.shift) + 1, worst=False)
+        possible = h.exceed(index(line) >> h.shift, worst=False)
+        found = quantile_evidence(share, h.n, possible * ONE, 0, h.missing, effect)
+        found = Evidence(found.log_pass, quantile_harm(share, both.n, certain * ONE, effect))
+    return Measured(
+        found,
+        h.measured,
+        k,
+        value / reference if value is not None and at.reference is not None else None,
+        lambda alpha: bounds.quantile_upper(h, share, alpha, effect) / reference,
+        lambda alpha: bounds.quantile_lower(both, share, alpha, effect) / reference,
+        lambda: None,
+        Reason.NO_DATA if at.reference is None else None,
     )
 
 

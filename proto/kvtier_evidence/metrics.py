@@ -43,6 +43,8 @@ class Kind(StrEnum):
     """Sample ratio of the assignment (4.7)."""
     EXTERNAL = "external"
     """A metric of another system, one-arm (8)."""
+    REFERENCE = "quantileAgainstReference"
+    """One arm's quantile against a bound that an earlier window had for the other arm (9); never declared."""
     COUNT = "count"
     """Units counted for others' sake; never gated."""
 
@@ -81,6 +83,7 @@ class Metric:
 
 OUTPUT_RELATIVE_ERROR: Final = "outputRelativeError"
 TPOT_RATIO: Final = "tpotRatio"
+TPOT_REFERENCE: Final = "tpotReference"
 EXPOSED_STALL_FRACTION: Final = "exposedStallFraction"
 TASK_SCORE_DROP: Final = "taskScoreDrop"
 ILLEGAL_FALLBACKS: Final = "illegalFallbacks"
@@ -119,6 +122,14 @@ _ROWS: Final = (
         _TWO,
         SERVED,
         LimitRange.RATIO,
+    ),
+    Metric(
+        TPOT_REFERENCE,
+        Kind.REFERENCE,
+        "request",
+        "that of tpotRatio, over the bound of the baseline's quantile in the last step before Full",
+        _ONE,
+        frozenset({Stage.FULL}),
     ),
     Metric(
         EXPOSED_STALL_FRACTION,
@@ -161,3 +172,4 @@ DEFAULT_STALL_LIMIT: Final = Decimal("0.02")
 DEFAULT_MIN_SAMPLES: Final = 500
 MEDIAN_GUARD_LIMIT: Final = Decimal("1.25")
 MEDIAN_GUARD_SUFFIX: Final = "-median"
+ABSOLUTE_SUFFIX: Final = "-absolute"

@@ -136,6 +136,11 @@ class Gate(Struct):
             "nothing is served there; legal: Canary, Ramp, Full",
         ),
         cel(
+            "!has(self.absoluteInFull) || (self.metric == 'tpotRatio' && "
+            "double(self.absoluteInFull) >= 1.0 && double(self.absoluteInFull) <= 100.0)",
+            "spec.gates[].absoluteInFull is only for tpotRatio, and must be at least 1 and at most 100",
+        ),
+        cel(
             "!has(self.designEffect) || double(self.designEffect) >= 1.0",
             "spec.gates[].designEffect must be at least 1",
         ),
@@ -157,6 +162,10 @@ class Gate(Struct):
     inference: Inference = Inference.ANYTIME
     design_effect: DecimalString | None = None
     """Absent: that of spec.evidence, else measured."""
+    absolute_in_full: DecimalString | None = None
+    """For tpotRatio, at least 1 and at most 100: in Full the candidate's own quantile may also be at most so
+    many times the upper bound that the baseline's had in the last step before. It can Fail only; absent: no
+    such limit."""
     min_samples: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
     """Absent: that of the stage, else 500."""
     query: Annotated[str, Field(min_length=1, max_length=4096)] | None = None

@@ -291,6 +291,12 @@ class KVRolloutSpec(Struct):
             "guard has this name",
         ),
         cel(
+            "!has(self.gates) || self.gates.all(t, !has(t.absoluteInFull) || "
+            "!self.gates.exists(g, g.name == t.name + '-absolute'))",
+            "spec.gates[].name may not be that of a gate with absoluteInFull with -absolute behind it: its "
+            "guard in Full has this name",
+        ),
+        cel(
             _selector_declares(Metric.OUTPUT_RELATIVE_ERROR),
             "spec.gates must hold an output gate (metric outputRelativeError) when "
             "spec.candidate.selectorRef is set: the candidate is approximate",

@@ -20,7 +20,8 @@ from kvtier_evidence.design import Estimate
 from kvtier_evidence.external import ExternalReading
 from kvtier_evidence.gatespec import GateSpec
 from kvtier_evidence.judge import GateResult, Terms, judge
-from kvtier_evidence.measure import estimates, pair_thresholds
+from kvtier_evidence.measure import estimates, pair_thresholds, references
+from kvtier_evidence.metrics import ABSOLUTE_SUFFIX, Kind
 from kvtier_evidence.reader import Applied, WindowReader
 from kvtier_evidence.window import WindowCounts, WindowKey
 from kvtier_operator.external.query import parse_query
@@ -141,6 +142,7 @@ class EvidenceFeed:
             false_promotion=float(spec.alpha_promotion),
             false_rollback=float(spec.alpha_rollback),
             estimates=known_effects(state),
+            references=known_references(state),
         )
         # Of a window in which nothing has been counted since, the judgement is what it was.
         given = (reader.version, evidence.complete, evidence.error, expected, gates, terms, state.carry)
@@ -157,7 +159,7 @@ class EvidenceFeed:
                     as_printed(judgement.carry, state.carry),
                     judgement.failed.gate if judgement.failed else "",
                     effects_of(gates, evidence.merged, float(step.traffic), external),
-                    thresholds_of(spec, evidence.merged),
+                    thresholds_of(spec, evidence.merged, gates),
                 )
             opened.judged = None if external else judged
         return Look(
@@ -251,6 +253,12 @@ def known_effects(state: RolloutState) -> dict[str, Estimate]:
     return {one.gate: Estimate(float(one.k), one.blocks, float(one.mean_block)) for one in effects}
 
 
+def known_references(state: RolloutState) -> dict[str, float]:
+    """What absolute limits in Full are multiples of, as the open window's status holds it."""
+    told = state.window.pair_thresholds if state.window is not None else ()
+    return {name: float(value) for name, value in told if name.endswith(ABSOLUTE_SUFFIX)}
+
+
 def effects_of(
     gates: Sequence[GateSpec],
     closing: WindowCounts,
@@ -265,9 +273,15 @@ def effects_of(
     )
 
 
-def thresholds_of(spec: RolloutSpec, closing: WindowCounts) -> tuple[tuple[str, str], ...]:
-    """What this window says to the next of any step: (gate, baseline's quantile as printed), sorted."""
+def thresholds_of(
+    spec: RolloutSpec, closing: WindowCounts, here: Sequence[GateSpec]
+) -> tuple[tuple[str, str], ...]:
+    """What this window says to the next of any step: (gate, baseline's quantile as printed), sorted; of an
+    absolute guard the bound that its limit is a multiple of. A window that is judged by that says none: a
+    candidate that slows its neighbours would move its own limit."""
     found = pair_thresholds(spec.ratio_gates, closing)
+    if all(gate.metric.kind is not Kind.REFERENCE for gate in here):
+        found |= references(spec.ratio_gates, closing)
     return tuple(sorted((name, f"{value:.9g}") for name, value in found.items()))
 
 

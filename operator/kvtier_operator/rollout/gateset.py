@@ -52,7 +52,7 @@ def _declaration(raw: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> Gate
     name = str(raw["name"])
     where = f"spec.gates[{name}]"
     quantile = raw.get("quantile")
-    effect = raw.get("designEffect")
+    effect, absolute = raw.get("designEffect"), raw.get("absoluteInFull")
     scope = Scope.PROBE_SET if raw.get("scope") == PROBE_SET else Scope.POPULATION
     probe = probes.get(str((raw.get("probeRef") or {}).get("name", "")), ProbeSet("", 0))
     return GateDeclaration(
@@ -68,6 +68,7 @@ def _declaration(raw: Mapping[str, Any], probes: Mapping[str, ProbeSet]) -> Gate
         scope=scope,
         min_samples=int(raw["minSamples"]) if raw.get("minSamples") else None,
         design_effect=None if effect is None else parse_decimal(effect, f"{where}.designEffect"),
+        absolute=None if absolute is None else parse_decimal(absolute, f"{where}.absoluteInFull"),
         probe_set_digest=probe.digest,
         probe_set_size=probe.size,
         external=_external(raw, where) if str(raw["metric"]) == metrics.EXTERNAL else None,
@@ -131,6 +132,8 @@ def gates_digest(
             "minSamples": gate.min_samples,
             "designEffect": str(gate.design_effect),
             "probeSet": gate.probe_set_digest,
+            # Only where it is declared, so that windows of before it could be are still the same.
+            **({"absolute": str(gate.absolute)} if gate.absolute is not None else {}),
             **({"external": asdict(gate.external)} if gate.external is not None else {}),
         }
         for gate in with_defaults(declared, exact=exact)

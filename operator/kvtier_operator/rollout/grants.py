@@ -10,11 +10,12 @@ from decimal import Decimal
 
 from kvtier.v1 import common_pb2 as common
 from kvtier.v1 import control_pb2 as control
+from kvtier_evidence.gatespec import GateSpec
 from kvtier_evidence.metrics import Kind
 from kvtier_evidence.window import WindowKey
 from kvtier_operator.rollout.evidencewire import key_message
 from kvtier_operator.rollout.moves import current_step
-from kvtier_operator.rollout.spec import RolloutSpec
+from kvtier_operator.rollout.spec import RolloutSpec, Step
 from kvtier_operator.rollout.state import RolloutState
 from kvtier_operator.rollout.vocabulary import Cause, Phase, Stage
 
@@ -52,6 +53,13 @@ def window_key(state: RolloutState, spec: RolloutSpec, rollout_uid: str) -> Wind
     )
 
 
+def counted_gates(spec: RolloutSpec, step: Step) -> tuple[GateSpec, ...]:
+    """Those that agents count for. What a reference gate looks at is counted for its ratio gate already, and
+    one of an earlier version would refuse a metric that it does not know."""
+    others = (Kind.COUNT, Kind.SPLIT, Kind.EXTERNAL, Kind.REFERENCE)
+    return tuple(gate for gate in spec.gates_of(step) if gate.metric.kind not in others)
+
+
 def grant_request(
     state: RolloutState,
     spec: RolloutSpec,
@@ -87,8 +95,7 @@ def grant_request(
                 limit=plain(gate.limit),
                 pair_threshold=thresholds.get(gate.name, ""),
             )
-            for gate in spec.gates_of(step)
-            if gate.metric.kind not in (Kind.COUNT, Kind.SPLIT, Kind.EXTERNAL)
+            for gate in counted_gates(spec, step)
         ],
         settle_ms=round(spec.settle * MILLIS),
         warmup_ms=round(spec.warmup * MILLIS),

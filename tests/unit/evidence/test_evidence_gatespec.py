@@ -162,7 +162,9 @@ def test_the_table_says_what_counts_where() -> None:
     shadow = {m.name for m in METRICS.values() if Stage.SHADOW in m.stages and m.kind is not Kind.COUNT}
     assert shadow == {metrics.OUTPUT_RELATIVE_ERROR, metrics.TASK_SCORE_DROP, *metrics.ZERO_TOLERANCE}
     served = {m.name for m in METRICS.values() if Stage.CANARY in m.stages}
-    assert served == set(METRICS)
+    assert served == set(METRICS) - {metrics.TPOT_REFERENCE}
+    full = {m.name for m in METRICS.values() if Stage.FULL in m.stages}
+    assert full == set(METRICS)
     assert [m.name for m in METRICS.values() if m.carried] == [metrics.TASK_SCORE_DROP]
 
 
@@ -231,6 +233,7 @@ def test_planned_cells_count_budgeted_gates_over_all_steps() -> None:
 
 
 REFUSED = {
+    "a reference": ("g", metrics.TPOT_REFERENCE, "1.5", "99"),
     "unknown metric": ("g", "latency", "0.05", None),
     "a count": ("g", metrics.REQUESTS, "0.05", None),
     "the split": ("g", metrics.SESSION_SPLIT, "0.05", None),
@@ -260,3 +263,37 @@ def test_refused_scope_effect_and_names() -> None:
         GateDeclaration(
             "t", metrics.TPOT_RATIO, Decimal("1.05"), Decimal(99), per_stage=((Stage.CANARY, Decimal("0.1")),)
         )
+
+
+def test_an_absolute_limit_in_full_is_a_guard_of_its_own_and_exists_where_it_is_declared() -> None:
+    plain = GateDeclaration("tail", metrics.TPOT_RATIO, Decimal("1.25"), Decimal(99))
+    bound = replace(plain, absolute=Decimal("1.5"), min_samples=70, design_effect=Decimal(2))
+    for stage in (Stage.CANARY, Stage.RAMP):
+        assert [g.name for g in resolve([bound], stage, exact=False)][:3] == ["tail", "tail-median", "stall"]
+        assert resolve([bound], stage, exact=False)[0].absolute == Decimal("1.5"), "they measure for it"
+    guard = resolve([bound], Stage.FULL, exact=False)[2]
+    assert (guard.name, guard.metric.kind, guard.metric.two_arm) == ("tail-absolute", Kind.REFERENCE, False)
+    assert (guard.limit, guard.quantile, guard.required) == (Decimal("1.5"), 99, False)
+    assert (guard.min_samples, guard.design_effect, guard.budgeted) == (70, 2, True)
+    assert "tail-absolute" not in [g.name for g in resolve([plain], Stage.FULL, exact=False)]
+    steps = [Stage.SHADOW, Stage.CANARY, Stage.RAMP, Stage.FULL]
+    assert planned_cells([bound], steps, exact=False) == planned_cells([plain], steps, exact=False) + 1
+
+
+@pytest.mark.parametrize("limit", ["0.99", "100.5"])
+def test_an_absolute_limit_has_a_range(limit: str) -> None:
+    tail = GateDeclaration("tail", metrics.TPOT_RATIO, Decimal("1.25"), Decimal(99))
+    with pytest.raises(LimitError, match="tail: absoluteInFull is for tpotRatio, at least 1 and at most"):
+        replace(tail, absolute=Decimal(limit))
+    for legal in ("1", "100"):
+        assert replace(tail, absolute=Decimal(legal)).absolute == Decimal(legal)
+    with pytest.raises(LimitError, match="absoluteInFull is for tpotRatio"):
+        GateDeclaration("stall", metrics.EXPOSED_STALL_FRACTION, Decimal("0.02"), absolute=Decimal(2))
+
+
+def test_an_absolute_guards_name_is_taken() -> None:
+    tail = GateDeclaration("tail", metrics.TPOT_RATIO, Decimal("1.25"), Decimal(99), absolute=Decimal(2))
+    other = GateDeclaration("tail-absolute", metrics.EXPOSED_STALL_FRACTION, Decimal("0.02"))
+    with pytest.raises(LimitError, match="gate name tail-absolute is used twice"):
+        with_defaults([tail, other], exact=False)
+    with_defaults([replace(tail, absolute=None), other], exact=False)

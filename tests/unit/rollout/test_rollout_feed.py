@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvtier.v1 import control_pb2 as control
 from kvtier.v1 import evidence_pb2 as evidence
 from kvtier_agent.evidence_convert import counts_message
 from kvtier_evidence import metrics
+from kvtier_evidence.bounds import quantile_upper
 from kvtier_evidence.delta import DeltaLog
 from kvtier_evidence.design import BlockSums
 from kvtier_evidence.grid import Histogram
@@ -22,7 +24,7 @@ from kvtier_operator.rollout import feed as feed_module
 from kvtier_operator.rollout.beatreads import BeatReads
 from kvtier_operator.rollout.evidencewire import counts_of
 from kvtier_operator.rollout.feed import EvidenceFeed, thresholds_of
-from kvtier_operator.rollout.grants import fence_of, window_key
+from kvtier_operator.rollout.grants import counted_gates, fence_of, window_key
 from kvtier_operator.rollout.inputs import Look
 from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec, parse_spec
@@ -232,11 +234,74 @@ async def test_a_look_says_how_many_requests_come(age: int, rate: float) -> None
     assert look.requests_per_second == rate
 
 
+def with_absolute(raw: dict[str, Any]) -> dict[str, Any]:
+    out = copy.deepcopy(raw)
+    tail = {"name": "tail", "metric": "tpotRatio", "quantile": 99, "max": "1.25", "designEffect": "1"}
+    others = [gate for gate in out["gates"] if gate["metric"] != "tpotRatio"]
+    out["gates"] = [*others, {**tail, "absoluteInFull": "1.5"}]
+    return out
+
+
+def test_a_window_before_full_says_what_the_absolute_limit_there_is_a_multiple_of() -> None:
+    """And none that is judged by it: a candidate that slows its neighbours would move its own limit."""
+    world = World()
+    spec = parse_spec(with_absolute(world.api.objects[world.rollout]["spec"]))
+    counts = tpot(*[FAST] * 2970, *[SLOW] * 30)
+    before = dict(thresholds_of(spec, counts, spec.gates_of(spec.ladder[1])))
+    baseline = counts.get(metrics.TPOT_RATIO, metrics.Arm.BASELINE).histogram
+    assert before.pop("tail-absolute") == f"{quantile_upper(baseline, 0.01, 0.01):.9g}"
+    last = dict(thresholds_of(spec, counts, spec.gates_of(spec.ladder[-1])))
+    assert last == before and set(last) == ratio_gates(spec)
+
+
+async def test_a_slow_tail_in_full_fails_by_what_the_status_remembers_of_the_step_before() -> None:
+    world = World()
+    raw = with_absolute(world.api.objects[world.rollout]["spec"])
+    spec = parse_spec(raw)
+    await world.until("Progressing", "Full")
+    state = from_status(world.status)
+    assert state.window is not None
+    uid = world.api.objects[world.rollout]["metadata"]["uid"]
+    counts = WindowCounts()
+    h = counts.of(metrics.TPOT_RATIO, metrics.Arm.CANDIDATE).histogram
+    h.add(FAST, 80)
+    h.add(SLOW, 20)
+
+    async def judged(known: tuple[tuple[str, str], ...]) -> Look:
+        assert state.window is not None
+        reading = Reading(
+            common.CacheRef(namespace="serving", name="chat"),
+            fence_of(state, uid),
+            window_key(state, spec, uid),
+            (AgentTarget("node-0", "uid-0", "10.0.0.1:7443", "boot"),),
+        )
+        feed = EvidenceFeed(EvidenceOf(counts), world.clock)  # type: ignore[arg-type]
+        held = replace(state, window=replace(state.window, pair_thresholds=known))
+        held = from_status(to_status(held))
+        return await feed.look(reading, held, spec, world.clock.seconds)
+
+    slow = await judged((("tail", "0.02"), ("tail-absolute", "0.025")))
+    assert slow.failed == "tail-absolute"
+    unknown = await judged((("tail", "0.02"),))
+    row = next(one for one in unknown.verdicts if one.name == "tail-absolute")
+    assert (unknown.failed, row.reason, row.required, row.metric) == ("", "NoData", False, "tpotReference")
+
+
+def test_agents_are_not_asked_to_count_for_the_absolute_limit() -> None:
+    """One of an earlier version does not know the metric, and would refuse the grant."""
+    world = World()
+    spec = parse_spec(with_absolute(world.api.objects[world.rollout]["spec"]))
+    step = spec.ladder[-1]
+    assert "tail-absolute" in [gate.name for gate in spec.gates_of(step)]
+    told = [gate.name for gate in counted_gates(spec, step)]
+    assert "tail" in told and "tail-absolute" not in told
+
+
 @pytest.mark.parametrize("counts", [WindowCounts(), tpot(None)], ids=["no-metric", "no-value"])
 def test_a_window_without_times_says_nothing(counts: WindowCounts) -> None:
     world = World()
     spec = parse_spec(world.api.objects[world.rollout]["spec"])
-    assert thresholds_of(spec, counts) == ()
+    assert thresholds_of(spec, counts, spec.gates_of(spec.ladder[1])) == ()
 
 
 async def test_a_window_is_judged_again_when_something_was_counted_and_not_before(
