@@ -70,6 +70,7 @@ def test_however_many_shares_are_spent_harm_is_found_and_luck_does_not_pass(shar
 
 
 FAST, SAME, SLOW = lognormal(3000, 0.030), lognormal(6000, 0.030), lognormal(3000, 0.063)
+NO_TIME = Histogram(zero=6000, n=6000)
 QUIET = [(0.0, 900), (0.004, 300)]
 
 LOOKS: dict[str, tuple[GateSpec, Counts, Reason]] = {
@@ -87,6 +88,7 @@ LOOKS: dict[str, tuple[GateSpec, Counts, Reason]] = {
     "tail inside": (TAIL, Counts().tpot(FAST, SAME), Reason.BOUND_INSIDE_LIMIT),
     "tail twice as slow": (TAIL, Counts().tpot(SLOW, SAME), Reason.BOUND_OUTSIDE_LIMIT),
     "tail without a baseline": (TAIL, Counts().tpot(FAST, Histogram()), Reason.NO_CONCURRENT_BASELINE),
+    "tail of a baseline that takes no time": (TAIL, Counts().tpot(SLOW, NO_TIME), Reason.NO_DATA),
     "stall inside": (STALL, Counts().stall(QUIET), Reason.BOUND_INSIDE_LIMIT),
     "stall over": (STALL, Counts().stall([(0.2, 400)]), Reason.BOUND_OUTSIDE_LIMIT),
     "stall missing is all stall": (STALL, Counts().stall([*QUIET, (None, 60)]), Reason.BOUND_STRADDLES_LIMIT),
