@@ -364,6 +364,8 @@ async def test_n_11_36_a_proof_that_is_not_of_our_nonce_restores_nothing(
     await world.until("Progressing", "Canary")
     monkeypatch.setattr("tests.unit.rollout.rollout_world.nonce_digest", lambda *parts: b"forged")
     world.intent("Abort", 1)
+    await world.run(5)
+    assert world.condition("CandidateRevoked")["status"] == "False", "before its leases have ended"
     await world.run(60)
     assert world.where[0] == "RollingBack"
     assert world.condition("BaselineRestored")["status"] == "False"
