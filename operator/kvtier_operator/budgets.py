@@ -12,6 +12,7 @@ from typing import Any
 from kvtier_crds.manifest import RuntimeManifest
 from kvtier_crds.quantity import parse_bytes
 from kvtier_operator.ports import JsonObject
+from kvtier_operator.store import cache_of
 
 
 def budgets_of_others(
@@ -30,7 +31,7 @@ def budgets_of_others(
     # Of a thousand rollouts each cache has one or two of its own.
     of_cache: dict[tuple[str, str], list[JsonObject]] = {}
     for rollout in rollouts:
-        where = rollout["metadata"].get("namespace", ""), rollout["spec"]["cacheRef"]["name"]
+        where = rollout["metadata"].get("namespace", ""), cache_of(rollout)
         of_cache.setdefault(where, []).append(rollout)
     for other in all_caches:
         theirs = other["metadata"]
@@ -84,10 +85,7 @@ def _beside(cache: JsonObject, rollouts: Sequence[JsonObject]) -> list[dict[str,
 
 def _candidate(rollout: JsonObject, cache: JsonObject) -> JsonObject:
     here, there = rollout["metadata"], cache["metadata"]
-    same = (here.get("namespace"), rollout["spec"]["cacheRef"]["name"]) == (
-        there.get("namespace"),
-        there["name"],
-    )
+    same = (here.get("namespace"), cache_of(rollout)) == (there.get("namespace"), there["name"])
     return ((rollout.get("status") or {}).get("candidate") or {}) if same else {}
 
 

@@ -184,8 +184,17 @@ class WatchStore:
 
 
 def cache_of(rollout: JsonObject) -> str:
-    """Name of the KVCache that a KVRollout is of."""
-    return str(((rollout.get("spec") or {}).get("cacheRef") or {}).get("name", ""))
+    """Name of the KVCache that a KVRollout is of; empty where that cannot be read."""
+    return name_in(rollout.get("spec"), "cacheRef")
+
+
+def name_in(holder: object, reference: str) -> str:
+    """The name in a reference by name; empty where there is none, or another version has written it in a form
+    of its own. All objects of a kind are asked by whoever looks for those that name one, and what one of them
+    says must not be the others' trouble."""
+    found = holder.get(reference) if isinstance(holder, Mapping) else None
+    name = found.get("name") if isinstance(found, Mapping) else None
+    return name if isinstance(name, str) else ""
 
 
 def _version(obj: JsonObject) -> str:

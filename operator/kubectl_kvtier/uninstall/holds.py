@@ -92,7 +92,7 @@ def read_held(plural: str, document: Json) -> Held:
         uid=of_metadata(document, "uid"),
         deleting="deletionTimestamp" in metadata,
         finalizers=tuple(metadata.get("finalizers") or ()),
-        cache=str((spec.get("cacheRef") or {}).get("name", "")) if rollout else of_metadata(document, "name"),
+        cache=_cache_of(spec) if rollout else of_metadata(document, "name"),
         lease=_longest_lease(spec, status) if rollout else 0.0,
         approved=str((status.get("approved") or {}).get("rollout", "")) if plural == CACHES else "",
         # What it was approved on begins with the rollout's uid.
@@ -100,6 +100,11 @@ def read_held(plural: str, document: Json) -> Held:
         erases=bool((spec.get("deletion") or {}).get("cryptoErase")),
         phase=str(status.get("phase") or "") if rollout else "",
     )
+
+
+def _cache_of(spec: Json) -> str:
+    reference = spec.get("cacheRef")
+    return str(reference.get("name") or "") if isinstance(reference, dict) else ""
 
 
 def _longest_lease(spec: Json, status: Json) -> float:

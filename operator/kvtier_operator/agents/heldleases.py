@@ -135,6 +135,8 @@ class LeaseReads:
         return key, BothRead(rollout, cache, at)
 
     async def _get(self, key: ObjectKey) -> JsonObject:
+        if not key.name:
+            raise NotFound(404, "NotFound", "nobody can read which KVCache it is of")
         return await self._deps.api.get(key, known=self._deps.store.get(key))
 
     def _note(self, objects: Iterable[JsonObject], at: float) -> None:

@@ -25,6 +25,7 @@ from kvtier_operator.ports import (
 )
 from kvtier_operator.reconcile.pool_objects import object_name, pool_objects
 from kvtier_operator.reconcile.status import write_status
+from kvtier_operator.store import cache_of
 
 OWNED = ("observedGeneration", "desired", "ready", "updated", "conditions")
 FINISHED_PHASES = ("Completed", "RolledBack", "Invalid")
@@ -266,7 +267,7 @@ class AgentPoolReconciler:
             rollouts=tuple(
                 rollout["metadata"]["name"]
                 for rollout in store.list_all(Kind.KV_ROLLOUT, key.namespace)
-                if rollout["spec"]["cacheRef"]["name"] in caches
+                if cache_of(rollout) in caches
                 and (rollout.get("status") or {}).get("phase") not in FINISHED_PHASES
             ),
         )

@@ -26,6 +26,7 @@ from kvtier_operator.ports import (
     Store,
 )
 from kvtier_operator.rollout.candidate import selector_named
+from kvtier_operator.store import cache_of
 
 HELD_STAGES = ("Shadow", "Canary", "Ramp", "Full")
 MAX_CACHES = 16
@@ -100,8 +101,8 @@ def holdings(selector: JsonObject, store: Store) -> list[Holding]:
         digest = (status.get("candidate") or {}).get("digest")
         if status.get("stage") not in HELD_STAGES or not digest:
             continue
-        cache = store.get(ObjectKey(Kind.KV_CACHE, namespace, rollout["spec"]["cacheRef"]["name"]))
-        if cache is None or selector_named(rollout["spec"]["candidate"], cache) != name:
+        cache = store.get(ObjectKey(Kind.KV_CACHE, namespace, cache_of(rollout)))
+        if cache is None or selector_named(rollout["spec"].get("candidate"), cache) != name:
             continue
         pool = namespace, cache["spec"]["poolRef"]["name"]
         found[cache["metadata"]["name"]] = Holding(

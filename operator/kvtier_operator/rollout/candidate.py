@@ -25,6 +25,7 @@ from kvtier_operator.rollout.inputs import CandidateView
 from kvtier_operator.rollout.state import CandidateRef, ManifestRef, RolloutState
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass
 from kvtier_operator.selectors import refusal
+from kvtier_operator.store import name_in
 
 OVERRIDABLE = ("placement", "tiers", "admission")
 
@@ -86,10 +87,10 @@ def shape_fault(candidate: object) -> str:
     return ""
 
 
-def selector_named(candidate: Mapping[str, Any], cache: JsonObject) -> str:
-    """The KVSelector that a candidate of this form may bring; empty for none."""
-    holder = cache["spec"] if candidate.get("fromCacheSpec") else candidate
-    return str((holder.get("selectorRef") or {}).get("name", ""))
+def selector_named(candidate: object, cache: JsonObject) -> str:
+    """The KVSelector that a candidate may bring; empty for none, and where its form is another version's."""
+    from_spec = isinstance(candidate, Mapping) and candidate.get("fromCacheSpec")
+    return name_in(cache["spec"] if from_spec else candidate, "selectorRef")
 
 
 def tier_class_names(candidate: Mapping[str, Any], cache: JsonObject) -> tuple[str, ...]:

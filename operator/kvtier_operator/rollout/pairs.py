@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass
 
 from kvtier_operator.ports import Deps, JsonObject, Kind, NotFound, ObjectKey
-from kvtier_operator.store import is_older
+from kvtier_operator.store import cache_of, is_older
 
 VOUCHED_SECONDS = 30.0
 """Half of the default lease: for so long a rollout may be looked at without a request to the server. Its
@@ -76,6 +76,9 @@ class Pairs:
         return None if rollout is None else Pair(key, rollout, cache_key, cache)
 
     async def _get(self, key: ObjectKey, held: JsonObject | None = None) -> JsonObject | None:
+        if not key.name:
+            # A cache that cannot be told: without a name the server would be asked for all.
+            return None
         deps = self._deps
         asked = deps.clock.monotonic()
         cached = deps.store.get(key)
@@ -90,8 +93,7 @@ class Pairs:
 
 
 def cache_key_of(key: ObjectKey, rollout: JsonObject) -> ObjectKey:
-    name = str(((rollout.get("spec") or {}).get("cacheRef") or {}).get("name", ""))
-    return ObjectKey(Kind.KV_CACHE, key.namespace, name)
+    return ObjectKey(Kind.KV_CACHE, key.namespace, cache_of(rollout))
 
 
 def _version(obj: JsonObject | None) -> str:

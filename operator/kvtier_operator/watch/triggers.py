@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvtier_operator.election import LEASE_NAME
 from kvtier_operator.fleet import condition_of, lease_end, parse_time, pool_of
 from kvtier_operator.ports import LEASE_PREFIX, JsonObject, Kind, ObjectKey, Store
+from kvtier_operator.store import cache_of, name_in
 
 RECONCILED = (
     Kind.TIER_CLASS,
@@ -61,13 +62,11 @@ def affected(
         case Kind.TIER_CLASS:
             keys |= _caches(store, "", lambda spec: key.name in _tier_names(spec))
         case Kind.KV_SELECTOR:
-            keys |= _caches(
-                store, key.namespace, lambda spec: (spec.get("selectorRef") or {}).get("name") == key.name
-            )
+            keys |= _caches(store, key.namespace, lambda spec: name_in(spec, "selectorRef") == key.name)
             keys |= _rollouts(
                 store,
                 key.namespace,
-                lambda spec: ((spec.get("candidate") or {}).get("selectorRef") or {}).get("name") == key.name,
+                lambda spec: name_in(spec.get("candidate"), "selectorRef") == key.name,
             )
         case Kind.AGENT_POOL:
             keys |= _of_pool(store, key.namespace, key.name)
@@ -110,19 +109,19 @@ def affected(
             if before is None or after is None or _for_its_rollouts(before) != _for_its_rollouts(after):
                 keys |= _rollouts_of(store, key.namespace, key.name)
         case Kind.KV_ROLLOUT:
-            cache = _cache_name(obj.get("spec") or {})
+            cache = cache_of(obj)
             keys |= _rollouts_of(store, key.namespace, cache)
             on = store.get(ObjectKey(Kind.KV_CACHE, key.namespace, cache)) if cache else None
             if cache and (before is None or after is None or _standing(before) != _standing(after)):
                 keys.add(ObjectKey(Kind.KV_CACHE, key.namespace, cache))
                 # An AgentPool holds its updates while a rollout on its nodes is unfinished.
-                pool = (((on or {}).get("spec") or {}).get("poolRef") or {}).get("name", "")
+                pool = name_in((on or {}).get("spec"), "poolRef")
                 if pool:
                     keys.add(ObjectKey(Kind.AGENT_POOL, key.namespace, pool))
             if cache and (before is None or after is None or _holding(before) != _holding(after)):
                 # A selector's indexes are those of the agents that hold its candidate.
-                for holder in ((obj.get("spec") or {}).get("candidate") or {}, (on or {}).get("spec") or {}):
-                    selector = (holder.get("selectorRef") or {}).get("name", "")
+                for holder in ((obj.get("spec") or {}).get("candidate"), (on or {}).get("spec")):
+                    selector = name_in(holder, "selectorRef")
                     if selector:
                         keys.add(ObjectKey(Kind.KV_SELECTOR, key.namespace, selector))
         case _:
@@ -145,10 +144,6 @@ def _key(kind: Kind, obj: JsonObject) -> ObjectKey:
 
 def _tier_names(spec: JsonObject) -> set[str]:
     return {tier.get("tierClassName", "") for tier in spec.get("tiers") or []}
-
-
-def _cache_name(rollout_spec: JsonObject) -> str:
-    return str((rollout_spec.get("cacheRef") or {}).get("name", ""))
 
 
 def _no_news(key: ObjectKey, before: JsonObject, after: JsonObject, store: Store) -> bool:
@@ -287,6 +282,6 @@ def _of_pool(store: Store, namespace: str, name: str) -> set[ObjectKey]:
     if not name:
         return set()
     keys = {ObjectKey(Kind.AGENT_POOL, namespace, name)}
-    caches = _caches(store, namespace, lambda spec: (spec.get("poolRef") or {}).get("name") == name)
+    caches = _caches(store, namespace, lambda spec: name_in(spec, "poolRef") == name)
     names = {key.name for key in caches}
-    return keys | caches | _rollouts(store, namespace, lambda spec: _cache_name(spec) in names)
+    return keys | caches | _rollouts(store, namespace, lambda spec: name_in(spec, "cacheRef") in names)

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier_operator.budgets import budgets_of_others
 from kvtier_operator.lastreads import LastReads
 from kvtier_operator.packed import unpacked
 from kvtier_operator.ports import ApiError, JsonObject, Kind, Known, ObjectKey, Store
+from kvtier_operator.reconcile.selector_indexes import holdings
 from kvtier_operator.store import WatchStore
 from kvtier_operator.watch import triggers
 from kvtier_operator.watch import trimmed as trimming
@@ -157,6 +159,40 @@ def test_the_rollouts_of_a_cache_are_those_that_name_it_now(steps: list[tuple[st
             mine = [truth[found] for found in sorted(truth) if truth[found]["spec"]["cacheRef"]["name"] == of]
             assert store.rollouts_of(one.namespace, of) == mine
             assert store.rollouts_of("elsewhere", of) == []
+
+
+FOREIGN = [
+    pytest.param({"cacheRef": "chat", "candidate": "quest-64"}, id="texts"),
+    pytest.param({"cacheRef": ["chat"], "candidate": [{"selectorRef": "quest-64"}]}, id="lists"),
+    pytest.param({"cacheRef": {"name": {"of": "chat"}}, "candidate": {"selectorRef": "quest-64"}}, id="deep"),
+    pytest.param({"candidate": {"selectorRef": ["quest-64"]}}, id="absent"),
+    pytest.param({"cacheRef": None, "candidate": None}, id="none"),
+]
+
+
+@pytest.mark.parametrize("spec", FOREIGN)
+def test_a_rollout_in_another_versions_form_is_nobody_elses_trouble(bench: Bench, spec: JsonObject) -> None:
+    """Everyone who looks for the rollouts of a cache, a pool or a selector passes it."""
+    foreign = kv_rollout("foreign")
+    foreign["spec"] = spec
+    bench.api.add(foreign)
+    bench.api.add(kv_rollout())
+    bench.api.catch_up()
+    store = bench.store
+    where = key(Kind.KV_ROLLOUT, "foreign")
+    assert [one["metadata"]["name"] for one in store.rollouts_of("serving", "chat")] == ["go"]
+    assert triggers.affected(where, None, trimmed(Kind.KV_ROLLOUT, foreign), store) >= {where}
+    for kind, name in ((Kind.KV_CACHE, "chat"), (Kind.AGENT_POOL, "default"), (Kind.KV_SELECTOR, "quest-64")):
+        changed = store.get(key(kind, name))
+        assert changed is not None
+        woken = triggers.affected(key(kind, name), changed, None, store)
+        assert ROLLOUT in woken and where not in woken
+    selector, cache = store.get(key(Kind.KV_SELECTOR, "quest-64")), store.get(CACHE)
+    assert selector is not None and cache is not None
+    holdings(selector, store)
+    budgets_of_others(cache, store.list_all(Kind.KV_CACHE), store.list_all(Kind.KV_ROLLOUT))
+    store.remove(where)
+    assert store.get(where) is None
 
 
 def test_what_nobody_reads_is_not_kept() -> None:
