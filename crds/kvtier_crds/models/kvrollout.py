@@ -359,6 +359,8 @@ class KVRolloutSpec(Struct):
     on_insufficient: OnInsufficient = OnInsufficient.HOLD
     progress_deadline: Duration = "72h"
     ttl_after_finished: Duration = "720h"
+    """For so long one that has ended is kept. 0s: it goes once how it ended is written. An approval that goes
+    on has not ended."""
     intent: Intent | None = None
 
     def stage(self, name: StageName) -> Stage | None:

@@ -61,7 +61,7 @@ from kvtier_operator.rollout.spec import (
     MAX_LEASE_TTL,
     RolloutSpec,
 )
-from kvtier_operator.rollout.specreads import SpecRead, SpecReads, asks_to_end, duration_of
+from kvtier_operator.rollout.specreads import SpecRead, SpecReads, asks_to_end, duration_of, kept_for
 from kvtier_operator.rollout.state import ManifestRef, RolloutState, Schedule
 from kvtier_operator.rollout.status import read_holders
 from kvtier_operator.rollout.vocabulary import Blocker, CandidateClass, Phase, Stage
@@ -188,7 +188,7 @@ class Gatherer:
             quiet_since=self._quiet_since(now),
             waited={since: steady - first for since, first in kept.waits.items()},
             nows={at: wall + steady - then for at, (wall, then) in kept.firsts.items()},
-            ttl=duration_of(rollout, "ttlAfterFinished", 0.0),
+            ttl=kept_for(rollout),
             lease_ttl=duration_of(rollout, "leaseTTL", DEFAULT_LEASE_TTL, MAX_LEASE_TTL),
             older_ttl=told.lease_ttl,
         )

@@ -89,10 +89,11 @@ def _at_rest(state: RolloutState, inputs: Inputs) -> Plan:
             target = new_attempt(state, inputs)
             notice = Notice(False, "CandidateEdited", f"attempt {target.attempt} begins at Shadow")
             return Plan(target, urgent=True, notices=(notice,), requeue_after=0.01)
+        if inputs.ttl is None or not state.finished_at:
+            return Plan(state)
+        # How it ended is written before this is asked, so that also 0 s leaves it for a watch to see.
         left = state.finished_at + inputs.ttl - inputs.now_for(state.finished_at)
-        if inputs.ttl and state.finished_at and left <= 0:
-            return Plan(state, delete=True)
-        return Plan(state, requeue_after=min(left, 3600.0) if inputs.ttl and state.finished_at else 0.0)
+        return Plan(state, delete=True) if left <= 0 else Plan(state, requeue_after=min(left, 3600.0))
     return plan_off(state, inputs)
 
 

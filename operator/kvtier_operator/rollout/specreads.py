@@ -101,6 +101,12 @@ def asks_to_end(rollout: JsonObject, state: RolloutState) -> bool:
     return intent is not None and intent.verb is Verb.ABORT and intent.seq > answered
 
 
+def kept_for(rollout: JsonObject) -> float | None:
+    """Seconds that it is kept once it has ended; None for ever: it does not say, or nobody can read it."""
+    seconds = duration_of(rollout, "ttlAfterFinished", -1.0)
+    return None if seconds < 0 else seconds
+
+
 def duration_of(rollout: JsonObject, name: str, default: float, unreadable: float | None = None) -> float:
     """Read by itself, since it counts also when the rest of the spec cannot be run."""
     text = (rollout.get("spec") or {}).get(name)

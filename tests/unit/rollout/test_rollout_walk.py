@@ -578,6 +578,43 @@ async def test_finished_rollout_goes_after_its_time() -> None:
     assert world.rollout not in world.api.objects
 
 
+async def test_finished_rollout_that_is_kept_for_no_time_is_seen_to_have_ended_and_goes() -> None:
+    """As a Job is. What a watch sees last says how it ended."""
+    world = World(ttlAfterFinished="0s")
+    seen: list[str] = []
+    swap = world.api.compare_and_swap
+
+    async def watched(key: ObjectKey, *args: Any, **kwargs: Any) -> JsonObject:
+        obj = await swap(key, *args, **kwargs)
+        if key == world.rollout:
+            seen.append((obj.get("status") or {}).get("phase", ""))
+        return obj
+
+    world.api.compare_and_swap = watched  # type: ignore[method-assign]
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.run(60)
+    assert world.rollout not in world.api.objects
+    assert seen[-1] == "RolledBack"
+    assert [reason for reason, _ in world.api.events].count("BaselineRestored") == 1
+
+
+@pytest.mark.parametrize("kept", [None, "", "for a while", {"hours": 1}])
+async def test_finished_rollout_stays_where_it_does_not_say_for_how_long(kept: Any) -> None:
+    world = World(ttlAfterFinished=kept)
+    world.feed.gates["output"] = Verdict.FAIL
+    await world.until("RolledBack")
+    world.clock.seconds += 1000 * 24 * 3600.0
+    await world.pass_()
+    assert world.says("RolledBack")
+
+
+async def test_an_approval_goes_on_whatever_a_finished_rollout_is_kept_for() -> None:
+    world = World(ttlAfterFinished="0s")
+    await world.until("Completed")
+    await world.run(30)
+    assert world.says("Completed") and len(held(world)) == 2
+
+
 async def test_status_stays_under_8_kib() -> None:
     import json
 
