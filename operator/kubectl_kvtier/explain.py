@@ -94,7 +94,8 @@ def explain_cache(cache: KVCache, waits: float, now: float) -> Explanation:
 def _release(rollout: KVRollout, status: KVRolloutStatus, now: float, age: float) -> str:
     """What its operator does before it lets go of a deleted rollout, and when that ends at the latest."""
     back = status.rollback
-    over = status.phase in (None, Phase.PENDING, Phase.INVALID, Phase.ROLLED_BACK)
+    # Without a phase its status is lost, and agents may hold its candidate.
+    over = status.phase in (Phase.PENDING, Phase.INVALID, Phase.ROLLED_BACK)
     if over or (status.phase is Phase.ROLLING_BACK and back is not None and back.revoked_at):
         what, ends = "no agent can hold its candidate, and an operator's next look lets it go", None
     elif status.phase is Phase.ROLLING_BACK and back is not None:

@@ -191,6 +191,7 @@ class Gatherer:
             ttl=kept_for(rollout),
             lease_ttl=duration_of(rollout, "leaseTTL", DEFAULT_LEASE_TTL, MAX_LEASE_TTL),
             older_ttl=told.lease_ttl,
+            cache_named=bool(pair.cache_key.name),
         )
         inputs = await self._with_rivals(inputs, state, rollout)
         return Facts(subject, state, spec, compiled, pool, inputs, told.unreadable)

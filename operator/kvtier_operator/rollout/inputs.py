@@ -192,6 +192,7 @@ class Inputs:
 
     def now_for(self, written: float) -> float:
         """What time it is, to hold beside one that was written down: `now`, but for what the wall clock was
+    cache_named: bool = True
         set by since this process first read that one."""
         return self.nows.get(written, self.now)
 

@@ -100,9 +100,12 @@ def _at_rest(state: RolloutState, inputs: Inputs) -> Plan:
 def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
     if state.phase is Phase.ROLLING_BACK:
         return plan_without_cache(state, inputs)
+    cause, message = Cause.OBJECT_DELETED, "the KVCache is deleted"
+    if not inputs.cache_named:
+        cause, message = Cause.INPUT_DRIFT, f"the spec cannot be run: {inputs.spec_error}"
     rollback = Rollback(
-        cause=Cause.OBJECT_DELETED,
-        message="the KVCache is deleted",
+        cause=cause,
+        message=message,
         from_stage=state.stage,
         from_step=state.step,
         target_digest=state.baseline.digest if state.baseline else "",
@@ -119,7 +122,7 @@ def _cache_gone(state: RolloutState, inputs: Inputs) -> Plan:
         grant_expires=0.0,
         holders=Holders(),
     )
-    notice = Notice(True, "RollingBack", f"{Cause.OBJECT_DELETED} in {state.stage}: the KVCache is deleted")
+    notice = Notice(True, "RollingBack", f"{cause} in {state.stage}: {message}")
     return Plan(target, urgent=True, notices=(notice,), requeue_after=0.01)
 
 

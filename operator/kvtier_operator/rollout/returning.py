@@ -124,12 +124,13 @@ def _wait(inputs: Inputs, missing: list[str], end: float) -> float:
 
 def plan_without_cache(state: RolloutState, inputs: Inputs) -> Plan:
     """RollingBack while the KVCache is deleted: its own reconcile makes every agent forget it, under fences
-    that are not ours any more. What is left for us is to wait until it is gone, or the leases are."""
+    that are not ours any more. What is left for us is to wait until it is gone, or the leases are. One that
+    is not there only since nobody can read which it is makes no agent forget."""
     rollback = state.rollback
     if rollback is None:
         raise ValueError("a rollout in ExactBaseline has a rollback record")
     left = lease_end(inputs, rollback.started_at, rollback.lease_ttl) - inputs.now
-    if inputs.cache is not None and left > 0:
+    if (inputs.cache is not None or not inputs.cache_named) and left > 0:
         return Plan(state, requeue_after=min(RETRY_SECONDS, left))
     target = replace(
         state,
@@ -137,7 +138,10 @@ def plan_without_cache(state: RolloutState, inputs: Inputs) -> Plan:
         finished_at=inputs.now,
         rollback=replace(rollback, missing=(), total=0, restored=0, revoked_at=inputs.now),
     )
-    notice = Notice(True, "CacheGone", "the KVCache was deleted; its agents forget it with its sessions")
+    said = "the KVCache was deleted; its agents forget it with its sessions"
+    if not inputs.cache_named:
+        said = "no agent could be asked, since nobody can read which KVCache it is of; all leases have ended"
+    notice = Notice(True, "CacheGone", said)
     return Plan(target, urgent=True, notices=(notice,), release=inputs.deleting)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from http import HTTPStatus
 
 from kvtier_operator.ports import ApiError, JsonObject, Kind, KubeApi
+from kvtier_operator.rollout.salvage import has_lost_status
 from kvtier_operator.rollout.vocabulary import FINISHED, Phase, Stage
 from kvtier_operator.store import cache_of
 
@@ -67,6 +68,8 @@ def _unfinished(rollout: JsonObject) -> bool:
 
 
 def _begun(rollout: JsonObject) -> bool:
+    if has_lost_status(rollout):
+        return True  # agents may hold its candidate, and it is revoked first
     status = rollout.get("status") or {}
     return (status.get("stage") or Stage.OFF) != Stage.OFF or bool(status.get("revoking"))
 

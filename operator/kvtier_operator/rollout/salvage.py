@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtier_operator.packed import unpacked
-from kvtier_operator.ports import JsonObject
+from kvtier_operator.ports import ROLLOUT_FINALIZER, JsonObject
 from kvtier_operator.rollout.spec import MAX_LEASE_TTL
 from kvtier_operator.rollout.state import Holders, LostAgent, Revocation, RolloutState
 from kvtier_operator.rollout.status import (
@@ -47,12 +47,23 @@ def read_status(rollout: JsonObject) -> StatusRead:
     """Raises StatusUnreadable, unless the rollout is being deleted."""
     status = rollout.get("status") or {}
     try:
+        if has_lost_status(rollout):
+            raise StatusUnreadable("there is none, as after it was removed by hand")
         return StatusRead(from_status(status))
     except StatusUnreadable as error:
         if "deletionTimestamp" not in rollout["metadata"]:
             raise
         state, lease_ttl = salvaged(status)
         return StatusRead(state, str(error), lease_ttl)
+
+
+def has_lost_status(rollout: JsonObject) -> bool:
+    """Whether it is deleted and says nothing of where it stands, though an operator has had it in hand: what
+    its status said is lost, or it was just about to have its first one, which nobody can tell apart. While it
+    is not deleted, it begins anew at Shadow, and takes over whoever holds its candidate still."""
+    metadata, status = rollout["metadata"], rollout.get("status") or {}
+    mine = "deletionTimestamp" in metadata and ROLLOUT_FINALIZER in (metadata.get("finalizers") or [])
+    return mine and isinstance(status, Mapping) and not status.get("phase")
 
 
 def salvaged(status: object) -> tuple[RolloutState, float]:

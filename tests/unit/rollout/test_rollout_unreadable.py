@@ -134,6 +134,94 @@ async def test_while_it_is_not_deleted_nothing_is_decided_on_it() -> None:
     assert world.status["phase"] == "Hovering"
 
 
+def remove_status(world: World, left: dict[str, Any]) -> None:
+    """By hand, while no operator runs."""
+    obj = world.api.objects[world.rollout]
+    obj.pop("status")
+    if left:
+        obj["status"] = left
+    obj["metadata"]["resourceVersion"] = "900"
+    world.restart()
+
+
+LEFT = [
+    pytest.param({}, id="nothing"),
+    pytest.param({"conditions": [], "fence": 3}, id="no-phase"),
+]
+
+
+@pytest.mark.parametrize("left", LEFT)
+async def test_deleted_after_its_status_was_removed_its_candidate_is_revoked_first(
+    left: dict[str, Any],
+) -> None:
+    world = await canary()
+    before = world.cache_status["fence"]
+    world.sims["node-0"].cut_off = True
+    remove_status(world, left)
+    world.api.ask_to_delete(world.rollout)
+    await world.run(8)
+    assert world.rollout in world.api.objects, "node-0 may hold it as long as its lease lasts"
+    assert held(world) == ["node-0"] or not held(world)
+    assert world.sims["node-1"].book.highest(world.sims["node-1"].cache_uid) > before
+    await world.run(6)
+    assert world.rollout not in world.api.objects
+    assert "revoked on every agent before it goes" in told(world, "StatusUnreadable")[0]
+
+
+async def test_another_rollout_does_not_begin_while_one_that_lost_its_status_is_revoked() -> None:
+    world = await canary()
+    world.sims["node-0"].cut_off = True
+    second = world.add_rollout("second")
+    await world.pass_(second)
+    remove_status(world, {})
+    world.api.ask_to_delete(world.rollout)
+    await world.pass_(second)
+    assert world.status_of(second)["stage"] == "Off"
+    progressing = world.condition("Progressing", second)
+    assert (progressing["reason"], "quest" in progressing["message"]) == ("CacheBusy", True)
+
+
+async def test_one_that_no_operator_has_had_in_hand_goes_without_a_word_to_agents() -> None:
+    world = World()
+    fence = world.cache_status["fence"]
+    world.api.ask_to_delete(world.rollout)
+    await world.pass_()
+    assert world.rollout not in world.api.objects
+    assert world.cache_status["fence"] == fence
+
+
+NAMES = [
+    pytest.param("chat", id="text"),
+    pytest.param(["chat"], id="list"),
+    pytest.param({"names": ["chat"]}, id="names"),
+    pytest.param({"name": {"of": "chat"}}, id="object"),
+    pytest.param(None, id="none"),
+]
+
+
+@pytest.mark.parametrize("reference", NAMES)
+@pytest.mark.parametrize("deleted", [False, True], ids=["there", "deleted"])
+async def test_where_nobody_can_read_which_cache_it_is_of_its_leases_are_waited_for(
+    reference: Any, deleted: bool
+) -> None:
+    """No agent can be asked, and nobody makes them forget it: its cache is there."""
+    world = await canary()
+    world.edit(cacheRef=reference)
+    if deleted:
+        world.api.ask_to_delete(world.rollout)
+    await world.run(8)
+    assert world.status["phase"] == "RollingBack"
+    assert world.status["rollback"]["cause"] == "InputDrift"
+    await world.run(6)
+    assert held(world) == []
+    if deleted:
+        assert world.rollout not in world.api.objects
+    else:
+        assert world.status["phase"] == "RolledBack"
+        assert world.condition("CandidateRevoked")["status"] == "True"
+        assert world.condition("BaselineRestored")["reason"] == "NothingProved"
+
+
 SPECS = [
     pytest.param({"candidate": "quest"}, id="candidate"),
     pytest.param({"candidate": {"selectorRef": "quest"}}, id="selector"),
