@@ -2,7 +2,7 @@
 
 It is left behind where a finalizer was removed by hand. While it stands its number belongs to a rollout, so
 what agents are told of the cache waits for it. It may end when no lease of it can run: the longest legal TTL
-after this process first missed its rollout. It must not look at a clock that can be set.
+after this process, as the leader, first missed its rollout. It must not look at a clock that can be set.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class OrphanedApprovals:
         known = self._missed.get(uid)
         if known is None or known[0] != evidence:
             known = self._missed[uid] = evidence, now
-        if now - known[1] < ORPHAN_SECONDS:
+        # What another leader has seen or renewed meanwhile, this process does not know.
+        led = self._deps.leader.leading_since()
+        if led is None or now - max(known[1], led) < ORPHAN_SECONDS:
             return False
         fence = status.get("fence")
         ops: list[PatchOp] = [

@@ -380,10 +380,12 @@ class Gatherer:
         """Silent agents whose lease cannot last any more, by what this process has waited for them. One that
         is in service is renewed, though it says nothing: its lease does not end before it is not."""
         wait = lease_wait(spec.lease_ttl if spec is not None else MAX_LEASE_TTL)
-        steady = self._deps.clock.monotonic()
+        steady, led = self._deps.clock.monotonic(), self._deps.leader.leading_since()
+        # Another leader may have renewed it since, if it was in service meanwhile.
+        least = steady if led is None else led
         silent = {one.node for one in state.lost}
         out = {member.target.name for member in members if not in_service(member)} & silent
-        kept.unrenewed = {node: kept.unrenewed.get(node, steady) for node in out}
+        kept.unrenewed = {node: max(least, kept.unrenewed.get(node, steady)) for node in out}
         return frozenset(node for node, since in kept.unrenewed.items() if steady - since >= wait)
 
     def _on_a_beat(self, state: RolloutState, spec: RolloutSpec | None) -> bool:

@@ -348,11 +348,16 @@ class FakeAgents:
 
 
 class AlwaysLeader:
+    """since: when this term began, on the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.since = 0.0
+
     def check(self) -> None:
         return None
 
     def leading_since(self) -> float | None:
-        return 0.0
+        return self.since
 
 
 class Bench:
@@ -363,6 +368,7 @@ class Bench:
         self.store = WatchStore()
         self.api = FakeApi(self.store)
         self.agents = FakeAgents()
+        self.leader = AlwaysLeader()
         self.woken: list[ObjectKey] = []
         self.telemetry: Telemetry = build_telemetry(otlp_endpoint="", instance="test", version="test")
         self._nonces = 0
@@ -374,7 +380,7 @@ class Bench:
             store=self.store,
             fleet=StoreFleet(self.store, self.clock),
             agents=self.agents,
-            leader=AlwaysLeader(),
+            leader=self.leader,
             clock=self.clock,
             wake=wake,
             randomness=lambda: 0.5,

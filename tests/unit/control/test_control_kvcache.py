@@ -549,6 +549,23 @@ async def test_an_approval_whose_rollout_is_gone_ends_when_no_lease_of_it_can_ru
     assert "ApprovalEnded" in [reason for reason, _ in bench.api.events]
 
 
+async def test_an_approval_is_missed_anew_by_a_leader_that_was_none_meanwhile() -> None:
+    """An early one says only a name: of what bore it while another led, the leases may last."""
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    cache["status"]["approved"] = approved_by("uid-that-was") | {"evidence": ""}
+    bench.api.catch_up()
+    await settle(bench, reconciler)
+    bench.clock.advance(ORPHAN_SECONDS + 1)
+    bench.leader.since = bench.clock.monotonic()
+    cache = await settle(bench, reconciler)
+    assert cache["status"]["approved"]
+    bench.clock.advance(ORPHAN_SECONDS + 1)
+    cache = await settle(bench, reconciler)
+    assert "approved" not in cache["status"]
+
+
 async def test_an_approval_whose_rollout_is_there_stands_however_old() -> None:
     bench = bench_with()
     reconciler = KVCacheReconciler(bench.deps)

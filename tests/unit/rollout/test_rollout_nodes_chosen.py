@@ -143,6 +143,32 @@ async def test_the_lease_of_a_silent_node_is_waited_for_from_when_nobody_renews_
     assert second != first
 
 
+async def test_a_leader_waits_anew_for_a_silent_node_that_another_may_have_renewed_meanwhile() -> None:
+    world = World(nodes=2, blastRadius={"maxNodes": 1}, leaseTTL="10s")
+    world.feed.default = Verdict.INSUFFICIENT
+    await world.until("Progressing", "Shadow")
+    await world.run(3)
+    (first,) = held(world)
+    world.sims[first].alive = False
+    await world.run(6)
+    before: Any = (world.operator, world.deps)
+    world.restart()
+    world.sims[first].alive = True
+    await world.run(30)
+    assert held(world) == [first], "renewed by the other leader"
+    world.sims[first].alive = False
+    await world.run(2)
+    world.operator, world.deps = before
+    before[1].leader._since = world.clock.monotonic()
+    most = 0
+    for _ in range(20):
+        await world.run(1)
+        most = max(most, candidates(world, []))
+    assert most == 1
+    (second,) = held(world)
+    assert second != first
+
+
 async def test_a_place_of_a_dead_node_is_free_again_for_an_approval() -> None:
     """Nothing ends a completed rollout because a node died; its candidate goes on somewhere else."""
     world = World(nodes=2, blastRadius={"maxNodes": 1})
