@@ -208,7 +208,8 @@ def _deadlines(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> tuple[
 
 def _expired(state: RolloutState, inputs: Inputs) -> list[str]:
     """Agents that returned to the baseline by themselves in the open window, under whichever of its numbers;
-    of an approval that goes on, since the newest was granted."""
+    of an approval that goes on, since the newest was granted. One whose node is cordoned or drains was to let
+    go: nobody renews it, and that it could not be told before its lease ended is no outage."""
     first = state.fence
     if state.window is not None and state.phase is not Phase.COMPLETED:
         first = min(first, state.window.opening_fence)
@@ -216,10 +217,18 @@ def _expired(state: RolloutState, inputs: Inputs) -> list[str]:
         agent.node
         for agent in inputs.agents
         if agent.reachable
+        and not agent.leaving
         and agent.granted_fence == 0
         and agent.returned_reason == "LeaseExpired"
         and first <= agent.returned_fence <= state.fence
     ]
+
+
+def _let_go_untold(agent: AgentView, state: RolloutState, inputs: Inputs) -> int:
+    """The fence of this rollout's lease that ended on a cordoned agent before it could be told to let go; 0
+    where none did. It is told all the same, so that it says nothing of that when it is in service again."""
+    mine = agent.leaving and agent.returned_rollout == inputs.uid and agent.returned_reason == "LeaseExpired"
+    return agent.returned_fence if mine and agent.reachable and agent.granted_fence == 0 else 0
 
 
 def _resume(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan | None:
@@ -302,7 +311,9 @@ def _to_take_back(state: RolloutState, inputs: Inputs) -> list[str]:
     return [
         agent.node
         for agent in inputs.agents
-        if agent.reachable and not agent.selected and agent.granted_fence == state.fence
+        if agent.reachable
+        and not agent.selected
+        and state.fence in (agent.granted_fence, _let_go_untold(agent, state, inputs))
     ]
 
 
@@ -391,8 +402,8 @@ def _keep(state: RolloutState, inputs: Inputs, spec: RolloutSpec) -> Plan:
         for agent in inputs.agents
         if agent.reachable
         and not agent.selected
-        and agent.granted_rollout == inputs.uid
-        and 0 < agent.granted_fence < state.fence
+        and (agent.granted_rollout == inputs.uid or _let_go_untold(agent, state, inputs))
+        and 0 < max(agent.granted_fence, _let_go_untold(agent, state, inputs)) < state.fence
         and not revoked(agent, state.fence)
     ]
     extend = None

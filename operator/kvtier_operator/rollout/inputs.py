@@ -72,16 +72,18 @@ class ProofView:
 class AgentView:
     """One agent of the cache's pool as last heard of in this pass.
 
-    selected: may hold the candidate (blast radius, not cordoned or draining). reachable: answered in this
-    pass. granted_fence, granted_rollout: of the candidate it holds (when unreachable: last said to hold), 0
-    for none. returned_*: of the candidate that it gave up by itself last. refusal: reason of a refused grant
-    or revocation in this pass. running_*: what it recomputed of what runs; None: an agent of an earlier
-    version, empty: it cannot say.
+    selected: may hold the candidate (blast radius, not cordoned or draining). leaving: its node is cordoned
+    or drains, so that nobody renews what it holds. reachable: answered in this pass. granted_fence,
+    granted_rollout: of the candidate it holds (when unreachable: last said to hold), 0 for none.
+    returned_*: of the candidate that it gave up by itself last. refusal: reason of a refused grant or
+    revocation in this pass. running_*: what it recomputed of what runs; None: an agent of an earlier
+    version, empty: it cannot say. said: what came of the last revocation where no proof did.
     """
 
     node: str
     reachable: bool
     selected: bool = True
+    leaving: bool = False
     boot_id: str = ""
     highest_fence: int = 0
     baseline_digest: str = ""
@@ -190,9 +192,9 @@ class Inputs:
         """What could not be read, so that nothing passes."""
         return self.unread_baseline or self.unread_probes
 
+    cache_named: bool = True
     def now_for(self, written: float) -> float:
         """What time it is, to hold beside one that was written down: `now`, but for what the wall clock was
-    cache_named: bool = True
         set by since this process first read that one."""
         return self.nows.get(written, self.now)
 

@@ -162,6 +162,8 @@ class Messenger:
             granted_rollout="",
             candidate_digest=proof.candidate_digest,
             highest_fence=max(view.highest_fence, proof.fence),
+            returned_reason="",
+            returned_fence=0,
             refusal="",
         )
 

@@ -173,14 +173,15 @@ def _view(
     state: RolloutState,
     memory: Memory,
 ) -> AgentView:
-    name = member.target.name
+    name, leaving = member.target.name, member.cordoned or member.draining
     proof = memory.proofs.get(name)
     if answer is None:
         holder = rollout_uid if name in memory.held or _declared(member, cache_uid, state) else ""
-        return AgentView(name, False, boot_id=member.target.boot_id, granted_rollout=holder, proof=proof)
+        boot_id = member.target.boot_id
+        return AgentView(name, False, boot_id=boot_id, granted_rollout=holder, proof=proof, leaving=leaving)
     held = next((cache for cache in answer.caches if cache.cache.uid == cache_uid), None)
     if held is None:
-        return AgentView(name, True, boot_id=answer.boot_id, proof=proof)
+        return AgentView(name, True, boot_id=answer.boot_id, proof=proof, leaving=leaving)
     candidate, digest, granted, owner = held.candidate, "", 0, ""
     if candidate.digest:
         digest, granted, owner = candidate.digest, candidate.fence.value, candidate.fence.rollout_uid
@@ -191,6 +192,7 @@ def _view(
         True,
         boot_id=answer.boot_id,
         highest_fence=held.highest_fence,
+        leaving=leaving,
         baseline_digest=held.baseline_digest,
         running_baseline=held.running_digest if held.HasField("running_digest") else None,
         candidate_digest=digest,

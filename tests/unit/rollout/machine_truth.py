@@ -70,7 +70,13 @@ def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
     moved = now.fence != state.fence or any(
         view.highest_fence > state.fence or view.refusal == "FENCE_CONFLICT" for view in views
     )
-    stray = [v for v in views if v.reachable and not v.selected and v.granted_fence == state.fence]
+    # A cordoned one has let go without having been told: it is told, under a number of its own.
+    untold = {v.node: v.returned_fence for v in views if v.leaving and v.returned_reason == "LeaseExpired"}
+    stray = [
+        v
+        for v in views
+        if v.reachable and not v.selected and state.fence in (v.granted_fence, untold.get(v.node))
+    ]
     passing = lasted and not moved and not stray and window is not None
     passing = passing and window.spec_hash == spec.window_hash and all_pass(state, inputs, spec)
     mine = now.approved is not None and now.approved.rollout_uid == UID
@@ -109,6 +115,7 @@ def truth(state: RolloutState, inputs: Inputs, now: Now) -> Truth:
         late=now.wall >= state.started_at + spec.progress_deadline,
         expired=any(
             view.reachable
+            and not view.leaving
             and view.granted_fence == 0
             and view.returned_reason == "LeaseExpired"
             and since <= view.returned_fence <= state.fence

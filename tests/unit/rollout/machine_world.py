@@ -265,7 +265,9 @@ class World(ABC):
         left_out = excluded_now(self.state, found, UID)
         return tuple(
             replace(
-                view, selected=asked and not self.agents[view.node].cordoned and view.node not in left_out
+                view,
+                selected=asked and not self.agents[view.node].cordoned and view.node not in left_out,
+                leaving=self.agents[view.node].cordoned,
             )
             for view in found
         )
