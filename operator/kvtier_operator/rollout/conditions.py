@@ -13,6 +13,7 @@ from kvtier_operator.rollout.inputs import Inputs
 from kvtier_operator.rollout.moves import current_step
 from kvtier_operator.rollout.probesets import probe_fault
 from kvtier_operator.rollout.state import Condition, RolloutState
+from kvtier_operator.rollout.unproved import how_it_ends, who_is_missing
 from kvtier_operator.rollout.vocabulary import (
     Blocker,
     ConditionType,
@@ -51,7 +52,7 @@ def with_conditions(state: RolloutState, inputs: Inputs) -> RolloutState:
         ConditionType.PROGRESSING: _progressing(state, inputs),
         ConditionType.SERVABLE: _servable(inputs),
         ConditionType.CANDIDATE_REVOKED: _candidate_revoked(state),
-        ConditionType.BASELINE_RESTORED: _baseline_restored(state),
+        ConditionType.BASELINE_RESTORED: _baseline_restored(state, inputs),
         ConditionType.DEGRADED: _degraded(state, inputs),
     }
     before = {condition.type: condition for condition in state.conditions}
@@ -171,7 +172,7 @@ def _candidate_revoked(state: RolloutState) -> Finding:
     return "True", "Revoked", "no agent holds the candidate"
 
 
-def _baseline_restored(state: RolloutState) -> Finding:
+def _baseline_restored(state: RolloutState, inputs: Inputs) -> Finding:
     rollback = state.rollback
     if state.stage is not Stage.EXACT_BASELINE or rollback is None:
         return "False", "NotRolledBack", "no return to the baseline in this attempt"
@@ -186,7 +187,7 @@ def _baseline_restored(state: RolloutState) -> Finding:
     return (
         "False",
         "Proving",
-        f"{rollback.restored} of {rollback.total}; missing {', '.join(rollback.missing[:6])}",
+        f"{rollback.restored} of {rollback.total}; missing {who_is_missing(rollback, inputs.agents)}",
     )
 
 
@@ -214,7 +215,7 @@ def _degraded(state: RolloutState, inputs: Inputs) -> Finding:
             f"{broken[0].name}: {broken[0].reason}{whose}{_why(broken[0].name, inputs)}",
         )
     if state.phase is Phase.ROLLING_BACK and state.rollback and state.rollback.revoked_at:
-        return "True", "BaselineUnproved", f"missing {', '.join(state.rollback.missing[:6])}"
+        return "True", "BaselineUnproved", how_it_ends(state.rollback, inputs.agents, MAX_MESSAGE)
     if state.holds_candidate and inputs.unread_baseline:
         return "True", "BaselineUnreadable", inputs.unread_baseline
     if state.holds_candidate and inputs.spec is not None:

@@ -98,6 +98,7 @@ class AgentView:
     proof: ProofView | None = None
     refusal: str = ""
     refusal_message: str = ""
+    said: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +187,13 @@ class Inputs:
     spec_blocker: Blocker = Blocker.SPEC_INVALID
     unread_probes: str = ""
     unread_baseline: str = ""
+    cache_named: bool = True
 
     @property
     def unread(self) -> str:
         """What could not be read, so that nothing passes."""
         return self.unread_baseline or self.unread_probes
 
-    cache_named: bool = True
     def now_for(self, written: float) -> float:
         """What time it is, to hold beside one that was written down: `now`, but for what the wall clock was
         set by since this process first read that one."""

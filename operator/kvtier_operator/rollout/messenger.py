@@ -75,21 +75,22 @@ class Messenger:
                 return await self._once(sent, rpc, target, view, memory, budget)
             except AgentError as error:
                 if error.reason != REBOOTED or not error.facts.get("boot_id"):
-                    return self._refused(sent, rpc, view, error)
+                    return self._refused(sent, rpc, view, memory, error)
                 # It restarted since it was looked at; the boot id guards against commands of another life.
                 target = replace(target, boot_id=error.facts["boot_id"])
                 memory.boots[target.name] = target.boot_id
             except AgentUnreachable as error:
-                return self._silent(view, error)
+                return self._silent(rpc, view, memory, error)
             left = until - self._deps.clock.monotonic()
             if left <= 0:
-                return self._silent(view, AgentUnreachable(target.name, "DEADLINE_EXCEEDED", "it restarted"))
+                late = AgentUnreachable(target.name, "DEADLINE_EXCEEDED", "it restarted")
+                return self._silent(rpc, view, memory, late)
             try:
                 return await self._once(sent, rpc, target, view, memory, left)
             except AgentError as error:
-                return self._refused(sent, rpc, view, error)
+                return self._refused(sent, rpc, view, memory, error)
             except AgentUnreachable as error:
-                return self._silent(view, error)
+                return self._silent(rpc, view, memory, error)
 
     async def _once(
         self, sent: Sent, rpc: Rpc, target: AgentTarget, view: AgentView, memory: Memory, seconds: float
@@ -152,6 +153,7 @@ class Messenger:
         proof = checked(answer.proof, nonce, target.boot_id)
         memory.boots[target.name] = answer.proof.boot_id
         memory.proofs[target.name] = proof
+        memory.said.pop(target.name, None)
         if proof.valid and not proof.candidate_digest:
             memory.held.discard(target.name)
         return replace(
@@ -165,24 +167,34 @@ class Messenger:
             returned_reason="",
             returned_fence=0,
             refusal="",
+            said="",
         )
 
-    def _refused(self, sent: Sent, rpc: Rpc, view: AgentView, error: AgentError) -> AgentView:
+    def _refused(self, sent: Sent, rpc: Rpc, view: AgentView, memory: Memory, error: AgentError) -> AgentView:
         highest = int(error.facts.get("highest_fence") or 0)
         _log.info("agent refused", extra={"node": error.node, "reason": error.reason})
         said = f"{error.node}: {error.reason}: {error.message}"
         sent.notices.append((sent.rollout, Notice(True, f"{type(rpc).__name__}Refused", said)))
         return replace(
-            view,
+            _saying(rpc, view, memory, error.reason),
             reachable=True,
             refusal=error.reason,
             refusal_message=error.message[:160],
             highest_fence=max(view.highest_fence, highest),
         )
 
-    def _silent(self, view: AgentView, error: AgentUnreachable) -> AgentView:
+    def _silent(self, rpc: Rpc, view: AgentView, memory: Memory, error: AgentUnreachable) -> AgentView:
         _log.info("agent unreachable", extra={"node": error.node, "code": error.code})
-        return replace(view, reachable=False)
+        return replace(_saying(rpc, view, memory, "no answer"), reachable=False)
+
+
+def _saying(rpc: Rpc, view: AgentView, memory: Memory, words: str) -> AgentView:
+    """Noted of a revocation. Kept until it proves something: a message that came and went between two passes
+    would be written again and again."""
+    if isinstance(rpc, Grant):
+        return view
+    memory.said[view.node] = words
+    return replace(view, said=words)
 
 
 def checked(proof: control.Proof, nonce: bytes, boot_id: str) -> ProofView:

@@ -35,13 +35,14 @@ class Memory:
 
     proofs: by node, the last one that was checked. held: nodes that were granted this rollout's candidate.
     written: all holders that this process has written down last, also those that the status had no room for.
-    boots: the boot ids they answered with.
+    boots: the boot ids they answered with. said: see `AgentView`.
     """
 
     proofs: dict[str, ProofView] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     written: frozenset[str] = frozenset()
     boots: dict[str, str] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def unasked(members: Sequence[NodeView], memory: Memory) -> Pool:
             selected=False,
             boot_id=memory.boots.get(member.target.name, member.target.boot_id),
             proof=memory.proofs.get(member.target.name),
+            said=memory.said.get(member.target.name, ""),
         )
         for member in members
     )
@@ -190,9 +192,9 @@ def _view(
     return AgentView(
         name,
         True,
+        leaving=leaving,
         boot_id=answer.boot_id,
         highest_fence=held.highest_fence,
-        leaving=leaving,
         baseline_digest=held.baseline_digest,
         running_baseline=held.running_digest if held.HasField("running_digest") else None,
         candidate_digest=digest,

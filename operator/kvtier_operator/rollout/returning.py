@@ -19,10 +19,12 @@ from kvtier_operator.rollout.moves import (
     revoked,
 )
 from kvtier_operator.rollout.state import Rollback, RolloutState
+from kvtier_operator.rollout.unproved import how_it_ends
 from kvtier_operator.rollout.vocabulary import Cause, Phase, Stage
 
 RETRY_SECONDS = 2.0
 IN_FLIGHT_SECONDS = 0.5
+MAX_SAID = 400
 
 
 def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
@@ -81,7 +83,8 @@ def plan_return(state: RolloutState, inputs: Inputs) -> Plan:
             notices = (Notice(True, "CandidateRevoked", said),)
     elif missing and gone and not rollback.revoked_at:
         how = "all leases have ended" if ended else "every agent has let go of it"
-        notices = (Notice(ended, "CandidateRevoked", f"{how}; unproved: {', '.join(missing[:4])}"),)
+        left = how_it_ends(updated, inputs.agents, MAX_SAID)
+        notices = (Notice(ended, "CandidateRevoked", f"{how}; {left}"),)
     release = inputs.deleting and bool(target.rollback and target.rollback.revoked_at)
     if release and missing:
         notices += (
@@ -114,8 +117,8 @@ def _restored(rollback: Rollback, digest: str, now: float) -> tuple[tuple[Notice
 
 def _wait(inputs: Inputs, missing: list[str], end: float) -> float:
     """Soon for an agent that answers but still runs steps of the candidate; else a little, or the moment the
-    leases end."""
-    busy = any(agent.node in missing and agent.reachable for agent in inputs.agents)
+    leases end. One that refuses will not say otherwise so soon."""
+    busy = any(agent.node in missing and agent.reachable and not agent.said for agent in inputs.agents)
     if busy:
         return IN_FLIGHT_SECONDS
     left = end - inputs.now

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from kvtier_operator.ports import CACHE_FINALIZER, AgentError, Kind, ObjectKey
-from kvtier_operator.rollout.inputs import Look
+from kvtier_operator.rollout.inputs import AgentView, Look
 from kvtier_operator.rollout.messenger import REVOKE_SECONDS, grant_deadline
 from kvtier_operator.rollout.readings import Reading
 from kvtier_operator.rollout.spec import RolloutSpec
-from kvtier_operator.rollout.state import RolloutState
-from kvtier_operator.rollout.vocabulary import Verdict
+from kvtier_operator.rollout.state import Rollback, RolloutState
+from kvtier_operator.rollout.unproved import WAY_OUT, how_it_ends, who_is_missing
+from kvtier_operator.rollout.vocabulary import Cause, Stage, Verdict
 from tests.unit.rollout.rollout_world import Killed, World, held
 
 
@@ -383,6 +384,55 @@ async def test_a_proof_of_an_earlier_return_proves_nothing_now() -> None:
     assert world.condition("BaselineRestored")["status"] == "False"
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("refuses", "CACHE_UNKNOWN"),
+        ("other", f"runs {'f' * 12}"),
+        ("silent", "no answer"),
+    ],
+)
+async def test_who_cannot_prove_the_baseline_is_named_with_why_and_how_the_return_ends(
+    how: str, said: str
+) -> None:
+    """Also an agent that was never offered the candidate: restored means every agent of the pool."""
+    world = World(blastRadius={"maxNodes": 1})
+    await to_canary(world)
+    (cannot,) = [sim for name, sim in world.sims.items() if name not in held(world)]
+    said = f"{cannot.name} ({said})"
+    if how == "refuses":
+
+        def unknown(request: Any) -> Any:
+            raise AgentError(cannot.name, "CACHE_UNKNOWN", "this agent serves no cache", 0.0, {})
+
+        cannot.revoke = unknown  # type: ignore[method-assign]
+    elif how == "other":
+        cannot.lie_about_baseline = "sha256:" + "f" * 64
+    else:
+        cannot.cut_off = True
+    world.intent("Abort", 1)
+    await world.run(20)
+    degraded = world.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "BaselineUnproved")
+    assert degraded["message"] == f"missing {said}; {WAY_OUT}"
+    assert said in world.condition("BaselineRestored")["message"]
+    writes = world.api.writes
+    await world.run(60)
+    assert world.api.writes == writes, "what is said of it stays the same from pass to pass"
+    world.api.ask_to_delete(world.rollout)
+    await world.run(3)
+    assert world.rollout not in world.api.objects
+
+
+def test_what_is_said_of_who_is_missing_leaves_room_for_the_way_out() -> None:
+    names = tuple(f"a-node-with-a-very-long-name-{index:03}.example.internal" for index in range(16))
+    rollback = Rollback(Cause.INTENT_ABORT, "", Stage.CANARY, 0, "sha256:b", 1.0, total=200, missing=names)
+    views = tuple(AgentView(name, True, said="NO_DESTINATION_CAPACITY") for name in names)
+    said = how_it_ends(rollback, views, 240)
+    assert len(said) <= 240 and said.endswith(WAY_OUT) and names[0] in said
+    assert who_is_missing(rollback, views).endswith("and 196 more")
+
+
 async def test_an_agent_that_still_holds_the_candidate_is_neither_revoked_nor_restored() -> None:
     """It has answered, and its proof is of our nonce: what it says is that something is left."""
     world = World()
@@ -442,6 +492,39 @@ async def test_cordoned_node_loses_its_candidate_and_keeps_the_evidence() -> Non
     assert world.status["fence"] > before["fence"]
     assert world.status["window"] == before["window"]
     await world.until("Completed")
+
+
+@pytest.mark.parametrize("policy", ["Resume", "RollBack"])
+@pytest.mark.parametrize("stage", ["Canary", "Completed"])
+async def test_a_cordoned_agent_that_could_not_be_told_before_its_lease_ended_is_no_outage(
+    stage: str, policy: str
+) -> None:
+    """It was to let go, and nobody renewed it: no share is spent, also when its node is in service again."""
+    world = World(onLeaseExpired=policy)
+    world.feed.default = Verdict.INSUFFICIENT if stage == "Canary" else Verdict.PASS
+    if stage == "Canary":
+        world.feed.default = Verdict.PASS
+        await to_canary(world)
+        world.feed.default = Verdict.INSUFFICIENT
+    else:
+        await world.until("Completed")
+        await world.run(2)
+    before = world.status
+    node = world.sims["node-0"]
+    node.cordoned = node.cut_off = True
+    await world.run(8)
+    world.clock.seconds += 2.5
+    node.cut_off = False
+    assert node.candidate is None and node.state().caches[0].returned_reason == "LeaseExpired"
+    await world.run(5)
+    assert held(world) == ["node-1"]
+    node.cordoned = False
+    await world.run(5)
+    assert held(world) == ["node-0", "node-1"]
+    assert world.says(before["phase"], before["stage"])
+    assert world.status["window"] == before["window"]
+    assert world.status["digestBudget"] == before["digestBudget"]
+    assert "LeaseExpired" not in {reason for reason, _ in world.api.events}
 
 
 async def test_number_of_nodes_is_honoured_and_means_the_same_nodes() -> None:
