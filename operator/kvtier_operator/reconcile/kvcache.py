@@ -94,7 +94,8 @@ class KVCacheReconciler:
         self._ledger_written: dict[str, float] = {}
         # By cache, its baseline's digest and bytes.
         self._revisions: dict[str, tuple[str, bytes]] = {}
-        self._labelled: dict[str, str] = {}
+        # By cache, the digest whose label was looked at, and the term of leading in which it was.
+        self._labelled: dict[str, tuple[str, float | None]] = {}
         self._removal_fence: dict[str, int] = {}
         # Of a cache that is deleted, when this process first saw that, on the monotonic clock.
         self._leaving: dict[str, float] = {}
@@ -247,8 +248,10 @@ class KVCacheReconciler:
 
     async def _keep_label(self, cache: JsonObject, revision: Revision) -> None:
         """The newest revision labelled baseline is the one that `status.baseline` names, also after a rollout
-        has replaced it: the labels are what a lost status is rebuilt from. Looked at once a digest."""
-        if self._labelled.get(_uid(cache)) == revision.digest:
+        has replaced it: the labels are what a lost status is rebuilt from. Looked at once a digest, and
+        again in each term: another leader may have labelled others meanwhile."""
+        looked_at = revision.digest, self._deps.leader.leading_since()
+        if self._labelled.get(_uid(cache)) == looked_at:
             return
         objects = await self._deps.api.list_all(
             Kind.CONTROLLER_REVISION, cache["metadata"]["namespace"], selector_for(_uid(cache))
@@ -261,7 +264,7 @@ class KVCacheReconciler:
             number = 1 + max((found.number for found in known.values()), default=0)
             wanted = revision_manifest(cache, revision.data, revision.digest, Role.BASELINE, number)
             await self._deps.api.apply(wanted)
-        self._labelled[_uid(cache)] = revision.digest
+        self._labelled[_uid(cache)] = looked_at
 
     # --- nodes -------------------------------------------------------------------------------------------
 

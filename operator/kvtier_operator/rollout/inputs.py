@@ -145,18 +145,19 @@ class Inputs:
     """busy_with: the unfinished rollout of the cache that comes before this one. superseded_by: an
     unfinished rollout that has begun, of the same cache, and whose turn it is. holders: agents that this
     process has seen or made hold the candidate, or written down as such. approved_vanished: such ones of
-    the approved rollout that are gone, with a lease that may last. last_look: the newest one, which may be
-    of an earlier pass or window. ttl: seconds that a finished rollout is kept, None for ever. lease_ttl:
-    seconds, also of a spec that cannot be run. older_ttl: of a longer lease that agents may hold, by a
-    status that could be read in part only. approved_ttl: of the rollout whose candidate the cache holds
-    approved. rate: requests a second in the blast radius, 0 when not known. quiet_since: when this process
-    became leader; it knows nothing of renewals sent before that. waited: how long this process has waited
-    for leases since a time that was written down, in seconds that nobody can set. nows: see `now_for`.
-    probe_trouble: reason and sentence of a probe Job that makes no evidence. unread_probes: a probe set
-    that could not be read, so that the spec is what it was when it could. unread_baseline: why the
-    manifest could not be read on which the candidate stands, so that it is taken to be what it was. intent:
-    also of a spec that cannot be run. spec_blocker: what kind of error `spec_error` is. cache_named: whether it can be read
-    which cache it is of; where not, `cache` is None though it may be there."""
+    the approved rollout that are gone, with a lease that may last. last_look: the newest one, which may
+    be of an earlier pass or window. ttl: seconds that a finished rollout is kept, None for ever.
+    lease_ttl: seconds, also of a spec that cannot be run. older_ttl: of a longer lease that agents may
+    hold, by a status that could be read in part only. approved_ttl: of the rollout whose candidate the
+    cache holds approved. rate: requests a second in the blast radius, 0 when not known. quiet_since: when
+    this process became leader; it knows nothing of renewals sent before that. waited: how long this
+    process has waited for leases since a time that was written down, in seconds that nobody can set.
+    nows: see `now_for`. probe_trouble: reason and sentence of a probe Job that makes no evidence.
+    unread_probes: a probe set that could not be read, so that the spec is what it was when it could.
+    unread_baseline: why the manifest could not be read on which the candidate stands, so that it is taken
+    to be what it was. intent: also of a spec that cannot be run. spec_blocker: what kind of error
+    `spec_error` is. cache_named: whether it can be read which cache it is of; where not, `cache` is None
+    though it may be there."""
 
     now: float
     uid: str

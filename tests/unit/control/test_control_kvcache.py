@@ -192,6 +192,26 @@ async def test_of_all_baselines_that_a_cache_has_had_the_last_is_remembered() ->
         assert len(reconciler._revisions) == 1
 
 
+async def test_a_label_that_another_leader_gave_meanwhile_is_no_newer_than_the_baselines() -> None:
+    """It adopted another baseline and the first again, and ended before it labelled that."""
+    bench = bench_with()
+    reconciler = KVCacheReconciler(bench.deps)
+    cache = await settle(bench, reconciler)
+    data = b'{"number":2}'
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    await bench.api.apply(revision_manifest(cache, data, digest, Role.BASELINE, 9))
+    await settle(bench, reconciler)
+    bench.leader.since = 7.0
+    await settle(bench, reconciler)
+    named = cache["status"]["baseline"]["revision"]
+    revisions = {
+        key.name: obj["revision"]
+        for key, obj in bench.api.objects.items()
+        if key.kind is Kind.CONTROLLER_REVISION
+    }
+    assert max(revisions, key=lambda name: revisions[name]) == named
+
+
 async def test_of_a_cache_that_is_deleted_nothing_is_remembered() -> None:
     bench = bench_with()
     reconciler = KVCacheReconciler(bench.deps)
