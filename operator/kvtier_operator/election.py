@@ -36,6 +36,8 @@ LABELS = {"kvtier.dev/component": "operator"}
 # For both requests of a release: a server that is slow then is worth waiting for, or the next leader waits.
 RELEASE_SECONDS = 8.0
 RELEASE_AGAIN_SECONDS = 0.2
+_DELETED: JsonObject = {"metadata": {"resourceVersion": "deleted"}, "spec": {}}
+"""In place of a Lease that was held and is gone: for others it ends as one that nobody renews."""
 
 
 class LeaseApi(Protocol):
@@ -218,6 +220,9 @@ class LeaseElection:
         try:
             lease = await self._api.get(self._key)
         except NotFound:
+            # Who held it may write for as long as it granted itself; it makes its own again long before that.
+            if self._since is None and self._seen.version and not self._has_ended(_DELETED):
+                return False
             return await self._create(now)
         spec = lease.setdefault("spec", {})
         holder = spec.get("holderIdentity") or ""

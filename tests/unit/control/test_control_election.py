@@ -263,6 +263,27 @@ async def test_a_lease_that_was_deleted_is_made_again() -> None:
     assert server.lease is not None and one.changes == ["started"]
 
 
+async def test_a_lease_that_is_deleted_under_its_holder_makes_no_second_leader() -> None:
+    """The others hear of it at once, the holder at its next renewal; till then it may write."""
+    server, clock, one, other = two()
+    await one.election.step()
+    await other.election.step()
+    server.lease = None
+    for _ in range(2):
+        assert not await other.election.step()
+        assert (one.leads(), other.leads()) == (True, False)
+        clock.advance(4)
+    # It has gone, too, and its gate is closed.
+    clock.advance(TIMING.duration - 8)
+    assert not one.leads()
+    assert await other.election.step()
+
+
+async def test_a_lease_that_nobody_was_seen_to_hold_is_made_at_once() -> None:
+    _, _, one, _ = two()
+    assert await one.election.step()
+
+
 async def test_a_release_that_meets_a_renewal_or_a_failure_is_tried_again() -> None:
     """A renewal that was cut off by the end arrives between the two requests of the release."""
     server, _, one, other = two()
