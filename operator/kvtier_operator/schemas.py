@@ -20,14 +20,24 @@ SHOWN = 5
 
 def lacking(document: JsonObject) -> list[str]:
     """One sentence for each CRD that lacks a field, or a value of one. document: of our group, as OpenAPI v3.
-    A kind that it does not hold is not judged: the lists say whether it is installed."""
-    schemas = (document.get("components") or {}).get("schemas") or {}
+    A kind that it does not hold is not judged, see `unpublished`."""
+    schemas = _schemas(document)
     return [
         f"{kind.PLURAL}.{GROUP} is older than this operator and lacks {_shown(missing)}"
         for kind in KINDS
         if (found := schemas.get(_published_name(kind.KIND))) is not None
         and (missing := list(_missing(_wanted(definition(kind)), found, "")))
     ]
+
+
+def unpublished(document: JsonObject) -> list[str]:
+    """Kinds of ours that it does not hold, though a list may have said that they are installed."""
+    schemas = _schemas(document)
+    return [f"{kind.PLURAL}.{GROUP}" for kind in KINDS if _published_name(kind.KIND) not in schemas]
+
+
+def _schemas(document: JsonObject) -> JsonObject:
+    return (document.get("components") or {}).get("schemas") or {}
 
 
 def _published_name(kind: str) -> str:

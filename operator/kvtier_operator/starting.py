@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from kvtier_operator.kube.resources import RESOURCES
-from kvtier_operator.ports import VERSION, ApiError, Clock, Forbidden, JsonObject, Kind, NotFound
-from kvtier_operator.schemas import lacking
+from kvtier_operator.ports import GROUP, VERSION, ApiError, Clock, Forbidden, JsonObject, Kind, NotFound
+from kvtier_operator.schemas import lacking, unpublished
 from kvtier_operator.watch.triggers import WATCHED
 
 _log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ START_SECONDS = 600.0
 TELL_SECONDS = 10.0
 """A CRD that comes with the operator, some seconds later, is no news."""
 PAUSE_SECONDS = (0.2, 5.0)
+PUBLISH_SECONDS = 60.0
+"""For so long an API server that has just begun, or has just been told of a CRD, may publish none of it."""
 CANCEL_SECONDS = 3.0
 UNAUTHORIZED = 401
 T = TypeVar("T")
@@ -53,6 +55,8 @@ class Starting:
         self._published = published
         self._tell = tell
         self._clock = clock
+        self._unpublished_since: float | None = None
+        self._older_once = False
         self.waits_for = "the first lists"
 
     async def run(self) -> None:
@@ -92,14 +96,32 @@ class Starting:
         return found or await self._older()
 
     async def _older(self) -> list[str]:
+        """A CRD that was found older stays so until the server says otherwise."""
         try:
             document = await self._published()
         except (Forbidden, NotFound) as error:
+            if isinstance(error, NotFound) and not self._has_had_time():
+                return [f"what the API server publishes of {GROUP} (/openapi/v3): {error}"]
+            if self._older_once:
+                return [f"what the API server publishes of {GROUP}, whose CRDs were older: {error}"]
             _log.warning("CRDs not compared with this version", extra={"error": str(error)})
             return []
         except ApiError as error:
             return [f"the API server: {error}"]
-        return [f"newer CRDs: {one}" for one in await asyncio.to_thread(lacking, document)]
+        if (absent := unpublished(document)) and (self._older_once or not self._has_had_time()):
+            return [f"what the API server publishes of {', '.join(absent)} (/openapi/v3)"]
+        older = await asyncio.to_thread(lacking, document)
+        self._older_once = bool(older)
+        if absent:
+            _log.warning("CRDs not compared with this version", extra={"error": ", ".join(absent)})
+        return [f"newer CRDs: {one}" for one in older]
+
+    def _has_had_time(self) -> bool:
+        """To publish what it lists already."""
+        now = self._clock.monotonic()
+        if self._unpublished_since is None:
+            self._unpublished_since = now
+        return now - self._unpublished_since >= PUBLISH_SECONDS
 
 
 async def before(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

@@ -16,7 +16,7 @@ from kvtier_operator.app import Operator, Options
 from kvtier_operator.kube import client
 from kvtier_operator.ports import AgentTls, ApiError, Forbidden, JsonObject, Kind, NotFound
 from kvtier_operator.schemas import SHOWN, lacking
-from kvtier_operator.starting import START_SECONDS, TELL_SECONDS, NotStarted, Starting
+from kvtier_operator.starting import PUBLISH_SECONDS, START_SECONDS, TELL_SECONDS, NotStarted, Starting
 from kvtier_operator.telemetry import build_telemetry
 from kvtier_operator.watch.triggers import WATCHED
 from tests.unit.control.control_fakes import FakeClock
@@ -180,11 +180,69 @@ async def test_crds_that_are_older_are_waited_for() -> None:
     )
 
 
-@pytest.mark.parametrize("error", [NO_CRD, NO_RIGHT], ids=["not published", "not allowed"])
-async def test_a_server_that_does_not_say_what_its_crds_are_is_started_with(error: ApiError) -> None:
+async def test_a_server_that_may_not_be_asked_what_its_crds_are_is_started_with() -> None:
     server = Server()
-    server.schemas = error
+    server.schemas = NO_RIGHT
     assert await first_words(server) == ""
+
+
+async def test_a_server_that_publishes_nothing_is_started_with_when_it_has_had_time() -> None:
+    server = Server()
+    server.schemas = NO_CRD
+    async with asyncio.timeout(60):
+        await server.starting.run()
+    assert PUBLISH_SECONDS <= server.clock.elapsed < PUBLISH_SECONDS + 10
+
+
+def without_a_kind(document: JsonObject) -> JsonObject:
+    found = copy.deepcopy(document)
+    del found["components"]["schemas"]["dev.kvtier.v1alpha1.KVRollout"]
+    return found
+
+
+def older_rollouts() -> JsonObject:
+    document = published()
+    del schema(document, "KVRollout")["status"]["properties"]["fence"]
+    return document
+
+
+async def words_of(server: Server, *answers: JsonObject | ApiError) -> list[str]:
+    """Of what it waits after each of these; then the CRDs are as they should be, and it has to start."""
+    left, words = [*answers, published()], []
+    sleep = server.clock.sleep
+
+    async def noted(seconds: float) -> None:
+        words.append(server.starting.waits_for)
+        server.schemas = left.pop(0)
+        await sleep(seconds)
+
+    server.schemas = left.pop(0)
+    server.clock.sleep = noted  # type: ignore[method-assign]
+    async with asyncio.timeout(60):
+        await server.starting.run()
+    assert not left, "it started before"
+    return words
+
+
+@pytest.mark.parametrize("early", [NO_CRD, without_a_kind(older_rollouts())], ids=["nothing", "all but one"])
+async def test_older_crds_of_a_server_that_has_just_begun_are_found(early: JsonObject | ApiError) -> None:
+    """It serves lists at once, and publishes what it serves some seconds later."""
+    first, second = await words_of(Server(), early, older_rollouts())
+    assert "publishes of" in first and second.endswith("lacks status.fence")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [NO_CRD, NO_RIGHT, without_a_kind(older_rollouts())],
+    ids=["not published", "not allowed", "all but one"],
+)
+async def test_crds_that_were_older_stay_so_while_the_server_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, answer: JsonObject | ApiError
+) -> None:
+    """Also where it has had its time to publish them."""
+    monkeypatch.setattr(starting, "PUBLISH_SECONDS", 0.0)
+    first, second = await words_of(Server(), older_rollouts(), answer)
+    assert first.endswith("lacks status.fence") and "publishes of" in second
 
 
 async def test_a_server_that_fails_to_say_what_its_crds_are_is_asked_again() -> None:
